@@ -71,7 +71,8 @@ BAD = [
     ),
     (
         "loader.val.num_workers=0 loader.val.prefetch_factor=2",
-        "loader.val.prefetch_factor=2: has no effect with loader.val.num_workers=0; change that, or set it to null",
+        "loader.val.prefetch_factor=2: has no effect with loader.val.num_workers=0; change "
+        "that, or set it to null",
     ),
     (
         "loader.num_workers=0 loader.val.prefetch_factor=2",

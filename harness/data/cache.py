@@ -226,9 +226,12 @@ def set_budget(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
         OSError: there is no room for the table.
     """
     with _alone_with(fd):
-        start = _pixels_start(rows)
-        os.posix_fallocate(fd, 0, start)
-        used, _ = taken_bytes(fd, facts, rows) or (start, 0)
+        used = start = _pixels_start(rows)
+        taken = taken_bytes(fd, facts, rows)
+        if taken is None:
+            os.posix_fallocate(fd, 0, start)
+        else:
+            used = taken[0]
         limit = max(used, budget_bytes)
         if os.fstat(fd).st_size < limit:
             os.ftruncate(fd, limit)

@@ -55,12 +55,13 @@ def open_caches(
             larger than there is room for.
     """
     train, val = sources
-    # what the pixels of a file depend on, besides its own bytes
+    # what the pixels of a file depend on, besides its own bytes; torch makes large ones smaller
+    decoders = ["pillow", "simplejpeg"] + ["torch"] * (data.cache_max_side is not None)
     software = {
         "format": cache.FORMAT,
         "options": asdict(options),
         "max_side": data.cache_max_side,
-        **{name: version(name) for name in ("pillow", "simplejpeg", "torch")},
+        **{name: version(name) for name in decoders},
     }
     facts = hashlib.sha256(json.dumps(software, sort_keys=True).encode())
     roots = []

@@ -238,6 +238,8 @@ def _to_rgb(image: ImageFile, background: tuple[int, int, int]) -> Image.Image:
         canvas = Image.new("RGB", image.size, background)
         canvas.paste(rgba, mask=rgba)
         return canvas
+    if image.mode == "RGB":
+        return image
     if image.mode == "CMYK" and isinstance(image, _Jpeg) and "adobe" not in image.info:
         # Pillow takes every CMYK JPEG for one of Adobe's inverted ones
         return ImageChops.invert(image).convert("RGB")

@@ -116,8 +116,9 @@ def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
     images = [("train", i) for i in range(generate.train_images)]
     images += [("val", i) for i in range(generate.val_images)]
     pixels = generate.width * generate.height
-    # A byte a pixel is more than most pictures take; a file system gives whole blocks.
-    needed_mb = len(images) * (pixels + 4096) / 1e6
+    # a little more than the largest of a few, in whole blocks of a file system
+    most = max(len(_picture(generate, "train", i)) for i in range(min(4, generate.train_images)))
+    needed_mb = len(images) * math.ceil(1.1 * most / 4096) * 4096 / 1e6
     advice = f"about {needed_mb:.0f} MB are needed; free space, or set data.root to another disk"
 
     def write(part: Path) -> None:
@@ -167,8 +168,13 @@ def _processes(pixels: int, chunks: int) -> int:
 def _write(part: Path, generate: GenerateConfig, image: tuple[str, int]) -> None:
     """Writes one image of a split as a JPEG file; classes take turns."""
     split, index = image
+    what = drawing.look(index % generate.classes, generate.classes)
+    path = part / split / what.name / f"{index:07d}.jpg"
+    path.write_bytes(_picture(generate, split, index))
+
+
+def _picture(generate: GenerateConfig, split: str, index: int) -> bytes:
     rng = np.random.default_rng((generate.seed, split == "val", index))
     what = drawing.look(index % generate.classes, generate.classes)
     pixels = drawing.draw(what, generate.width, generate.height, rng)
-    data = drawing.encode(pixels, generate.quality)
-    (part / split / what.name / f"{index:07d}.jpg").write_bytes(data)
+    return drawing.encode(pixels, generate.quality)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -70,9 +71,11 @@ class ArrayFeed(Feed):
         self.meter = StageMeter(stages, readers + 1, shared=False)
         self._timer = self.meter.timer(readers)
         self._threads: BatchThreads | None = None
-        # the batches to come, and the next one with how many of its images are being read
+        # the batches to come, the next ones with how many of their images are being read, and what
+        # no thread has taken on yet
         self._coming: Iterator[np.ndarray] = iter(())
-        self._next: tuple[np.ndarray, int] | None = None
+        self._due: deque[tuple[np.ndarray, int]] = deque()
+        self._wanted: deque[np.ndarray] = deque()
 
     def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
         """As in ``Feed``."""
@@ -80,9 +83,11 @@ class ArrayFeed(Feed):
             self.begin(epoch)
         coming = self._coming
         # until the end, or until the feed was closed
-        while self._next is not None and self._coming is coming:
-            indices, missing = self._next
-            if missing and self._threads is not None:
+        while self._due and self._coming is coming:
+            indices, missing = self._due.popleft()
+            if missing:
+                if self._threads is None:
+                    return
                 for read in self._threads.batches(poll_s):
                     if read is not None:
                         break
@@ -120,25 +125,30 @@ class ArrayFeed(Feed):
     def begin(self, epoch: int) -> None:
         """As in ``Feed``."""
         self._coming = self.order.batches(epoch)
+        self._due.clear()
+        self._wanted.clear()
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Has threads read what the next batch lacks."""
-        self._next = None
-        indices = next(self._coming, None)
-        if indices is None:
-            return
-        missing = self.pixels.missing(indices)
-        self._next = (indices, len(missing))
-        if len(missing):
+        """Has threads read what the next three batches lack."""
+        while len(self._due) < 3 and (indices := next(self._coming, None)) is not None:
+            missing = self.pixels.missing(indices)
+            self._due.append((indices, len(missing)))
+            if not len(missing):
+                continue
             if self._threads is None:
                 dataset = self.pixels.untransformed
                 settings = replace(
-                    self.settings, backend=ARRAYS, num_workers=self.readers, pin_memory=False
+                    self.settings,
+                    backend=ARRAYS,
+                    num_workers=self.readers,
+                    prefetch_factor=2,
+                    pin_memory=False,
                 )
                 filler = partial(Filler, dataset, meter=self.meter, gauge=None)
                 self._threads = BatchThreads(self, filler, dataset.image_size, settings)
-            self._threads.begin(0, iter([missing]))
+            self._wanted.append(missing)
+            self._threads.begin(0, _taken(self._wanted))
 
     def end(self) -> None:
         """As in ``Feed``."""
@@ -147,3 +157,9 @@ class ArrayFeed(Feed):
             self._threads.close()
         self._threads = None
         self._coming = iter(())
+
+
+def _taken(wanted: deque[np.ndarray]) -> Iterator[np.ndarray]:
+    # others may be added while threads take from it
+    while wanted:
+        yield wanted.popleft()

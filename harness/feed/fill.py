@@ -69,7 +69,7 @@ class Filler:
         """
         fill: Any = self._dataset.fill
         gauge = self._gauge
-        staged = hasattr(self._dataset, "stages")
+        staged = isinstance(getattr(self._dataset, "stages", None), tuple)
         errors = Errors()
         self.timer.fill()
         # repeat() has no end

@@ -209,7 +209,10 @@ class FillableDataset(Protocol):
 
 def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
     """Returns the stages that ``dataset`` names, or ``sample``."""
-    stages: tuple[str, ...] = getattr(dataset, "stages", (SAMPLE,))
+    stages = getattr(dataset, "stages", None)
+    # a data set that is not ours may use the name for something else
+    if not isinstance(stages, tuple):
+        return (SAMPLE,)
     return stages
 
 

@@ -63,8 +63,8 @@ def _check_part(key: str, value: Any, state: Any) -> None:
     if key == "schedule":
         typed(int, value["last_epoch"])
     elif key == "scaler":
-        for number in (value["scale"], *value.values()):
-            typed(float, number)
+        for name in state.scaler.state_dict():
+            typed(float, value[name])
     elif key == "settings":
         typed(str, value["trainer"]["precision"])
     elif key == "random":

@@ -104,8 +104,10 @@ class Trace:
             with replacing(path) as temporary:
                 profiler.export_chrome_trace(str(temporary))
                 # the exporter raises nothing when it cannot write
-                if not temporary.read_bytes().rstrip().endswith(b"}"):
-                    raise OSError("the file is not whole; free some space")
+                with temporary.open("rb") as file:
+                    file.seek(-min(64, temporary.stat().st_size), os.SEEK_END)
+                    if not file.read().rstrip().endswith(b"}"):
+                        raise OSError("the file is not whole; free some space")
         except Exception as error:
             _log.warning("profile.steps: no trace in %s: %s", shown, error)
         else:

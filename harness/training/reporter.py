@@ -272,5 +272,8 @@ def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
 def _root(folder: Path) -> str:
     """Returns the folder of this run and its neighbours, whose names TensorBoard then shows."""
     path = os.path.relpath(folder)
-    top, *below = Path(path).parts
-    return top if below and top in ("outputs", "multirun") else path
+    parts = Path(path).parts
+    # the current folder has no parts
+    if len(parts) > 1 and parts[0] in ("outputs", "multirun"):
+        return parts[0]
+    return path

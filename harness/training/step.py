@@ -103,7 +103,10 @@ class Step:
                 smoothing = self._config.optim.label_smoothing
                 loss = F.cross_entropy(self.model(images), labels, label_smoothing=smoothing)
             with named("backward"):
-                state.scaler.scale(loss / parts).backward()
+                share = loss
+                if parts > 1:
+                    share = loss / parts
+                state.scaler.scale(share).backward()
         self._losses.append(loss.detach())
         if not last:
             return

@@ -283,7 +283,10 @@ class StageTimer:
     def fail(self) -> None:
         """End a timed sample with an error, in the stage after the one that ended last."""
         stages = (START, *self._stages, self._stages[-1])
-        self.lap(stages[stages.index(self._marks[-1][0]) + 1])
+        last = self._marks[-1][0]
+        # one that the data set does not name is an error of its own
+        if last in stages:
+            self.lap(stages[stages.index(last) + 1])
 
     def end(self, samples: int, batches: int = 1) -> Stamps:
         """Add what the batch took to the totals; its last sample is there.

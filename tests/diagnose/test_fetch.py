@@ -163,3 +163,5 @@ def test_the_sizes_of_stored_images(tree: Path) -> None:
     source = FolderSource(tree)
     (tree / "class0" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     assert short_sides(source) == [20] * 7
+    ticks = iter((0.0, 0.5, 0.9, 1.1))
+    assert len(short_sides(source, lambda: next(ticks))) <= 2

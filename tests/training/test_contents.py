@@ -131,6 +131,7 @@ ODD = {
     "schedule of texts": put("schedule/last_epoch", "x"),
     "schedule before the start": put("schedule/last_epoch", -7),
     "odd scale": put("scaler/scale", "x"),
+    "a scale alone": put("scaler", lambda s: {"scale": s["scale"]}),
     "scale is not finite": put("scaler/scale", math.inf),
     "settings without precision": put("settings/trainer", {}),
     "settings of numbers": put("settings/trainer", 5),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness.config import Config
+from harness.training import reporter
 from harness.training.reporter import Page, Reporter
 
 
@@ -50,3 +51,15 @@ def test_figures_that_cannot_be_had_hide_no_error(
         "error": "ValueError: the first error",
     }
     assert "no figures: RuntimeError: CUDA error" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("folder", "root"),
+    [(".", "."), ("outputs/a", "outputs"), ("multirun/d/t/0", "multirun"), ("else/a", "else/a")],
+)
+def test_tensorboard_is_told_the_folder_of_all_runs(
+    folder: str, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run in the current folder is told as it is."""
+    monkeypatch.chdir(tmp_path)
+    assert reporter._root(Path(folder)) == root
