@@ -95,12 +95,17 @@ class Look:
         """Asks for more workers (rule 3), then for the other backends (rule 4)."""
         base = self._base(self.form)
         cost = self.model.cost
+        beside = self.form == THREADS or bool(self._of("steps"))
         # where a sample waits, for storage or for the interpreter, one worker alone may take less
-        if cost.cpu_s < 0.8 * cost.wall_s and self.problem.calibration[-1].settings.num_workers > 1:
+        waits = cost.cpu_s < 0.8 * cost.wall_s
+        # where it does little else, and there is time for one of both, more are tried at once
+        spare_s = self._left_s() - self._takes_s(beside)
+        if cost.cpu_s < 0.2 * cost.wall_s and 0 <= spare_s < _TAKES_S["supply"]:
+            waits = self.complete = False
+        if waits and self.problem.calibration[-1].settings.num_workers > 1:
             yield from self._measure("supply", with_workers(base, 1))
         more = with_workers(base, self._wanted(self.form))
         if more.num_workers > self.have.num_workers:
-            beside = self.form == THREADS or bool(self._of("steps"))
             yield from self._try(more, beside=beside)
         for form in sorted(self.problem.forms, key=lambda form: form != ARRAYS):
             best = self._best()
@@ -117,9 +122,7 @@ class Look:
 
     def _try(self, settings: FeedSettings, *, beside: bool) -> Asking:
         """Asks what ``settings`` give alone, and if that may be best, ``beside`` real steps."""
-        # another backend counts only where steps were seen beside it
-        steps_s = _TAKES_S["steps"] * (beside and settings.backend != self.have.backend)
-        if not self._has_time(_TAKES_S["supply"] + steps_s):
+        if not self._has_time(self._takes_s(beside)):
             return
         yield from self._measure("supply", settings)
         if beside and settings == self._best(unseen=True):
@@ -135,10 +138,17 @@ class Look:
 
     def _has_time(self, seconds: float) -> bool:
         """Returns whether that much of the budget is left; without it the look is incomplete."""
-        spent = self.trials[len(self.problem.calibration) :]
-        is_left = self.problem.budget_s - sum(trial.seconds for trial in spent) >= seconds
+        is_left = self._left_s() >= seconds
         self.complete = self.complete and is_left
         return is_left
+
+    def _takes_s(self, beside: bool) -> float:
+        """Returns the seconds of trying a setting, ``beside`` real steps too."""
+        return _TAKES_S["supply"] + _TAKES_S["steps"] * (beside and not self._steps_are_long())
+
+    def _left_s(self) -> float:
+        spent = self.trials[len(self.problem.calibration) :]
+        return self.problem.budget_s - sum(trial.seconds for trial in spent)
 
     def _note(self, trial: Trial) -> None:
         self.trials.append(trial)

@@ -234,8 +234,9 @@ class Lab:
         begin = self.now()
         bad = None
         # a worker that hangs is refused within a minute, however long the user's runs wait
-        patience_s = min(ask.settings.timeout_s or 60.0, 60.0)
-        ask = replace(ask, settings=replace(ask.settings, timeout_s=patience_s))
+        settings = ask.settings
+        patience_s = min(settings.timeout_s or 60.0, 60.0)
+        ask = replace(ask, settings=replace(settings, timeout_s=patience_s))
         try:
             if ask.kind == "steps":
                 trial = self._steps(ask)
@@ -259,9 +260,10 @@ class Lab:
             refused = printable(str(error))
         trial = replace(
             trial,
+            settings=settings,
             refused=refused,
             seconds=self.now() - begin,
-            memory_bytes=self.memory_bytes(ask.settings),
+            memory_bytes=self.memory_bytes(settings),
         )
         trials, met = zip(*self.ranks.gathered((trial, bad)), strict=True)
         for where in filter(None, met):

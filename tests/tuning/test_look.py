@@ -343,8 +343,8 @@ def test_what_no_longer_fits_into_the_time_is_left_out() -> None:
     """The best of what was measured is chosen, and the answer is not called complete."""
     machine = Machine(0.0502, demand=500, form_speed=FORMS, **SLEEPS)
     choice = search(machine, own(4), budget_s=1.1)
-    assert asked(machine) == [("supply", 4), ("supply", 1)]
-    assert (choice.settings, choice.complete) == (own(4), False)
+    assert asked(machine) == [("supply", 4), ("supply", 16)]
+    assert (choice.settings.num_workers, choice.complete) == (16, False)
 
 
 def test_with_nothing_else_measured_the_users_setting_stays() -> None:
