@@ -55,7 +55,8 @@ class FolderSource:
         _check_folder(self.root)
         limit = os.path.realpath(os.fsencode(within or self.root))
         index = open_index(os.fsencode(self.root), limit, cache_root() / "index")
-        self.__setstate__((self.root, index))
+        # not a subclass' own: it has nothing of its state yet
+        FolderSource.__setstate__(self, (self.root, index))
         left_out = ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
         if left_out:
             _log.warning("%s: left out: %s", printable(self.root), left_out)
