@@ -181,12 +181,11 @@ def tuned(
     own = feeds.settings(limits)
     device = accelerator.of(world.device)
     data = feeds.splits.fingerprint()
-    facts = fingerprint(config, data, limits, world.size, world.local_size, device.name)
-    memory = Memory(facts)
+    memory = Memory(fingerprint(config, data, limits, world.size, world.local_size, device.name))
     report: TuningReport | None = None
-    if world.is_main and config.tuner.fresh:
-        memory.forget()
     if world.is_main:
+        if config.tuner.fresh:
+            memory.forget()
         report = memory.recall(lambda answer: _recalled(answer, own, feeds, trainee, limits))
     report = world.agreed(report)
     if report is not None:
