@@ -49,7 +49,7 @@ class Workload:
     """Some images and a step that sleeps for ``step_ms``, or the network's own if empty.
 
     ``step_ms``, ``read_ms`` and ``large_from_s`` are as in ``slept_run.py``; ``at_s`` says when one
-    of them changes. A ``minute`` ends by a signal 62 seconds after its first window.
+    of them changes. With ``ends_s`` the run ends by a signal that long after its first window.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Workload:
     overrides: tuple[str, ...] = ()
     at_s: float = 0.0
     large_from_s: str = ""
-    minute: bool = False
+    ends_s: float = 0.0
 
 
 _LARGE = ("data.generate.width=500", "data.generate.height=400")
@@ -84,6 +84,7 @@ _ALL = (
         "40",
         "5,0@13",
         at_s=13,
+        ends_s=32,
     ),
     Workload(
         "warms_20",
@@ -92,6 +93,7 @@ _ALL = (
         "5",
         "20,0@13",
         at_s=13,
+        ends_s=32,
     ),
     Workload(
         "slows",
@@ -100,6 +102,7 @@ _ALL = (
         "40",
         "0,5@13",
         at_s=13,
+        ends_s=32,
     ),
     Workload(
         "step",
@@ -108,6 +111,7 @@ _ALL = (
         "160,40@13",
         "5",
         at_s=13,
+        ends_s=32,
     ),
     Workload(
         "dearer",
@@ -117,6 +121,7 @@ _ALL = (
         "",
         _LARGE,
         at_s=13,
+        ends_s=32,
     ),
     Workload(
         "cheaper",
@@ -124,6 +129,7 @@ _ALL = (
         64,
         "40,150@13",
         at_s=13,
+        ends_s=32,
     ),
     Workload(
         "larger",
@@ -131,6 +137,7 @@ _ALL = (
         224,
         "40",
         at_s=13,
+        ends_s=32,
         large_from_s="13",
     ),
     Workload(
@@ -141,12 +148,13 @@ _ALL = (
         "20",
         ("data.cache=ram",),
         at_s=1,
+        ends_s=32,
     ),
-    Workload("minute_2", "files after 2 ms, a step of 20 ms", 64, "20", "2", minute=True),
-    Workload("minute_5", "files after 5 ms, a step of 40 ms", 64, "40", "5", minute=True),
-    Workload("minute_10", "files after 10 ms, a step of none", 64, "0", "10", minute=True),
-    Workload("minute_20", "files after 20 ms, a step of 160 ms", 64, "160", "20", minute=True),
-    Workload("minute_50", "files after 50 ms, a step of 300 ms", 64, "300", "50", minute=True),
+    Workload("minute_2", "files after 2 ms, a step of 20 ms", 64, "20", "2", ends_s=62),
+    Workload("minute_5", "files after 5 ms, a step of 40 ms", 64, "40", "5", ends_s=62),
+    Workload("minute_10", "files after 10 ms, a step of none", 64, "0", "10", ends_s=62),
+    Workload("minute_20", "files after 20 ms, a step of 160 ms", 64, "160", "20", ends_s=62),
+    Workload("minute_50", "files after 50 ms, a step of 300 ms", 64, "300", "50", ends_s=62),
     Workload(
         "minute_large",
         "JPEG 500x400 at 224 after 10 ms, a step of 80 ms",
@@ -154,7 +162,7 @@ _ALL = (
         "80",
         "10",
         _LARGE,
-        minute=True,
+        ends_s=62,
     ),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
@@ -194,19 +202,19 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
         script = "slept_run.py"
         arguments = [*_COMMON, f"data.image_size={workload.side}", f"trainer.epochs={epochs}"]
         arguments += ["run.name=x", *workload.overrides, *STRATEGIES[strategy]]
-        if workload.minute:
+        if workload.ends_s:
             arguments.append("trainer.epochs=1000")
     command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
     begin = time.perf_counter()
     with (place / "out").open("w+") as out:
         with subprocess.Popen(command, cwd=place, env=env, stdout=out, stderr=out) as child:
-            if workload.minute:
-                _end_after_a_minute(child, place / "outputs/x/metrics.jsonl")
+            if workload.ends_s:
+                _end_after(workload.ends_s, child, place / "outputs/x/metrics.jsonl")
             child.wait(_RUN_S)
         out.seek(0)
         text = out.read()
     seconds = time.perf_counter() - begin
-    if child.returncode != 143 * workload.minute:
+    if child.returncode != 143 * bool(workload.ends_s):
         raise RuntimeError(
             f"{workload.name}, {strategy}: exit code {child.returncode}\n{text[-4000:]}"
         )
@@ -231,11 +239,11 @@ def _generated(width: int, folder: Path) -> Path:
     return next(file.parent for file in made if json.loads(file.read_text())["width"] == width)
 
 
-def _end_after_a_minute(child: subprocess.Popen[bytes], metrics: Path) -> None:
-    """Sends SIGTERM 62 seconds after the first window of steps."""
+def _end_after(seconds: float, child: subprocess.Popen[bytes], metrics: Path) -> None:
+    """Sends SIGTERM so many seconds after the first window of steps."""
     while child.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.1)
-    time.sleep(62)
+    time.sleep(seconds)
     child.terminate()
 
 
@@ -332,7 +340,9 @@ def minutes(lines: Sequence[dict[str, Any]]) -> str:
     """
     rows = []
     for name, workload in WORKLOADS.items():
-        own = [line for line in lines if line["workload"] == name and workload.minute]
+        if workload.at_s or not workload.ends_s:
+            continue
+        own = [line for line in lines if line["workload"] == name]
         strategies = dict.fromkeys(line["strategy"] for line in own)
         spans = {"minute": (0, 60), "its second half": (30, 60)}
         medians = {
@@ -366,7 +376,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     for name, epochs, strategy in sorted(
         groups, key=lambda group: (list(WORKLOADS).index(group[0]), *group[1:])
     ):
-        if WORKLOADS[name].at_s:
+        if WORKLOADS[name].ends_s:
             continue
         # rounds that have both, this strategy and the default
         of_workload = [x for x in lines if (x["workload"], x["epochs"]) == (name, epochs)]
@@ -398,7 +408,9 @@ def main() -> None:
     )
     parser.add_argument("--only", help=f"workloads: {','.join(WORKLOADS)}")
     parser.add_argument(
-        "--strategies", help=f"of {','.join(known)}; the default is always among them"
+        "--strategies",
+        default="default,tuned",
+        help=f"of {','.join(known)}; whole runs are compared with the default",
     )
     parser.add_argument("--epochs", default="1,3,10")
     parser.add_argument("--rounds", type=int, default=4)
@@ -409,9 +421,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print what is there, measure nothing")
     chosen = parser.parse_args()
     names = listed(parser, "--only", chosen.only, tuple(WORKLOADS))
-    strategies = dict.fromkeys(
-        ("default", *listed(parser, "--strategies", chosen.strategies, known))
-    )
+    strategies = dict.fromkeys(listed(parser, "--strategies", chosen.strategies, known))
     results = Results(chosen.results)
     if not chosen.table:
         chosen.data.mkdir(parents=True, exist_ok=True)
@@ -424,7 +434,7 @@ def main() -> None:
                     continue
                 if not results.has(workload=name):
                     # generates the images, and reads them once
-                    run(replace(WORKLOADS[name], minute=False), "default", 1, chosen.data)
+                    run(replace(WORKLOADS[name], ends_s=0.0), "default", 1, chosen.data)
                 results.add(**facts, **run(WORKLOADS[name], strategy, count, chosen.data))
                 print(results.lines[-1], flush=True)
     print(f"{datetime.now(UTC):%Y-%m-%d}: {machine_line(machine())}")
