@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -850,6 +850,29 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     assert report["top1"] > before.top1
     steps = [line["step"] for line in lines(folder) if "train/lr" in line]
     assert steps == sorted(set(steps))
+
+
+def test_a_killed_worker_ends_the_run_saved(tmp_path: Path) -> None:
+    """The run says what died, saves its last step, tells how to go on, and exits with 6."""
+    process = started(
+        tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=1", "run.name=x"
+    )
+    folder = tmp_path / "outputs/x"
+    wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
+    # workers are children of the fork server; an evaluation may have one of its own
+    children = psutil.Process(process.pid).children()
+    for worker in [worker for child in children for worker in child.children()]:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 6, output
+    assert "a worker died" in output
+    assert "go on with" in output
+    assert "Traceback" not in output
+    report = json.loads((folder / "report.json").read_text())
+    assert report["status"] == "failed"
+    saved = checkpoint.read(folder)[0]
+    assert saved.step == report["steps"]
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
