@@ -148,6 +148,8 @@ def explain(error: BaseException, settings: Sequence[str]) -> str:
     """
     if isinstance(error, OverrideParseException):
         name, equals, value = error.override.partition("=")
+        if not equals and name in settings:
+            return f"{name}: write {name}=VALUE, without spaces"
         if not equals:
             return f"{name}: settings are written NAME=VALUE{_hint(name, settings)}"
         plain = value.replace("'", "")
@@ -193,8 +195,10 @@ def _no_choice(group: str, value: str, options: Sequence[str]) -> str:
     elif group == "data":
         more = f"; for your own images write data=imagefolder data.root=FOLDER{more}"
     elif group.startswith("hydra/"):
-        kind = group.rpartition("/")[2]
-        more = f"; others come with plugins of Hydra, such as pip install hydra-{value}-{kind}"
+        more = (
+            "; others come with plugins of Hydra: hydra-submitit-launcher, hydra-joblib-launcher, "
+            "hydra-optuna-sweeper"
+        )
     return f"{group}={value}: no such choice; {listed}{more}"
 
 

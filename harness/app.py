@@ -84,7 +84,14 @@ def cli() -> int:
     composing = hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")
     try:
         sys.argv[1:] = schema.prepared(sys.argv[1:])
+        for argument in sys.argv:
+            name, _, value = argument.partition("=")
+            if name == "hydra.run.dir" and folder.is_first_rank():
+                folder.keep_settings(Path(value))
         composing(main)()
+    except OSError as error:
+        # of Hydra, which makes the folder of hydra.run.dir
+        return tell([folder.unusable(Path(error.filename or "hydra.run.dir"), error)])
     except (Exception, KeyboardInterrupt) as error:
         # a job's own error says more
         return tell(_failed or [error])
@@ -116,6 +123,8 @@ def main(composed: DictConfig) -> float | None:
     except (Exception, KeyboardInterrupt) as error:
         if not is_sweep:
             _failed.append(error)
+            if folder.is_first_rank():
+                folder.put_settings_back(place, time.time() - time.perf_counter() + began_s)
             return None
         text, code = told(error)
         failure = launch.ProcessError(f"{name}: {text}", code)

@@ -44,7 +44,9 @@ def check(config: Config) -> None:
     resume = config.resume
     weights = config.model.weights
     if resume not in (None, "auto") and not Path(resume).exists():
-        raise CheckpointError(f"{printable(resume)}: no such checkpoint")
+        raise CheckpointError(
+            f"resume={printable(resume)}: no such checkpoint; use null, auto or a path"
+        )
     # a run that goes on reads no other weights
     if resume is None and weights not in (None, "DEFAULT") and not Path(weights).exists():
         raise CheckpointError(
@@ -146,7 +148,11 @@ def run(index: int, job: Job) -> None:
     """Does one run, in the processes that ``dist=`` asks for; ``index`` is 0."""
     from harness.runtime import distributed
 
+    config = job.config
     if folder.is_first_rank():
         folder.own(job.folder)
+        # hydra.run.dir and a sweep's run.name may name any folder
+        if config.mode is not Mode.train or config.resume is None:
+            folder.refuse_used(job.folder)
     with folder.logging_failure(job.folder):
-        distributed.launch(main_worker, job, job.config)
+        distributed.launch(main_worker, job, config)

@@ -239,7 +239,7 @@ def test_flags_of_hydra_pass(flags: list[str]) -> None:
 @pytest.mark.parametrize(
     ("typed", "text"),
     [
-        ("resume=nowhere", "nowhere: no such checkpoint"),
+        ("resume=nowhere", "resume=nowhere: no such checkpoint; use null, auto or a path"),
         (
             "model.weights=default",
             "model.weights=default: no such file; use null, DEFAULT or a path",

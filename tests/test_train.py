@@ -875,6 +875,40 @@ def test_a_killed_worker_ends_the_run_saved(tmp_path: Path) -> None:
     assert saved.step == report["steps"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "code", "text"),
+    [
+        (("hydra.run.dir={}",), 2, "holds a run; go on with resume=auto"),
+        (("hydra.run.dir={}/report.json/x",), 2, "cannot be the run's folder: Not a directory"),
+        (("resume={}", "optim=adamw"), 4, "the optimizer is of another kind"),
+    ],
+    ids=["named folder", "no folder", "refused checkpoint"],
+)
+def test_a_refused_run_changes_nothing(
+    finished: tuple[Path, str],
+    tmp_path: Path,
+    overrides: tuple[str, ...],
+    code: int,
+    text: str,
+) -> None:
+    """In the folder of a finished run every file stays as it was, its settings too."""
+    folder = tmp_path / "done"
+    shutil.copytree(finished[0], folder, symlinks=True)
+
+    def content() -> dict[Path, bytes]:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {
+            path: path.read_bytes() for path in files if path.name not in (".lock", "train.log")
+        }
+
+    before = content()
+    done = trained(tmp_path, "data=digits", *(each.format(folder) for each in overrides))
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert content() == before
+
+
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     """A second run with the same name exits with 9 and names the owner; the first one is not
     disturbed.

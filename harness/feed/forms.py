@@ -214,9 +214,10 @@ class Feeds:
                 advice += " or trainer.accumulate_steps"
             if self.world.size == 1:
                 advice += " or set loader.drop_last=false"
+            images = self.world.size * order.parts * loader.batch_size
             raise ConfigError(
-                f"loader.batch_size={loader.batch_size}: the {self.world.size * order.parts} of an "
-                f"update are more than the {order.length} training images; {advice}"
+                f"loader.batch_size={loader.batch_size}: an update takes {images} images, and "
+                f"there are {order.length} for training; {advice}"
             )
         return order
 

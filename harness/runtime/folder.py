@@ -15,12 +15,14 @@ from pathlib import Path
 
 from harness.config import ConfigError, Mode
 from harness.runtime.errors import LockedError, described
-from harness.runtime.files import open_regular
+from harness.runtime.files import open_regular, read_regular, write_whole
 
 LOGGER = "wellfed"
 
 # open for as long as this process owns the folders
 _owned: dict[Path, ExitStack] = {}
+# the settings of the run that this one goes on with, which Hydra overwrites
+_former: dict[Path, bytes] = {}
 
 _log = logging.getLogger(LOGGER)
 
@@ -57,6 +59,7 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
         if goes_on is None:
             refuse_used(folder)
         own(folder)
+        keep_settings(folder)
     return str(folder)
 
 
@@ -123,7 +126,7 @@ def new_folder(base: Path, now: datetime | None = None) -> Path:
                 folder.mkdir()
                 return folder
     except OSError as error:
-        raise _unusable(base / stamp, error) from error
+        raise unusable(base / stamp, error) from error
     raise ConfigError(f"run.name=null: a thousand runs have begun in {base / stamp}; set run.name")
 
 
@@ -145,7 +148,7 @@ def own(folder: Path) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
-            raise _unusable(folder, error) from error
+            raise unusable(folder, error) from error
         handle = held.enter_context(open(lock, "r+", encoding="utf-8"))
         try:
             try:
@@ -188,7 +191,28 @@ def refuse_used(folder: Path) -> None:
         )
 
 
-def _unusable(folder: Path, error: OSError) -> ConfigError:
+def keep_settings(folder: Path) -> None:
+    """Remembers the settings of the run in ``folder``, for ``put_settings_back``."""
+    _former.clear()
+    for path in folder.glob(".hydra/*.yaml"):
+        with suppress(OSError):
+            _former[path] = read_regular(path)
+
+
+def put_settings_back(folder: Path, began: float) -> None:
+    """Puts back what ``keep_settings`` remembers, if the run that began since has done nothing.
+
+    A run that has done something has left a report. ``began`` is a time of ``time.time``.
+    """
+    report = folder / "report.json"
+    if not report.exists() or report.stat().st_mtime < began:
+        for path, content in _former.items():
+            with suppress(OSError):
+                write_whole(path, content)
+
+
+def unusable(folder: Path, error: OSError) -> ConfigError:
+    """Returns what to say of a folder that cannot be made or written to."""
     return ConfigError(
         f"{folder}: cannot be the run's folder: {error.strerror or error}; "
         "start from a folder you may write to, or set hydra.run.dir"

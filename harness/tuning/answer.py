@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import LoaderConfig
-from harness.feed.forms import FORMS
+from harness.feed import forms
 from harness.feed.interface import ARRAYS, PROCESSES, FeedSettings, val_settings
 from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
@@ -119,9 +119,10 @@ class TuningReport:
         if own.backend == PROCESSES:
             arguments = ", ".join(f"{k}={v!r}" for k, v in self.loader_arguments.items())
             return f"DataLoader(dataset, shuffle=True, {arguments})"
-        feed = FORMS[own.backend]
+        feed = forms.FORMS[own.backend].__name__
         order = f"Order(len(dataset), {own.batch_size})"
-        return f"{feed.__name__}(dataset, {order}, {own!r})  # from {feed.__module__}"
+        names = f"from {forms.__name__} import {feed}, FeedSettings, Order"
+        return f"{feed}(dataset, {order}, {own!r})  # {names}"
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
         """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page, unless None."""

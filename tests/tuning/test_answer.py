@@ -24,10 +24,8 @@ from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.data.transforms import EvalTransform
-from harness.feed.arrays import ArrayFeed, in_form
+from harness.feed.arrays import in_form
 from harness.feed.interface import FeedSettings, train_settings, val_settings
-from harness.feed.order import Order
-from harness.feed.threads import ThreadFeed
 from harness.runtime.files import typed
 from harness.runtime.limits import Limits
 from harness.tuning.answer import Side, TuningReport
@@ -131,14 +129,10 @@ def test_the_line_of_a_form_that_torch_has_not_is_python(form: str) -> None:
     own = report(settings=settings)
     pixels = ArraySource(np.zeros((100, 8, 8, 3), np.uint8), np.zeros(100), ("a",), "none")
     dataset = ImageDataset(pixels, EvalTransform(8), DecodeOptions(), 8, seed=0)
-    names = {
-        "ThreadFeed": ThreadFeed,
-        "ArrayFeed": ArrayFeed,
-        "Order": Order,
-        "FeedSettings": FeedSettings,
-        "dataset": dataset,
-    }
-    feed = eval(own.dataloader, names)
+    names: dict[str, Any] = {"dataset": dataset}
+    line, _, imports = own.dataloader.partition("  # ")
+    exec(imports, names)
+    feed = eval(line, names)
     assert (type(feed).__module__, feed.settings, len(feed)) == (
         f"harness.feed.{form}",
         settings,
