@@ -15,7 +15,7 @@ import logging
 import re
 import zipfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,10 @@ def order(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def sealed(facts: dict[str, Any]) -> bytes:
-    """Returns the content of the record with these ``facts``, its own digest among them."""
+def sealed(record: Record) -> bytes:
+    """Returns the content of the file of ``record``, its own digest among it."""
+    facts = asdict(record)
+    del facts["path"]
     blank = json.dumps({"schema": SCHEMA, **facts, "digest": ""})
     digest = hashlib.sha256(blank.encode()).hexdigest()
     return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()

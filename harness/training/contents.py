@@ -9,6 +9,8 @@ from harness.runtime.files import typed
 from harness.runtime.seeding import random_state, restore_random_state
 from harness.training.checkpoint import is_plain, weights_of
 
+# what a run goes on with
+_NEEDED = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
 # where a run stands within an epoch; checkpoints of schema 1 have none of these
 _POSITION = {
     "samples": int,
@@ -34,7 +36,12 @@ def check(saved: dict[str, Any], where: str, state: Any = None) -> None:
     Raises:
         CheckpointError: names the part. What another network or optimizer has saved passes.
     """
-    if not saved.keys().isdisjoint(_POSITION) and (missing := _POSITION.keys() - saved.keys()):
+    needed = set[str]()
+    if not saved.keys().isdisjoint(_POSITION):
+        needed |= _POSITION.keys()
+    if state is not None:
+        needed |= _NEEDED
+    if missing := needed - saved.keys():
         raise CheckpointError(
             f"{where}: holds no {', '.join(sorted(missing))}; resume from another checkpoint"
         )

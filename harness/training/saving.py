@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 from harness.config import Config, Mode, to_plain
@@ -12,7 +14,9 @@ from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
-from harness.training.saver import Saver
+from harness.runtime.workers import give_way
+from harness.training import saver
+from harness.training.checkpoint import Record
 from harness.training.state import TrainState
 
 
@@ -76,7 +80,9 @@ class Boundary:
 class Saves:
     """Writes the state of a run into its folder, once each, on the first rank.
 
-    What is there at first is not written: it is nothing yet, or comes from a checkpoint.
+    A thread writes, one save at a time. What is there at first is not written: it is nothing yet,
+    or comes from a checkpoint. An error of a save is raised once: by the next ``save``, ``check``
+    or ``close``.
     """
 
     def __init__(
@@ -86,10 +92,16 @@ class Saves:
         self._ranks = world.size
         self._state = state
         self._order = order
-        self._place = place
-        self._saver: Saver | None = None
-        if config.checkpoint.enabled and config.mode is Mode.train and world.is_main:
-            self._saver = Saver(place.folder / "checkpoints", config.checkpoint.keep_last)
+        self._classes = list(place.classes)
+        self._folder = place.folder / "checkpoints"
+        self._writes = (
+            config.checkpoint.enabled and config.mode is Mode.train and world.is_main
+        )
+        if self._writes:
+            saver.finish(self._folder, config.checkpoint.keep_last)
+        self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
+        self._last: Future[Record] | None = None
+        self._memory = BytesIO()
         # the state that was given to be written, unless that failed
         self._saved: tuple[int, bool] | None = (state.step, state.pending)
 
@@ -102,10 +114,10 @@ class Saves:
             DiskError: the save before could not be written, or this one ``at_once``.
         """
         state = self._state
-        if self._saver is None:
+        if not self._writes:
             return
         try:
-            self._settle()
+            self._wait()
         except DiskError:
             # what went wrong with the one before is no reason not to try the last one
             if not at_once:
@@ -114,16 +126,23 @@ class Saves:
             return
         facts = {
             "settings": to_plain(self._config),
-            "classes": list(self._place.classes),
+            "classes": self._classes,
             "ranks": self._ranks,
             "length": self._order.length,
             "stop": self._order.stop(state.epoch),
         }
-        saved = state.to_dict(facts)
-        self._saver.save(saved, step=state.step, epoch=state.epoch, top1=top1)
+        self._last = self._thread.submit(
+            saver.save,
+            self._folder,
+            saver.packed(state.to_dict(facts), self._memory),
+            step=state.step,
+            epoch=state.epoch,
+            top1=top1,
+            keep_last=self._config.checkpoint.keep_last,
+        )
         self._saved = (state.step, state.pending)
         if at_once:
-            self._settle()
+            self._wait()
 
     def check(self) -> None:
         """Returns at once.
@@ -131,8 +150,8 @@ class Saves:
         Raises:
             DiskError: the last state could not be written.
         """
-        if self._saver is not None and self._saver.failed:
-            self._settle()
+        if self._last is not None and self._last.done():
+            self._wait()
 
     def close(self) -> None:
         """Waits until all is on the disk.
@@ -140,14 +159,16 @@ class Saves:
         Raises:
             DiskError: it could not be written.
         """
-        if self._saver is not None:
-            self._saver.close()
+        self._thread.shutdown()
+        self._wait()
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         """Waits for the save under way; if it fails, its state is not saved."""
-        assert self._saver is not None
+        last = self._last
+        self._last = None
         try:
-            self._saver.wait()
+            if last is not None:
+                last.result()
         except DiskError:
             self._saved = None
             raise

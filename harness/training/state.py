@@ -80,11 +80,6 @@ class TrainState:
             CheckpointError: the checkpoint is of another network or optimizer; names the first
                 differences.
         """
-        needed = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
-        if missing := needed - saved.keys():
-            raise CheckpointError(
-                f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}"
-            )
         contents.check(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
         ours = self.optimizer.state_dict()["param_groups"]

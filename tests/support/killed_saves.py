@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+from io import BytesIO
 from pathlib import Path
 
 import disk
@@ -21,9 +22,8 @@ MOST = 500
 
 def save(folder: Path, step: int, top1: float | None = None) -> None:
     """Save a small state, which holds its step."""
-    saver.save(
-        folder, {"w": torch.full((5000,), float(step))}, step=step, epoch=1, top1=top1, keep_last=2
-    )
+    content = saver.packed({"w": torch.full((5000,), float(step))}, BytesIO())
+    saver.save(folder, content, step=step, epoch=1, top1=top1, keep_last=2)
 
 
 def killed_at(number: int, folder: Path, step: int) -> bool:

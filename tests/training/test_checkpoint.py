@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import zipfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ def save(
     folder: Path, step: int, top1: float | None = None, keep_last: int = 2
 ) -> checkpoint.Record:
     """Save a small state."""
+    content = saver.packed(state(step), BytesIO())
     return saver.save(
-        folder, state(step), step=step, epoch=step // 10, top1=top1, keep_last=keep_last
+        folder, content, step=step, epoch=step // 10, top1=top1, keep_last=keep_last
     )
 
 

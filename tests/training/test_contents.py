@@ -16,7 +16,6 @@ from harness.config import Config, OptimName, Precision, to_plain
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.training import contents
-from harness.training.saver import _Host
 from harness.training.state import TrainState, make_state
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -34,7 +33,7 @@ def _trained(optimizer: OptimName, precision: Precision) -> tuple[TrainState, Sa
     config.trainer.precision = precision
     state = make_state(config, len(CLASSES), ALONE, 10)
     update(state)
-    saved = _Host().copy(state.to_dict(FACTS | {"settings": to_plain(config)}))
+    saved = copy.deepcopy(state.to_dict(FACTS | {"settings": to_plain(config)}))
     # What is loaded must not be what is there already.
     update(state)
     return state, saved
