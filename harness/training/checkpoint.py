@@ -86,8 +86,8 @@ class _PassingError(CheckpointError):
     """A checkpoint that cannot be read now and may be whole, so no older one serves."""
 
 
-def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
-    """Returns the newest undamaged checkpoint of ``folder``, its state, and what was wrong before.
+def newest(folder: Path) -> tuple[Record, dict[str, Any]] | None:
+    """Returns the newest undamaged checkpoint of ``folder`` and its state; warns of damaged ones.
 
     None: there is no checkpoint at all.
 
@@ -95,18 +95,22 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
         CheckpointError: every checkpoint is damaged or has lost its record, or the newest cannot be
             read now: training never starts from nothing by itself.
     """
-    warnings: list[str] = []
+    damaged: list[str] = []
     for manifest in sorted(folder.glob("step-*.json"), key=order, reverse=True):
         try:
             record = _record(manifest)
-            return record, _load(record.path, record.sha256), warnings
+            state = _load(record.path, record.sha256)
         except _PassingError:
             raise
         except CheckpointError as error:
-            warnings.append(str(error))
-    if warnings:
+            damaged.append(str(error))
+            continue
+        for text in damaged:
+            _log.warning("%s; falling back to %s", text, record.path.name)
+        return record, state
+    if damaged:
         raise CheckpointError(
-            f"{folder}: every checkpoint is damaged: {warnings[0]}; resume=null in another run "
+            f"{folder}: every checkpoint is damaged: {damaged[0]}; resume=null in another run "
             "folder starts from nothing"
         )
     # one may be of a first save that was killed
@@ -117,8 +121,8 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
     return None
 
 
-def read(path: Path) -> tuple[Record, dict[str, Any], list[str]]:
-    """Returns the checkpoint at ``path``, its state, and what was wrong with newer ones.
+def read(path: Path) -> tuple[Record, dict[str, Any]]:
+    """Returns the checkpoint at ``path`` and its state.
 
     ``path`` is a ``.pt`` file beside its record, or a run's folder, whose newest checkpoint is
     meant.
@@ -136,7 +140,7 @@ def read(path: Path) -> tuple[Record, dict[str, Any], list[str]]:
         raise CheckpointError(f"{printable(str(path))}: no such checkpoint")
     target = _target(path)
     record = _record(target.with_suffix(".json"))
-    return record, _load(target, record.sha256), []
+    return record, _load(target, record.sha256)
 
 
 def read_any(path: Path) -> dict[str, Any]:
@@ -145,13 +149,9 @@ def read_any(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, damaged or not a checkpoint.
     """
-    if path.is_dir() or _target(path).with_suffix(".json").is_file():
-        return read(path)[1]
-    if path.is_file():
+    if path.is_file() and not _target(path).with_suffix(".json").is_file():
         return _load(path, None)
-    raise CheckpointError(
-        f"model.weights={printable(str(path))}: no such file; use null, DEFAULT or a path"
-    )
+    return read(path)[1]
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -161,7 +161,7 @@ class Reporter:
             "environment": environment(own.name if own.kind == "cuda" else None),
             "run": {"name": engine.place.folder.name, "overrides": list(self.overridden)},
         }
-        if worked is not None and worked.samples:
+        if worked is not None and worked.samples and engine.worker_s:
             found |= _workers(worked, engine.worker_s)
         if engine.evaluation is not None:
             result = asdict(engine.evaluation)
@@ -261,9 +261,7 @@ def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
         }
         for name, cost in worked.stages.items()
     ]
-    busy = None
-    if worker_s > 0:
-        busy = min(1.0, worked.busy_s / worker_s)
+    busy = min(1.0, worked.busy_s / worker_s)
     return {"stages": stages, "workers": {"samples": worked.samples, "busy_fraction": busy}}
 
 

@@ -67,9 +67,7 @@ def find(config: Config, folder: Path) -> Saved | None:
         else:
             found = checkpoint.read(Path(config.resume))
         if found is not None:
-            record, state, damaged = found
-            for text in damaged:
-                _log.warning("%s; falling back to %s", text, record.path.name)
+            record, state = found
             return Saved(printable(str(record.path)), state)
         if evaluating:
             raise CheckpointError(
@@ -148,11 +146,10 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
 
 def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
     """Returns the settings that the command line chose, by themselves or with their group."""
-    keys = {text.partition("=")[0].lstrip("+") for text in typed}
-    chosen = set(keys)
-    if keys & {"model", "experiment"}:
+    chosen = {text.partition("=")[0].lstrip("+") for text in typed}
+    if chosen & {"model", "experiment"}:
         chosen.add("model.name")
-    if keys & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
+    if chosen & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
         # other images: where they lie is this command's, what the network expects of them stays
         where = {path for path, _, _ in walk(config) if path.startswith("data.")}
         chosen |= where - _PIXELS

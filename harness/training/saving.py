@@ -60,9 +60,7 @@ class Boundary:
             due = False
         elif self._world.size > 1:
             step_s = (self._now() - self._asked_s) / max(1, step - self._asked)
-            heard, saves, step_s = self._world.largest(
-                signum, due and self._world.is_main, max(1e-6, step_s)
-            )
+            heard, saves, step_s = self._world.largest(signum, due, max(1e-6, step_s))
             signum = int(heard)
             due = bool(saves)
             self._asked = step
@@ -94,9 +92,7 @@ class Saves:
         self._order = order
         self._classes = list(place.classes)
         self._folder = place.folder / "checkpoints"
-        self._writes = (
-            config.checkpoint.enabled and config.mode is Mode.train and world.is_main
-        )
+        self._writes = config.checkpoint.enabled and config.mode is Mode.train and world.is_main
         if self._writes:
             saver.finish(self._folder, config.checkpoint.keep_last)
         self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)

@@ -22,7 +22,6 @@ from harness.config import (
     ScheduleName,
 )
 from harness.runtime.distributed import World
-from harness.runtime.errors import CheckpointError
 from harness.runtime.seeding import random_state, restore_random_state
 from harness.training import contents, models
 
@@ -147,7 +146,10 @@ def state_of(
 ) -> TrainState:
     """Returns the state of a run that trains ``network``, which lies on ``device``."""
     optimizer = make_optimizer(network, config.optim)
-    schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, steps_per_epoch)
+    schedule = LambdaLR(
+        optimizer,
+        lambda step: lr_factor(step, config.schedule, config.trainer.epochs, steps_per_epoch),
+    )
     # outside fp16 it only leaves out non-finite updates
     scaler: GradScaler = FiniteCheck(device)
     if config.trainer.precision is Precision.fp16:
@@ -171,14 +173,9 @@ class FiniteCheck(GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Notes whether a gradient is not finite."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is not None:
-                    by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        self._found = torch.zeros_like(self._one)
-        for gradients in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
+        none = torch.zeros_like(self._one)
+        found = self._unscale_grads_(optimizer, self._one, none, allow_fp16=True)
+        self._found = found[self._one.device]
 
     def step(self, optimizer: Any) -> None:
         """Updates, if all gradients that ``unscale_`` has seen were finite."""
@@ -213,13 +210,6 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def make_schedule(
-    optimizer: Optimizer, config: ScheduleConfig, epochs: int, steps_per_epoch: int
-) -> LambdaLR:
-    """Returns the schedule, to be stepped once per update."""
-    return LambdaLR(optimizer, lambda step: lr_factor(step, config, epochs, steps_per_epoch))
 
 
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:

@@ -40,6 +40,10 @@ class StepTrials:
         config: how batches get to the device, and how many make an update.
         world: this rank.
         now: the clock; None: the device's own.
+
+    Attributes:
+        device: where the network runs.
+        overlaps: whether the device works on the step while batches are loaded.
     """
 
     def __init__(
@@ -50,18 +54,11 @@ class StepTrials:
         self._world = world
         self._own = accelerator.of(world.device)
         self._now = now or self._own.now
+        self.device = world.device
+        # even without workers
+        self.overlaps = self._own.has_streams
         # steps: says which part of an update the next one is
         self._made = 0
-
-    @property
-    def device(self) -> torch.device:
-        """Where the network runs."""
-        return self._world.device
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the device works on the step while batches are loaded even without workers."""
-        return self._own.has_streams
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:

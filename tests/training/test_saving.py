@@ -27,7 +27,6 @@ class Ranks:
     """One of two ranks; ``other`` is what the other one tells."""
 
     size = 2
-    is_main = True
 
     def __init__(self) -> None:
         self.other: tuple[float, ...] = (0, 0, 0.0)
