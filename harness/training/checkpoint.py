@@ -95,22 +95,19 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any]] | None:
         CheckpointError: every checkpoint is damaged or has lost its record, or the newest cannot be
             read now: training never starts from nothing by itself.
     """
-    damaged: list[str] = []
+    damaged: CheckpointError | None = None
     for manifest in sorted(folder.glob("step-*.json"), key=order, reverse=True):
         try:
             record = _record(manifest)
-            state = _load(record.path, record.sha256)
+            return record, _load(record.path, record.sha256)
         except _PassingError:
             raise
         except CheckpointError as error:
-            damaged.append(str(error))
-            continue
-        for text in damaged:
-            _log.warning("%s; falling back to %s", text, record.path.name)
-        return record, state
-    if damaged:
+            _log.warning("%s; falling back to an older one", error)
+            damaged = damaged or error
+    if damaged is not None:
         raise CheckpointError(
-            f"{folder}: every checkpoint is damaged: {damaged[0]}; resume=null in another run "
+            f"{folder}: every checkpoint is damaged: {damaged}; resume=null in another run "
             "folder starts from nothing"
         )
     # one may be of a first save that was killed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
@@ -90,6 +91,7 @@ class Engine:
         self.worker_s = 0.0
         # what the feed's workers did up to the last window
         self._worked: StageTotals | None = None
+        self._looked_s = time.perf_counter()
         self._boundary = Boundary(config, world, self.state.step)
         # no update is under way; no step has ended yet
         self._whole = True
@@ -338,9 +340,11 @@ class Engine:
             if self.feed.meter is not None:
                 # what the training feed's workers did since the last window
                 workers = self.feed.settings.num_workers
+                before_s = self._looked_s
                 before = self._worked
+                self._looked_s = time.perf_counter()
                 self._worked = self.feed.meter.read()
-                worker_s = max(1, workers) * window.elapsed_s
+                worker_s = max(1, workers) * (self._looked_s - before_s)
                 self.worker_s += worker_s
                 values[Tag.NUM_WORKERS] = workers
                 values |= stages(self._worked.since(before), worker_s)

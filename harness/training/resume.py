@@ -15,8 +15,8 @@ from harness.feed.order import Order, Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.folder import LOGGER
-from harness.training import checkpoint, contents, models
-from harness.training.state import TrainState
+from harness.training import checkpoint, models
+from harness.training.state import TrainState, check_saved
 from harness.watch.console import say
 
 _NETWORK = ("model.name", "trainer.precision", "trainer.channels_last")
@@ -172,7 +172,7 @@ def rest(
     if saved is None or config.mode is not Mode.train or "ranks" not in saved.state:
         return config, None
     state = saved.state
-    contents.check(state, saved.where)
+    check_saved(state, saved.where)
     trained = _trained(state)
     config = _same_update(config, trained, state["ranks"], world.size)
     if not state["samples"]:
@@ -244,7 +244,7 @@ def take_over(
     if saved is not None:
         where = saved.where
         held = saved.state
-        contents.check(held, where)
+        check_saved(held, where)
         trained = tuple(held.get("classes", classes))
         if trained != classes:
             raise CheckpointError(

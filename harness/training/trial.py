@@ -83,6 +83,7 @@ class StepTrials:
         finally:
             snapshot.restore()
             state.step = step
+            # a step that failed may have left figures
             self._step.forget()
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
@@ -197,7 +198,6 @@ class StepTrials:
                     images, labels = next(source)
                 with clock.computing():
                     self._train(images, labels, self._config.trainer.accumulate_steps)
-                    self._step.forget()
                 clock.step(len(labels))
                 step_s = self._now() - end
                 done.append((len(labels), step_s))
@@ -226,12 +226,13 @@ class StepTrials:
             self._train(*next(batches), parts)
             # of the first step alone: before later ones the host may wait for the device
             launch_s = launch_s or self._now() - begin
-        self._step.forget()
         self._own.synchronize()
         return self._now() - begin, launch_s
 
     def _train(self, images: Tensor, labels: Tensor, parts: int) -> None:
         self._step(images, labels, part=self._made % parts, parts=parts)
+        # losses would take the device's memory
+        self._step.forget()
         self._made += 1
         # several ranks must stop at one step: the launcher ends them
         if self._world.size == 1:

@@ -15,15 +15,15 @@ from pathlib import Path
 import disk
 import torch
 
-from harness.training import checkpoint, saver
+from harness.training import checkpoint, saving
 
 MOST = 500
 
 
 def save(folder: Path, step: int, top1: float | None = None) -> None:
     """Save a small state, which holds its step."""
-    content = saver.packed({"w": torch.full((5000,), float(step))}, BytesIO())
-    saver.save(folder, content, step=step, epoch=1, top1=top1, keep_last=2)
+    content = saving.packed({"w": torch.full((5000,), float(step))}, BytesIO())
+    saving.save(folder, content, step=step, epoch=1, top1=top1, keep_last=2)
 
 
 def killed_at(number: int, folder: Path, step: int) -> bool:

@@ -20,7 +20,7 @@ import torch
 from oddities import Plant
 
 from harness.runtime.errors import CheckpointError
-from harness.training import checkpoint, saver
+from harness.training import checkpoint, saving
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def save(
     folder: Path, step: int, top1: float | None = None, keep_last: int = 2
 ) -> checkpoint.Record:
     """Save a small state."""
-    content = saver.packed(state(step), BytesIO())
-    return saver.save(folder, content, step=step, epoch=step // 10, top1=top1, keep_last=keep_last)
+    content = saving.packed(state(step), BytesIO())
+    return saving.save(folder, content, step=step, epoch=step // 10, top1=top1, keep_last=keep_last)
 
 
 @pytest.mark.parametrize("what", ["open_regular", "read_regular"])
@@ -131,7 +131,7 @@ def test_damage_is_found_and_an_older_one_is_taken(
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert (found[0].step, len(caplog.records)) == (1, 1)
-    assert caplog.messages[0].endswith("; falling back to step-1.pt")
+    assert caplog.messages[0].endswith("; falling back to an older one")
 
 
 def test_a_file_without_its_record_does_not_exist(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from harness.runtime.errors import CheckpointError, DiskError
-from harness.training import checkpoint, saver
+from harness.training import checkpoint, saving
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def save(
     folder: Path, step: int, top1: float | None = None, keep_last: int = 2
 ) -> checkpoint.Record:
     """Save a small state, which holds its step."""
-    content = saver.packed(state(step), BytesIO())
-    return saver.save(folder, content, step=step, epoch=1, top1=top1, keep_last=keep_last)
+    content = saving.packed(state(step), BytesIO())
+    return saving.save(folder, content, step=step, epoch=1, top1=top1, keep_last=keep_last)
 
 
 def names(folder: Path) -> list[str]:
@@ -49,7 +49,7 @@ def test_what_is_packed_is_as_its_source() -> None:
     images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     model = OrderedDict(a=shared, b=shared[2:4], c=images, d=torch.zeros(0))
     model._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
-    content = saver.packed({"model": model, "numbers": [1, (2, None)], "text": "x"}, BytesIO())
+    content = saving.packed({"model": model, "numbers": [1, (2, None)], "text": "x"}, BytesIO())
     copied = torch.load(BytesIO(content), weights_only=True)
     found = copied["model"]
     assert list(found) == ["a", "b", "c", "d"] and found._metadata == model._metadata
@@ -67,7 +67,7 @@ def test_what_is_packed_takes_the_place_of_the_one_before() -> None:
     packs = []
     for numbers in (900, 900, 5000, 10):
         given = {"a": torch.randn(numbers), "none": torch.zeros(0, dtype=torch.int64)}
-        packs.append((given, saver.packed(given, memory)))
+        packs.append((given, saving.packed(given, memory)))
     for given, content in packs:
         found = torch.load(BytesIO(content))
         assert all(torch.equal(found[key], given[key]) for key in given)
