@@ -234,9 +234,7 @@ def save(
             "earlier ones are whole: make room or mend the disk, then go on with resume=auto"
         ) from error
     finally:
-        # an error here would come again with the next save, which tells of it
-        with suppress(OSError):
-            _clear(folder)
+        _clear(folder)
     return record
 
 
@@ -246,7 +244,7 @@ def finish(folder: Path, keep_last: int) -> None:
     with suppress(OSError):
         if committed := records(folder):
             _retain(folder, committed[-1], keep_last)
-        _clear(folder)
+    _clear(folder)
 
 
 def _retain(folder: Path, newest: Record, keep_last: int) -> None:
@@ -272,13 +270,15 @@ def _clear(folder: Path) -> None:
 
     Only one run owns the folder, so no save of another can be under way.
     """
-    orphans = list(folder.glob(".*.tmp"))
-    for path in folder.glob("step-*.pt"):
-        if order(path) != UNNAMED and not path.with_suffix(".json").exists():
-            orphans.append(path)
-    for path in orphans:
-        if not path.is_dir():
-            path.unlink(missing_ok=True)
+    # what cannot be deleted now is in nobody's way, and goes with a later save
+    with suppress(OSError):
+        orphans = list(folder.glob(".*.tmp"))
+        for path in folder.glob("step-*.pt"):
+            if order(path) != UNNAMED and not path.with_suffix(".json").exists():
+                orphans.append(path)
+        for path in orphans:
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
 
 
 def _write(path: Path, content: bytes) -> None:
