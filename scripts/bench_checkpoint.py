@@ -16,12 +16,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.training.saver import Saver
+from harness.config import Config
+from harness.feed.order import Order
+from harness.runtime.distributed import World
+from harness.training.saving import Place, Saves
 from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 from scripts.paired import Estimate
 
@@ -80,27 +84,28 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
     """A row of the table: ``pairs`` saves of a state of ``megabytes``."""
     state = make_state(megabytes)
     step = make_step()
-    saver = Saver(folder / str(megabytes), 2)
+    run: Any = SimpleNamespace(
+        step=0, epoch=0, pending=False, to_dict=lambda facts: {**facts, **state}
+    )
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    saves = Saves(Config(), world, run, Order(10, 10), Place(folder / str(megabytes), ()))
     ms: dict[str, list[float]] = {
         name: [] for name in ("copy", "save", "written", "step", "step beside")
     }
     for _ in range(5):
         step()
     for pair in range(pairs):
-
-        def save(number: int = pair) -> None:
-            saver.save(state, step=number, epoch=0, top1=None)
-
+        run.step += 1
         # the copy comes before the save and after it in turns
         if pair % 2:
             ms["copy"].append(timed_ms(lambda: copied(state)))
         began_s = time.perf_counter()
-        ms["save"].append(timed_ms(save))
+        ms["save"].append(timed_ms(saves.save))
         # steps while the save is under way, one at least
         beside: list[float] = []
-        while (saver._last is not None and not saver._last.done()) or not beside:
+        while (saves._last is not None and not saves._last.done()) or not beside:
             beside.append(timed_ms(step))
-        saver.wait()
+        saves._wait()
         ms["written"].append(1e3 * (time.perf_counter() - began_s))
         ms["step beside"].append(sum(beside) / len(beside))
         # as many steps without a save
@@ -108,7 +113,7 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
         ms["step"].append(sum(alone) / len(alone))
         if not pair % 2:
             ms["copy"].append(timed_ms(lambda: copied(state)))
-    saver.close()
+    saves.close()
     row: dict[str, Any] = {"MB": megabytes} | {
         f"{name}, ms": Sample.of(values) for name, values in ms.items()
     }

@@ -198,7 +198,7 @@ def test_a_disk_that_is_full_ends_the_run(
         calls.append(step)
         raise DiskError(f"{folder}: No space left on device")
 
-    monkeypatch.setattr("harness.training.saver.save", full)
+    monkeypatch.setattr("harness.training.saving.save", full)
     config = composed(
         *COMMON, "trainer.epochs=1", "loader.num_workers=0", "checkpoint.every_steps=4"
     )

@@ -15,7 +15,7 @@ import logging
 import re
 import zipfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,10 @@ def order(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def sealed(facts: dict[str, Any]) -> bytes:
-    """Returns the content of the record with these ``facts``, its own digest among them."""
+def sealed(record: Record) -> bytes:
+    """Returns the content of the file of ``record``, its own digest among it."""
+    facts = asdict(record)
+    del facts["path"]
     blank = json.dumps({"schema": SCHEMA, **facts, "digest": ""})
     digest = hashlib.sha256(blank.encode()).hexdigest()
     return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()
@@ -84,8 +86,8 @@ class _PassingError(CheckpointError):
     """A checkpoint that cannot be read now and may be whole, so no older one serves."""
 
 
-def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
-    """Returns the newest undamaged checkpoint of ``folder``, its state, and what was wrong before.
+def newest(folder: Path) -> tuple[Record, dict[str, Any]] | None:
+    """Returns the newest undamaged checkpoint of ``folder`` and its state; warns of damaged ones.
 
     None: there is no checkpoint at all.
 
@@ -93,18 +95,19 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
         CheckpointError: every checkpoint is damaged or has lost its record, or the newest cannot be
             read now: training never starts from nothing by itself.
     """
-    warnings: list[str] = []
+    damaged: CheckpointError | None = None
     for manifest in sorted(folder.glob("step-*.json"), key=order, reverse=True):
         try:
             record = _record(manifest)
-            return record, _load(record.path, record.sha256), warnings
+            return record, _load(record.path, record.sha256)
         except _PassingError:
             raise
         except CheckpointError as error:
-            warnings.append(str(error))
-    if warnings:
+            _log.warning("%s; falling back to an older one", error)
+            damaged = damaged or error
+    if damaged is not None:
         raise CheckpointError(
-            f"{folder}: every checkpoint is damaged: {warnings[0]}; resume=null in another run "
+            f"{folder}: every checkpoint is damaged: {damaged}; resume=null in another run "
             "folder starts from nothing"
         )
     # one may be of a first save that was killed
@@ -115,8 +118,8 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
     return None
 
 
-def read(path: Path) -> tuple[Record, dict[str, Any], list[str]]:
-    """Returns the checkpoint at ``path``, its state, and what was wrong with newer ones.
+def read(path: Path) -> tuple[Record, dict[str, Any]]:
+    """Returns the checkpoint at ``path`` and its state.
 
     ``path`` is a ``.pt`` file beside its record, or a run's folder, whose newest checkpoint is
     meant.
@@ -134,7 +137,7 @@ def read(path: Path) -> tuple[Record, dict[str, Any], list[str]]:
         raise CheckpointError(f"{printable(str(path))}: no such checkpoint")
     target = _target(path)
     record = _record(target.with_suffix(".json"))
-    return record, _load(target, record.sha256), []
+    return record, _load(target, record.sha256)
 
 
 def read_any(path: Path) -> dict[str, Any]:
@@ -143,13 +146,9 @@ def read_any(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, damaged or not a checkpoint.
     """
-    if path.is_dir() or _target(path).with_suffix(".json").is_file():
-        return read(path)[1]
-    if path.is_file():
+    if path.is_file() and not _target(path).with_suffix(".json").is_file():
         return _load(path, None)
-    raise CheckpointError(
-        f"model.weights={printable(str(path))}: no such file; use null, DEFAULT or a path"
-    )
+    return read(path)[1]
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,26 +36,6 @@ from harness.watch.station import Watch
 _log = logging.getLogger(LOGGER)
 
 
-@dataclass(slots=True)
-class RunResult:
-    """How a run went.
-
-    Attributes:
-        status: completed, idle (there was nothing left to train), interrupted or failed.
-        evaluation: the last one, if there was one.
-        skipped: updates left out for a non-finite gradient.
-        turns_ms: for each evaluation with an epoch after it, the waits for its first batch and for
-            that epoch's.
-        ranks: every rank's figures at the end of a completed run of several.
-    """
-
-    status: str = "failed"
-    evaluation: Evaluation | None = None
-    skipped: int = 0
-    turns_ms: list[tuple[float, float]] = field(default_factory=list)
-    ranks: tuple[RankFigures, ...] = ()
-
-
 class Engine:
     """Trains on ``feed`` and evaluates on ``val_feed``.
 
@@ -68,6 +47,15 @@ class Engine:
         val_feed: the validation feed.
         watch: what the run is watched with.
         place: where the run's files go, and the classes that a checkpoint records.
+
+    Attributes:
+        status: completed, idle (there was nothing left to train), interrupted or failed.
+        evaluation: the last one, if there was one.
+        skipped: updates left out for a non-finite gradient.
+        turns_ms: for each evaluation with an epoch after it, the waits for its first batch and for
+            that epoch's.
+        ranks: every rank's figures at the end of a completed run of several.
+        worker_s: seconds of the feed's workers so far, at work or not.
     """
 
     def __init__(
@@ -88,7 +76,11 @@ class Engine:
         self.val_feed = val_feed
         self.watch = watch
         self.place = place
-        self.outcome = RunResult()
+        self.status = "failed"
+        self.evaluation: Evaluation | None = None
+        self.skipped = 0
+        self.turns_ms: list[dict[str, float]] = []
+        self.ranks: tuple[RankFigures, ...] = ()
         # a probe has no end
         assert isinstance(feed.order, Order)
         self.order = feed.order
@@ -96,8 +88,8 @@ class Engine:
         self.train_batches = step.batches(feed, watch.clock)
         self.val_batches = device_batches(val_feed, config, world.device)
         self.memory = MemoryWatch(accelerator.of(world.device))
-        # seconds of the feed's workers so far, at work or not; what they did up to the last window
         self.worker_s = 0.0
+        # what the feed's workers did up to the last window
         self._worked: StageTotals | None = None
         self._looked_s = time.perf_counter()
         self._boundary = Boundary(config, world, self.state.step)
@@ -110,9 +102,8 @@ class Engine:
         self._trace = Trace(steps, place.folder, watch.clock.pause)
 
     def fit(self) -> None:
-        """Trains to the last epoch or step; ``outcome`` has the result, after an error too."""
+        """Trains to the last epoch or step; ``status`` says how it ended, after an error too."""
         state = self.state
-        result = self.outcome
         with self._ending():
             evaluation = None
             # a signal came before or during the evaluation
@@ -124,7 +115,7 @@ class Engine:
                     f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; "
                     "raise trainer.epochs"
                 )
-                result.status = "idle"
+                self.status = "idle"
                 return
             while not self._is_done():
                 epoch = state.epoch
@@ -132,7 +123,7 @@ class Engine:
                 if evaluation is not None:
                     val_s = self.val_batches.first_wait_s or 0.0
                     train_s = self.train_batches.first_wait_s or 0.0
-                    result.turns_ms.append((1e3 * val_s, 1e3 * train_s))
+                    self.turns_ms.append({"val": 1e3 * val_s, "train": 1e3 * train_s})
                 evaluation = None
                 if state.pending:
                     evaluation = self.evaluate(epoch)
@@ -153,14 +144,14 @@ class Engine:
                     host_ms=None if host is None else host * mean_ms,
                     forward_ms=self.step.forward_ms,
                 )
-                result.ranks = tuple(self.world.gathered(own))
-            result.status = "completed"
+                self.ranks = tuple(self.world.gathered(own))
+            self.status = "completed"
 
     def evaluate_only(self) -> None:
         """Evaluates what the state holds."""
         with self._ending():
             self.evaluate(max(0, self.state.epoch - 1))
-            self.outcome.status = "completed"
+            self.status = "completed"
 
     def evaluate(self, epoch: int) -> Evaluation:
         """Evaluates once, logs the result and gives the validation feed's workers back.
@@ -187,7 +178,7 @@ class Engine:
             self.val_feed.close()
         self.state.pending = False
         self.state.best_top1 = max(result.top1, self.state.best_top1 or 0.0)
-        self.outcome.evaluation = result
+        self.evaluation = result
         figures = {
             Tag.VAL_TOP1: result.top1,
             Tag.VAL_TOP5: result.top5,
@@ -229,7 +220,7 @@ class Engine:
             yield
         except Exception as error:
             if isinstance(error, Interrupted):
-                self.outcome.status = "interrupted"
+                self.status = "interrupted"
             expected = isinstance(error, Interrupted | DataError | LoaderError)
             # at another error the other ranks would not answer; a state that has gone wrong is not
             # saved, and neither is one within an update
@@ -339,7 +330,7 @@ class Engine:
         figures = self.step.read()
         lr = float(self.state.schedule.get_last_lr()[0])
         window = clock.close_window()
-        self.outcome.skipped += figures.skipped
+        self.skipped += figures.skipped
         latest = Shown()
         for shown in (latest, self._epoch):
             shown.add(steps, figures.loss, lr, window, self.world.size)

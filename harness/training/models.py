@@ -44,8 +44,11 @@ def build(
         elif name in ("googlenet", "inception_v3"):
             # no auxiliary heads, for a classifier here gives one tensor; the published weights come
             # from TensorFlow, where images were normalised in another way
-            extra = {"aux_logits": False, "init_weights": True}
-            extra["transform_input"] = config.weights == "DEFAULT"
+            extra = {
+                "aux_logits": False,
+                "init_weights": True,
+                "transform_input": config.weights == "DEFAULT",
+            }
         network = zoo.get_model(name, weights=None, num_classes=num_classes, **extra)
     if config.weights is None or filled:
         return network
@@ -160,11 +163,11 @@ def take_over(
     own = network.state_dict()
     # all of the head or nothing of it
     left = any(key not in weights or weights[key].shape != own[key].shape for key in may_differ)
-    wanted = {key: value for key, value in own.items() if not left or key not in may_differ}
-    fitting = {key: value for key, value in weights.items() if not left or key not in may_differ}
-    refuse(differences(wanted, fitting), text)
+    if left:
+        weights = weights | {key: own[key] for key in may_differ}
+    refuse(differences(own, weights), text)
     # in place: a new dict would lack _metadata, without which the mnasnets load nothing
-    own.update(fitting)
+    own.update(weights)
     network.load_state_dict(own)
     return left
 

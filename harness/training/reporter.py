@@ -74,9 +74,8 @@ class Reporter:
 
     def _report(self, engine: Engine, ending: Mapping[str, str]) -> None:
         board = engine.watch.board
-        outcome = engine.outcome
         # the report of what was done stays
-        if board is None or outcome.status == "idle":
+        if board is None or engine.status == "idle":
             return
         try:
             report = self.figures(engine)
@@ -103,17 +102,16 @@ class Reporter:
         board.hparams(row, results | {"hparam/goodput": goodput and goodput.fraction})
 
         self.page.write(engine.place.folder)
-        if outcome.status == "completed":
+        if engine.status == "completed":
             self._close(engine, report)
             return
         saved = records(engine.place.folder / "checkpoints")
-        if saved or outcome.status == "interrupted":
+        if saved or engine.status == "interrupted":
             self._stand(engine, saved)
 
     def figures(self, engine: Engine) -> dict[str, Any]:
         """Returns ``report.json`` as plain values; what this device cannot give is absent."""
         total = engine.watch.clock.total()
-        outcome = engine.outcome
         world = engine.world
         trainer = self.config.trainer
         settings = engine.feed.settings
@@ -133,7 +131,7 @@ class Reporter:
             device=own.kind,
             sampled=sampled,
             autotuned=self.tuning is not None,
-            ranks=outcome.ranks,
+            ranks=engine.ranks,
             precision=trainer.precision.name,
             compiled=trainer.compile,
             channels_last=trainer.channels_last,
@@ -150,12 +148,12 @@ class Reporter:
             "stall_basis": total.stall_basis,
             "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
             "gpu_memory": engine.memory.peaks,
-            "skipped_updates": outcome.skipped,
+            "skipped_updates": engine.skipped,
             "sampled": sampled or None,
-            "ranks": outcome.ranks or None,
+            "ranks": engine.ranks or None,
             "pauses_s": total.pauses_s,
             "goodput": engine.watch.course.goodput(total),
-            "turns_ms": [{"val": val, "train": train} for val, train in outcome.turns_ms] or None,
+            "turns_ms": engine.turns_ms or None,
             "loader": settings,
             "tuning": self.tuning and self.tuning(total),
             "cache": self.cache and self.cache.stats(),
@@ -163,10 +161,10 @@ class Reporter:
             "environment": environment(own.name if own.kind == "cuda" else None),
             "run": {"name": engine.place.folder.name, "overrides": list(self.overridden)},
         }
-        if worked is not None and worked.samples:
+        if worked is not None and worked.samples and engine.worker_s:
             found |= _workers(worked, engine.worker_s)
-        if outcome.evaluation is not None:
-            result = asdict(outcome.evaluation)
+        if engine.evaluation is not None:
+            result = asdict(engine.evaluation)
             found |= {"val_images": result.pop("images"), **result}
             found["best_top1"] = engine.state.best_top1
         return {key: value for key, value in found.items() if value is not None}
@@ -249,7 +247,7 @@ class Reporter:
 def _progress(engine: Engine) -> dict[str, Any]:
     """Returns how far the run came."""
     state = engine.state
-    return {"status": engine.outcome.status, "epochs": state.epoch, "steps": state.step}
+    return {"status": engine.status, "epochs": state.epoch, "steps": state.step}
 
 
 def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
@@ -263,9 +261,7 @@ def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
         }
         for name, cost in worked.stages.items()
     ]
-    busy = None
-    if worker_s > 0:
-        busy = min(1.0, worked.busy_s / worker_s)
+    busy = min(1.0, worked.busy_s / worker_s)
     return {"stages": stages, "workers": {"samples": worked.samples, "busy_fraction": busy}}
 
 

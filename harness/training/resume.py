@@ -15,8 +15,8 @@ from harness.feed.order import Order, Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.folder import LOGGER
-from harness.training import checkpoint, contents, models
-from harness.training.state import TrainState
+from harness.training import checkpoint, models
+from harness.training.state import TrainState, check_saved
 from harness.watch.console import say
 
 _NETWORK = ("model.name", "trainer.precision", "trainer.channels_last")
@@ -67,9 +67,7 @@ def find(config: Config, folder: Path) -> Saved | None:
         else:
             found = checkpoint.read(Path(config.resume))
         if found is not None:
-            record, state, damaged = found
-            for text in damaged:
-                _log.warning("%s; falling back to %s", text, record.path.name)
+            record, state = found
             return Saved(printable(str(record.path)), state)
         if evaluating:
             raise CheckpointError(
@@ -148,11 +146,10 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
 
 def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
     """Returns the settings that the command line chose, by themselves or with their group."""
-    keys = {text.partition("=")[0].lstrip("+") for text in typed}
-    chosen = set(keys)
-    if keys & {"model", "experiment"}:
+    chosen = {text.partition("=")[0].lstrip("+") for text in typed}
+    if chosen & {"model", "experiment"}:
         chosen.add("model.name")
-    if keys & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
+    if chosen & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
         # other images: where they lie is this command's, what the network expects of them stays
         where = {path for path, _, _ in walk(config) if path.startswith("data.")}
         chosen |= where - _PIXELS
@@ -175,7 +172,7 @@ def rest(
     if saved is None or config.mode is not Mode.train or "ranks" not in saved.state:
         return config, None
     state = saved.state
-    contents.check(state, saved.where)
+    check_saved(state, saved.where)
     trained = _trained(state)
     config = _same_update(config, trained, state["ranks"], world.size)
     if not state["samples"]:
@@ -247,7 +244,7 @@ def take_over(
     if saved is not None:
         where = saved.where
         held = saved.state
-        contents.check(held, where)
+        check_saved(held, where)
         trained = tuple(held.get("classes", classes))
         if trained != classes:
             raise CheckpointError(

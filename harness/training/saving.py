@@ -1,18 +1,34 @@
-"""When a run's state is saved, and what the ranks agree on between two steps."""
+"""When a run's state is saved, and how it gets to disk: whole or not at all.
+
+``step-N.pt`` is written to a temporary file in the same folder, synced and renamed; its record
+``step-N.json`` follows in the same way. What was committed before is deleted only then. Both were
+synced, so the disk has them; reading them back would show the page cache, not the disk.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.serialization import config as torch_config
 
 from harness.config import Config, Mode, to_plain
 from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
-from harness.training.saver import Saver
+from harness.runtime.files import replacing, sync_folder, write_whole
+from harness.runtime.workers import give_way
+from harness.training.checkpoint import UNNAMED, Record, order, records, sealed
 from harness.training.state import TrainState
 
 
@@ -56,9 +72,7 @@ class Boundary:
             due = False
         elif self._world.size > 1:
             step_s = (self._now() - self._asked_s) / max(1, step - self._asked)
-            heard, saves, step_s = self._world.largest(
-                signum, due and self._world.is_main, max(1e-6, step_s)
-            )
+            heard, saves, step_s = self._world.largest(signum, due, max(1e-6, step_s))
             signum = int(heard)
             due = bool(saves)
             self._asked = step
@@ -76,7 +90,9 @@ class Boundary:
 class Saves:
     """Writes the state of a run into its folder, once each, on the first rank.
 
-    What is there at first is not written: it is nothing yet, or comes from a checkpoint.
+    A thread writes, one save at a time. What is there at first is not written: it is nothing yet,
+    or comes from a checkpoint. An error of a save is raised once: by the next ``save``, ``check``
+    or ``close``.
     """
 
     def __init__(
@@ -86,10 +102,14 @@ class Saves:
         self._ranks = world.size
         self._state = state
         self._order = order
-        self._place = place
-        self._saver: Saver | None = None
-        if config.checkpoint.enabled and config.mode is Mode.train and world.is_main:
-            self._saver = Saver(place.folder / "checkpoints", config.checkpoint.keep_last)
+        self._classes = list(place.classes)
+        self._folder = place.folder / "checkpoints"
+        self._writes = config.checkpoint.enabled and config.mode is Mode.train and world.is_main
+        if self._writes:
+            finish(self._folder, config.checkpoint.keep_last)
+        self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
+        self._last: Future[Record] | None = None
+        self._memory = BytesIO()
         # the state that was given to be written, unless that failed
         self._saved: tuple[int, bool] | None = (state.step, state.pending)
 
@@ -102,10 +122,10 @@ class Saves:
             DiskError: the save before could not be written, or this one ``at_once``.
         """
         state = self._state
-        if self._saver is None:
+        if not self._writes:
             return
         try:
-            self._settle()
+            self._wait()
         except DiskError:
             # what went wrong with the one before is no reason not to try the last one
             if not at_once:
@@ -114,16 +134,23 @@ class Saves:
             return
         facts = {
             "settings": to_plain(self._config),
-            "classes": list(self._place.classes),
+            "classes": self._classes,
             "ranks": self._ranks,
             "length": self._order.length,
             "stop": self._order.stop(state.epoch),
         }
-        saved = state.to_dict(facts)
-        self._saver.save(saved, step=state.step, epoch=state.epoch, top1=top1)
+        self._last = self._thread.submit(
+            save,
+            self._folder,
+            packed(state.to_dict(facts), self._memory),
+            step=state.step,
+            epoch=state.epoch,
+            top1=top1,
+            keep_last=self._config.checkpoint.keep_last,
+        )
         self._saved = (state.step, state.pending)
         if at_once:
-            self._settle()
+            self._wait()
 
     def check(self) -> None:
         """Returns at once.
@@ -131,8 +158,8 @@ class Saves:
         Raises:
             DiskError: the last state could not be written.
         """
-        if self._saver is not None and self._saver.failed:
-            self._settle()
+        if self._last is not None and self._last.done():
+            self._wait()
 
     def close(self) -> None:
         """Waits until all is on the disk.
@@ -140,14 +167,131 @@ class Saves:
         Raises:
             DiskError: it could not be written.
         """
-        if self._saver is not None:
-            self._saver.close()
+        self._thread.shutdown()
+        self._wait()
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         """Waits for the save under way; if it fails, its state is not saved."""
-        assert self._saver is not None
+        last = self._last
+        self._last = None
         try:
-            self._saver.wait()
+            if last is not None:
+                last.result()
         except DiskError:
             self._saved = None
             raise
+
+
+def packed(state: dict[str, Any], memory: BytesIO) -> bytes:
+    """Returns the content of a file with ``state``, whose tensors may change afterwards.
+
+    The host waits here for the device. ``memory`` holds the content, in the place of the one
+    before: to get new memory would take longer than to fill it.
+    """
+    memory.seek(0)
+    # the digest of the whole file makes torch's checksums needless, and they take longer
+    with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        torch.save(_on_host(state), memory)
+    memory.truncate()
+    return memory.getvalue()
+
+
+def _on_host(value: Any) -> Any:
+    """Returns a state as it is on a CPU: a file must not ask for the device that it came from."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        # keeps the _metadata of a network's state, too
+        made = copy.copy(value)
+        made.update((key, _on_host(item)) for key, item in value.items())
+        return made
+    return value
+
+
+def save(
+    folder: Path, content: bytes, *, step: int, epoch: int, top1: float | None, keep_last: int
+) -> Record:
+    """Commits ``content`` under a free name in ``folder``, moves the pointers and drops old ones.
+
+    Of equal top-1 ``best.pt`` has the earlier.
+
+    Raises:
+        DiskError: a file could not be written; what was there before stays whole.
+    """
+    path = folder / f"step-{step}.pt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _clear(folder)
+        if taken := [number for of, number in map(order, folder.glob("step-*")) if of == step]:
+            path = folder / f"step-{step}.{1 + max(taken)}.pt"
+        record = Record(path, step, epoch, top1, hashlib.sha256(content).hexdigest())
+        _write(path, content)
+        _write(path.with_suffix(".json"), sealed(record))
+        _retain(folder, record, keep_last)
+    except OSError as error:
+        raise DiskError(
+            f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; "
+            "earlier ones are whole: make room or mend the disk, then go on with resume=auto"
+        ) from error
+    finally:
+        _clear(folder)
+    return record
+
+
+def finish(folder: Path, keep_last: int) -> None:
+    """Does what a killed save has left to do in ``folder``."""
+    # an error here would come again with the next save, which tells of it
+    with suppress(OSError):
+        if committed := records(folder):
+            _retain(folder, committed[-1], keep_last)
+    _clear(folder)
+
+
+def _retain(folder: Path, newest: Record, keep_last: int) -> None:
+    """Points at the ``newest`` and the best, and deletes all others but the last ``keep_last``."""
+    committed = records(folder)
+    # those of later steps belong to a past that a resume has left
+    past = [old for old in committed if order(old.path) <= order(newest.path)]
+    _point(folder / "last.pt", newest.path)
+    kept = past[-keep_last:]
+    rated = [old for old in past if old.top1 is not None]
+    if rated:
+        best = max(rated, key=lambda old: old.top1 or 0.0)
+        _point(folder / "best.pt", best.path)
+        kept.append(best)
+    sync_folder(folder)
+    for old in committed:
+        if old not in kept:
+            old.path.with_suffix(".json").unlink(missing_ok=True)
+
+
+def _clear(folder: Path) -> None:
+    """Deletes what belongs to no checkpoint: temporary files, and files without a record.
+
+    Only one run owns the folder, so no save of another can be under way.
+    """
+    # what cannot be deleted now is in nobody's way, and goes with a later save
+    with suppress(OSError):
+        orphans = list(folder.glob(".*.tmp"))
+        for path in folder.glob("step-*.pt"):
+            if order(path) != UNNAMED and not path.with_suffix(".json").exists():
+                orphans.append(path)
+        for path in orphans:
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes ``path``, whole or not at all; afterwards the disk has it, and its name."""
+    write_whole(path, content)
+    sync_folder(path.parent)
+
+
+def _point(link: Path, target: Path) -> None:
+    """Lets ``link`` lead to ``target``, swapped in one step so that it is never absent."""
+    try:
+        with replacing(link) as temporary:
+            temporary.symlink_to(target.name)
+    except OSError:
+        # not every file system has links: a text then holds the name
+        write_whole(link, target.name.encode())

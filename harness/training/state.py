@@ -22,12 +22,25 @@ from harness.config import (
     ScheduleName,
 )
 from harness.runtime.distributed import World
-from harness.runtime.errors import CheckpointError
+from harness.runtime.errors import CheckpointError, printable
+from harness.runtime.files import typed
 from harness.runtime.seeding import random_state, restore_random_state
-from harness.training import contents, models
+from harness.training import models
+from harness.training.checkpoint import is_plain, weights_of
 
+# what a run goes on with
+_NEEDED = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
 # what a resumed run counts on from
-_COUNTS = ("epoch", "step", "samples", "pending", "best_top1")
+_COUNTS = {
+    "epoch": int,
+    "step": int,
+    "samples": int,
+    "pending": bool,
+    "best_top1": float | None,
+}
+_TYPES = _COUNTS | {"length": int, "ranks": int, "stop": int, "steps_per_epoch": int}
+# where a run stands within an epoch; checkpoints of schema 1 have none of these
+_POSITION = _TYPES.keys() - {"epoch", "step"}
 
 
 @dataclass(slots=True)
@@ -80,12 +93,7 @@ class TrainState:
             CheckpointError: the checkpoint is of another network or optimizer; names the first
                 differences.
         """
-        needed = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
-        if missing := needed - saved.keys():
-            raise CheckpointError(
-                f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}"
-            )
-        contents.check(saved, where, self)
+        check_saved(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
         ours = self.optimizer.state_dict()["param_groups"]
         theirs = saved["optimizer"]["param_groups"]
@@ -115,7 +123,7 @@ class TrainState:
         if saved["settings"]["trainer"]["precision"] == precision.name:
             self.scaler.load_state_dict(saved["scaler"])
         # schema 1 has epoch and step alone
-        for name in saved.keys() & {*_COUNTS}:
+        for name in saved.keys() & _COUNTS:
             setattr(self, name, saved[name])
         restore_random_state(saved["random"], self.device)
 
@@ -123,6 +131,81 @@ class TrainState:
     def device(self) -> torch.device:
         """Where the network lives."""
         return next(self.network.parameters()).device
+
+
+def check_saved(saved: dict[str, Any], where: str, state: TrainState | None = None) -> None:
+    """Refuses contents that no run saves, before any of them is used.
+
+    Args:
+        saved: what a file holds.
+        where: names the file.
+        state: the ``TrainState`` that is to take over all of them, and stays as it is; None: the
+            network alone is used.
+
+    Raises:
+        CheckpointError: names the part. What another network or optimizer has saved passes.
+    """
+    needed = set[str]()
+    if not saved.keys().isdisjoint(_POSITION):
+        needed |= _POSITION
+    if state is not None:
+        needed |= _NEEDED
+    if missing := needed - saved.keys():
+        raise CheckpointError(
+            f"{where}: holds no {', '.join(sorted(missing))}; resume from another checkpoint"
+        )
+    if state is not None:
+        weights_of({"model": saved["model"]}, where)
+    for key, value in saved.items():
+        try:
+            if key in _TYPES:
+                number = typed(_TYPES[key], value)
+                if not number and key in ("ranks", "stop", "steps_per_epoch"):
+                    raise ValueError("is 0")
+            elif key == "classes":
+                list(map(str.isascii, list.copy(value)))
+            elif state is not None:
+                _check_part(key, value, state)
+        # odd contents may raise anything
+        except Exception as error:
+            why = printable(f"{type(error).__name__}: {error}"[:200])
+            raise CheckpointError(
+                f"{where}: its part {key} cannot be used ({why}); resume from another checkpoint"
+            ) from error
+
+
+def _check_part(key: str, value: Any, state: TrainState) -> None:
+    """Raises any error if ``state``, which stays as it is, cannot take over a part."""
+    if key == "schedule":
+        typed(int, value["last_epoch"])
+    elif key == "scaler":
+        for name in state.scaler.state_dict():
+            typed(float, value[name])
+    elif key == "settings":
+        typed(str, value["trainer"]["precision"])
+    elif key == "random":
+        # numpy takes any position, and reads beyond its numbers
+        if not 0 <= value["numpy"]["position"] <= len(value["numpy"]["keys"]):
+            raise ValueError("odd position")
+        former = random_state(state.device)
+        try:
+            restore_random_state(value, state.device)
+        finally:
+            restore_random_state(former, state.device)
+    elif key == "optimizer":
+        own = [item for group in state.optimizer.param_groups for item in group["params"]]
+        numbers = [number for group in value["param_groups"] for number in group["params"]]
+        if numbers != list(range(len(numbers))) or value["state"].keys() - numbers:
+            raise ValueError("odd parameters")
+        # other parameters belong to another network, which loading refuses by name
+        if len(numbers) != len(own):
+            return
+        for number, held in value["state"].items():
+            for name in held.keys() | next(iter(value["state"].values())).keys():
+                tensor = held[name]
+                fits = is_plain(tensor) and tensor.is_floating_point()
+                if not fits or tensor.shape not in (own[number].shape, ()):
+                    raise ValueError(f"{name} of parameter {number} does not fit")
 
 
 def make_state(
@@ -152,7 +235,10 @@ def state_of(
 ) -> TrainState:
     """Returns the state of a run that trains ``network``, which lies on ``device``."""
     optimizer = make_optimizer(network, config.optim)
-    schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, steps_per_epoch)
+    schedule = LambdaLR(
+        optimizer,
+        lambda step: lr_factor(step, config.schedule, config.trainer.epochs, steps_per_epoch),
+    )
     # outside fp16 it only leaves out non-finite updates
     scaler: GradScaler = FiniteCheck(device)
     if config.trainer.precision is Precision.fp16:
@@ -176,14 +262,9 @@ class FiniteCheck(GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Notes whether a gradient is not finite."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is not None:
-                    by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        self._found = torch.zeros_like(self._one)
-        for gradients in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
+        none = torch.zeros_like(self._one)
+        found = self._unscale_grads_(optimizer, self._one, none, allow_fp16=True)
+        self._found = found[self._one.device]
 
     def step(self, optimizer: Any) -> None:
         """Updates, if all gradients that ``unscale_`` has seen were finite."""
@@ -218,13 +299,6 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def make_schedule(
-    optimizer: Optimizer, config: ScheduleConfig, epochs: int, steps_per_epoch: int
-) -> LambdaLR:
-    """Returns the schedule, to be stepped once per update."""
-    return LambdaLR(optimizer, lambda step: lr_factor(step, config, epochs, steps_per_epoch))
 
 
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:

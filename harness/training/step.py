@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +146,8 @@ class Step:
         values: list[float] = []
         if count:
             values = torch.stack([*self._losses, *self._found_inf]).tolist()
-        self.forget()
+        self._losses = []
+        self._found_inf = []
         finite = [loss for loss in values[:count] if math.isfinite(loss)]
         worst = 0
         for found in values[count:]:
@@ -158,21 +158,11 @@ class Step:
         return StepFigures(loss, skipped, worst)
 
     def forget(self) -> None:
-        """Drops the figures since the last reading; the host does not wait for the device."""
+        """Drops all unread figures; the host does not wait for the device."""
         self._losses = []
         self._found_inf = []
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """A block at whose end the unread figures and the streak are as before."""
-        before = self._losses, self._found_inf, self._streak
-        self.forget()
-        try:
-            yield
-        finally:
-            self._losses, self._found_inf, self._streak = before
-            if self._forward is not None:
-                self._forward.forget()
+        if self._forward is not None:
+            self._forward.forget()
 
 
 class _ForwardTimer:

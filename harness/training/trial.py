@@ -40,6 +40,10 @@ class StepTrials:
         config: how batches get to the device, and how many make an update.
         world: this rank.
         now: the clock; None: the device's own.
+
+    Attributes:
+        device: where the network runs.
+        overlaps: whether the device works on the step while batches are loaded.
     """
 
     def __init__(
@@ -50,22 +54,15 @@ class StepTrials:
         self._world = world
         self._own = accelerator.of(world.device)
         self._now = now or self._own.now
+        self.device = world.device
+        # even without workers
+        self.overlaps = self._own.has_streams
         # steps: says which part of an update the next one is
         self._made = 0
 
-    @property
-    def device(self) -> torch.device:
-        """Where the network runs."""
-        return self._world.device
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the device works on the step while batches are loaded even without workers."""
-        return self._own.has_streams
-
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """A block of training mode at whose end all that steps change is as before.
+        """A block of training mode, before training, at whose end all is as before.
 
         Learning rates are 0 inside: repeated steps on one batch could diverge to NaN, whose timing
         is not representative; an update costs the same at any rate. The copy of the state lies in
@@ -76,17 +73,18 @@ class StepTrials:
         parts = (state.network, state.optimizer, state.schedule, state.scaler)
         snapshot = Snapshot(parts, state.device)
         self._made = 0
-        with self._step.kept():
-            try:
-                state.network.train()
-                # LambdaLR multiplies them
-                state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]
-                for group in state.optimizer.param_groups:
-                    group["lr"] = 0.0
-                yield
-            finally:
-                snapshot.restore()
-                state.step = step
+        try:
+            state.network.train()
+            # LambdaLR multiplies them
+            state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]
+            for group in state.optimizer.param_groups:
+                group["lr"] = 0.0
+            yield
+        finally:
+            snapshot.restore()
+            state.step = step
+            # a step that failed may have left figures
+            self._step.forget()
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         """Times some 20 groups of steps on ``batch``, warmed up; at least two, however slow.
@@ -138,23 +136,22 @@ class StepTrials:
         """
         clock = StepClock(self.device, now=self._now, keep_steps=True)
         failed: list[Exception] = []
+        phases = ((1, 1, 0.0), (0, skip, limit_s / 3), (2, math.inf, limit_s))
         with contextlib.closing(self._step.batches(feed, clock)) as batches:
             source = self._endless(batches, feed, failed)
-            self._stretch(source, failed, clock, 1, 1, 0.0)
-            self._stretch(source, failed, clock, 0, skip, limit_s / 3)
-            clock.close_window()
-            cpu = time.process_time()
-            done = self._stretch(source, failed, clock, 2, math.inf, limit_s)
-            cpu_s = time.process_time() - cpu
+            # not counted: the first batch, which holds the workers' start, and those in store
+            for least, most, phase_s in phases:
+                clock.close_window()
+                cpu = time.process_time()
+                done = self._stretch(source, failed, clock, least, most, phase_s)
+                cpu_s = time.process_time() - cpu
             clock.settle()
         if failed:
             raise failed[0]
         window = clock.close_window()
-        stall = 0.0
-        if window is not None:
-            stall = window.stall_fraction or 0.0
+        stall = window.stall_fraction if window else None
         seconds = clock.device_steps(len(done)) or tuple(seconds for _, seconds in done)
-        return StepRun(tuple(images for images, _ in done), seconds, stall, cpu_s)
+        return StepRun(tuple(images for images, _ in done), seconds, stall or 0.0, cpu_s)
 
     def _endless(self, batches: DataPrefetcher, feed: Feed, failed: list[Exception]) -> _Batches:
         """Gives ``batches``; once ``feed`` has failed, black ones, and its error is in ``failed``.
@@ -192,16 +189,15 @@ class StepTrials:
         block = 1
         while True:
             more = len(done) < least or (len(done) < most and end - begin < limit_s)
-            told = self._world.gathered((more, block, bool(failed)))
-            more, block, _ = told[0]
-            if not more or any(has_failed for *_, has_failed in told):
+            ends, longest = self._world.largest(bool(failed) or not more, block)
+            if ends:
                 break
+            block = int(longest)
             for _ in range(block):
                 with clock.waiting():
                     images, labels = next(source)
                 with clock.computing():
                     self._train(images, labels, self._config.trainer.accumulate_steps)
-                    self._step.forget()
                 clock.step(len(labels))
                 step_s = self._now() - end
                 done.append((len(labels), step_s))
@@ -230,12 +226,13 @@ class StepTrials:
             self._train(*next(batches), parts)
             # of the first step alone: before later ones the host may wait for the device
             launch_s = launch_s or self._now() - begin
-        self._step.forget()
         self._own.synchronize()
         return self._now() - begin, launch_s
 
     def _train(self, images: Tensor, labels: Tensor, parts: int) -> None:
         self._step(images, labels, part=self._made % parts, parts=parts)
+        # losses would take the device's memory
+        self._step.forget()
         self._made += 1
         # several ranks must stop at one step: the launcher ends them
         if self._world.size == 1:

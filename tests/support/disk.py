@@ -5,12 +5,11 @@ Each may fail, or end the process before or after it.
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import Callable
-from io import FileIO
+from io import BufferedWriter, FileIO
 from typing import Any
-
-from harness.training import saver
 
 NAMES = ("mkdir", "fsync", "replace", "symlink", "unlink", "write", "ftruncate")
 # "before" or "after", and the call's name
@@ -36,6 +35,14 @@ def tell_calls(tell: Tell, put: Callable[[Any, str, Any], None] = setattr) -> No
         def write(self, data: Any) -> int:
             return int(told("write", super().write)(data))
 
+    real = builtins.open
+
+    def opened(path: Any, mode: str = "r", *given: Any, **more: Any) -> Any:
+        # as files that are written whole are opened
+        if mode == "xb":
+            return BufferedWriter(Raw(path, mode))
+        return real(path, mode, *given, **more)
+
     for name in NAMES:
         put(os, name, told(name, getattr(os, name)))
-    put(saver, "FileIO", Raw)
+    put(builtins, "open", opened)

@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import zipfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from oddities import Plant
 
 from harness.runtime.errors import CheckpointError
-from harness.training import checkpoint, saver
+from harness.training import checkpoint, saving
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -35,9 +36,8 @@ def save(
     folder: Path, step: int, top1: float | None = None, keep_last: int = 2
 ) -> checkpoint.Record:
     """Save a small state."""
-    return saver.save(
-        folder, state(step), step=step, epoch=step // 10, top1=top1, keep_last=keep_last
-    )
+    content = saving.packed(state(step), BytesIO())
+    return saving.save(folder, content, step=step, epoch=step // 10, top1=top1, keep_last=keep_last)
 
 
 @pytest.mark.parametrize("what", ["open_regular", "read_regular"])
@@ -70,7 +70,7 @@ def test_what_may_be_read_the_next_time_is_not_given_up(
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     """Tensors and plain containers come back equal, with the facts of the record."""
     saved = save(tmp_path, 10, 0.5)
-    record, found, _ = checkpoint.read(saved.path)
+    record, found = checkpoint.read(saved.path)
     assert record == saved
     assert torch.equal(found["model"]["w"], state(10)["model"]["w"])
     assert found["random"]["python"] == state()["random"]["python"]
@@ -111,7 +111,9 @@ def test_what_a_resume_left_behind_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "zero page", "cut", "empty"])
-def test_damage_is_found_and_an_older_one_is_taken(tmp_path: Path, damage: str) -> None:
+def test_damage_is_found_and_an_older_one_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
     """A damaged newest checkpoint is named, and the one before it is used."""
     save(tmp_path, 1)
     path = save(tmp_path, 2).path
@@ -128,8 +130,8 @@ def test_damage_is_found_and_an_older_one_is_taken(tmp_path: Path, damage: str) 
         checkpoint.read(path)
     found = checkpoint.newest(tmp_path)
     assert found is not None
-    record, _, warnings = found
-    assert (record.step, len(warnings)) == (1, 1)
+    assert (found[0].step, len(caplog.records)) == (1, 1)
+    assert caplog.messages[0].endswith("; falling back to an older one")
 
 
 def test_a_file_without_its_record_does_not_exist(tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".json", ".pt"])
 @oddities.every
 def test_an_odd_checkpoint_is_named_and_the_one_before_taken(
-    tmp_path: Path, suffix: str, plant: Plant
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str, plant: Plant
 ) -> None:
     """Anything in the place of a record or file: one warning, no wait."""
     save(tmp_path, 1)
@@ -242,7 +244,8 @@ def test_an_odd_checkpoint_is_named_and_the_one_before_taken(
     oddities.put(plant, path)
     found = checkpoint.newest(tmp_path)
     assert found is not None and found[0].step == 1
-    assert len(found[2]) == 1 and str(path) in found[2][0] and oddities.untouched(path)
+    assert len(caplog.messages) == 1 and str(path) in caplog.messages[0]
+    assert oddities.untouched(path)
     assert [record.step for record in checkpoint.records(tmp_path)] == (
         [1] if suffix == ".json" else [1, 2]
     )
@@ -282,14 +285,16 @@ def rewrite(record: Path, change: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_an_odd_record_is_no_checkpoint(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_odd_record_is_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any]
+) -> None:
     """A record with other types, or of another step than its name says, is refused."""
     save(tmp_path, 1)
     record = save(tmp_path, 2).path.with_suffix(".json")
     rewrite(record, change)
     found = checkpoint.newest(tmp_path)
     assert found is not None and found[0].step == 1
-    assert found[2][0].startswith(f"{record}: not the record of a checkpoint (")
+    assert caplog.messages[0].startswith(f"{record}: not the record of a checkpoint (")
 
 
 def test_a_record_without_a_number_for_top1_is_unrated(tmp_path: Path) -> None:
@@ -309,7 +314,7 @@ def test_a_record_of_the_first_schema_is_read(tmp_path: Path) -> None:
     path.with_suffix(".json").write_text(
         FIRST_SCHEMA % hashlib.sha256(path.read_bytes()).hexdigest()
     )
-    record, _, _ = checkpoint.read(path)
+    record, _ = checkpoint.read(path)
     assert (record.step, record.top1) == (2, 0.5)
     save(tmp_path, 3)
     assert [found.step for found in checkpoint.records(tmp_path)] == [2, 3]
@@ -338,7 +343,9 @@ def damaged(data: bytes, kind: str, rng: random.Random) -> bytes:
         (".json", "cut", 200),
     ],
 )
-def test_all_damage_is_found_and_named(tmp_path: Path, suffix: str, kind: str, times: int) -> None:
+def test_all_damage_is_found_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str, kind: str, times: int
+) -> None:
     """Any lost bit, end or block: one warning names the file, the checkpoint before serves."""
     save(tmp_path, 1)
     path = save(tmp_path, 2, 0.5).path.with_suffix(suffix)
@@ -348,7 +355,8 @@ def test_all_damage_is_found_and_named(tmp_path: Path, suffix: str, kind: str, t
         path.write_bytes(damaged(data, kind, rng))
         found = checkpoint.newest(tmp_path)
         assert found is not None and found[0].step == 1
-        assert len(found[2]) == 1 and str(path) in found[2][0]
+        assert len(caplog.messages) == 1 and str(path) in caplog.messages[0]
+        caplog.clear()
 
 
 def test_a_newer_record_is_not_deleted(tmp_path: Path) -> None:

@@ -15,9 +15,7 @@ import torch
 from harness.config import Config, OptimName, Precision, to_plain
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
-from harness.training import contents
-from harness.training.saver import _Host
-from harness.training.state import TrainState, make_state
+from harness.training.state import TrainState, check_saved, make_state
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 CLASSES = ("ant", "bee")
@@ -34,7 +32,7 @@ def _trained(optimizer: OptimName, precision: Precision) -> tuple[TrainState, Sa
     config.trainer.precision = precision
     state = make_state(config, len(CLASSES), ALONE, 10)
     update(state)
-    saved = _Host().copy(state.to_dict(FACTS | {"settings": to_plain(config)}))
+    saved = copy.deepcopy(state.to_dict(FACTS | {"settings": to_plain(config)}))
     # What is loaded must not be what is there already.
     update(state)
     return state, saved
@@ -238,5 +236,5 @@ def test_weights_that_are_not_finite_are_warned_of(caplog: pytest.LogCaptureFixt
 def test_what_evaluation_reads_is_checked(odd: Saved) -> None:
     """Without a state to fill, counts and classes are looked at, and nothing else."""
     with pytest.raises(CheckpointError, match=f"x.pt: its part {next(iter(odd))} cannot be used"):
-        contents.check({"model": None} | odd, "x.pt")
-    contents.check({"model": None, "epoch": 3, "step": 4, "classes": ["a"]}, "x.pt")
+        check_saved({"model": None} | odd, "x.pt")
+    check_saved({"model": None, "epoch": 3, "step": 4, "classes": ["a"]}, "x.pt")

@@ -174,8 +174,8 @@ def test_the_last_step_is_where_the_run_ends(
 def test_the_turns_are_noted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each evaluation before another epoch leaves both first waits in milliseconds."""
     engine, _ = run(make_engine, monkeypatch, epochs=3)
-    assert len(engine.outcome.turns_ms) == 2
-    assert all(val_ms > 0 and train_ms > 0 for val_ms, train_ms in engine.outcome.turns_ms)
+    assert len(engine.turns_ms) == 2
+    assert all(turn["val"] > 0 and turn["train"] > 0 for turn in engine.turns_ms)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_priming_changes_no_weight(
     assert multiprocessing.active_children() == []
     monkeypatch.setattr(ProcessFeed, "prime", lambda feed, epoch: None)
     plain = fit(make_engine, 1, epochs=3)
-    assert primed.outcome.evaluation == plain.outcome.evaluation
+    assert primed.evaluation == plain.evaluation
     for mine, theirs in zip(
         primed.state.network.parameters(), plain.state.network.parameters(), strict=True
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchvision.models.regnet import BlockParams
 
 from harness.config import ConfigError, ModelConfig
 from harness.runtime.errors import CheckpointError
-from harness.training import models, saver
+from harness.training import models, saving
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,8 @@ def test_saved_weights_with_a_new_head(tmp_path: Path) -> None:
 def test_a_run_of_ours_gives_its_weights(tmp_path: Path) -> None:
     """A checkpoint of ours gives weights, the head too where the classes are the same."""
     donor = models.build(ModelConfig(name="small"), 4, image_size=64)
-    record = saver.save(
-        tmp_path, {"model": donor.state_dict()}, step=1, epoch=1, top1=None, keep_last=2
-    )
+    content = saving.packed({"model": donor.state_dict()}, BytesIO())
+    record = saving.save(tmp_path, content, step=1, epoch=1, top1=None, keep_last=2)
     network = models.build(ModelConfig(name="small", weights=str(record.path)), 4, image_size=64)
     for key, value in donor.state_dict().items():
         assert torch.equal(network.state_dict()[key], value)
@@ -93,10 +93,10 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    """A path that does not exist is an error with the way out."""
+    """A path that does not exist is an error; ``job.check`` has told the way out before."""
     with pytest.raises(
         CheckpointError,
-        match=r"model\.weights=.*none\.pth: no such file; use null, DEFAULT or a path",
+        match=r"none\.pth: no such checkpoint",
     ):
         models.build(ModelConfig(name="small", weights="none.pth"), 7, image_size=64)
 

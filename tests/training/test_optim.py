@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from harness.config import OptimConfig, OptimName, ScheduleConfig, ScheduleName
-from harness.training.state import lr_factor, make_optimizer, make_schedule
+from harness.config import (
+    Config,
+    OptimConfig,
+    OptimName,
+    ScheduleConfig,
+    ScheduleName,
+    TrainerConfig,
+)
+from harness.training.state import lr_factor, make_optimizer, state_of
 
 
 def network() -> nn.Module:
@@ -83,13 +90,16 @@ def test_warm_up_is_linear_and_ends_at_the_peak(name: ScheduleName) -> None:
 
 def test_schedule_sets_the_optimizers_rate() -> None:
     """Stepping the schedule moves the optimizer's rate along the curve."""
-    config = ScheduleConfig(name=ScheduleName.cosine, final_fraction=0.1)
-    optimizer = make_optimizer(network(), OptimConfig(lr=0.2))
-    schedule = make_schedule(optimizer, config, 1, 4)
+    config = Config(
+        optim=OptimConfig(lr=0.2),
+        schedule=ScheduleConfig(name=ScheduleName.cosine, final_fraction=0.1),
+        trainer=TrainerConfig(epochs=1),
+    )
+    state = state_of(network(), config, torch.device("cpu"), 4)
     seen = []
     for _ in range(5):
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
+        seen.append(state.optimizer.param_groups[0]["lr"])
+        state.optimizer.step()
+        state.schedule.step()
     assert seen[0] == pytest.approx(0.2)
     assert seen[-1] == pytest.approx(0.02)

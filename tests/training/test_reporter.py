@@ -36,7 +36,8 @@ def test_figures_that_cannot_be_had_hide_no_error(
     board = Board()
     engine: Any = SimpleNamespace(
         watch=SimpleNamespace(board=board, clock=Clock(), sampler=None),
-        outcome=SimpleNamespace(status="failed", evaluation=None),
+        status="failed",
+        evaluation=None,
         state=SimpleNamespace(epoch=1, step=30),
         world=None,
         place=SimpleNamespace(folder=tmp_path),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from harness.config import Config, ConfigError, DataCache, Mode, Precision, to_p
 from harness.feed.order import Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
-from harness.training import models, resume, saver
+from harness.training import models, resume, saving
 from harness.training.resume import Saved
 from harness.training.state import TrainState, make_state
 
@@ -298,14 +299,9 @@ def test_published_weights_that_do_not_exist_cannot_be_evaluated(
 
 def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path: Path) -> None:
     """A copied best.pt is evaluated through model.weights with the settings that it holds."""
-    record = saver.save(
-        tmp_path,
-        {"model": {}, "settings": to_plain(composed("data=digits"))},
-        step=1,
-        epoch=1,
-        top1=None,
-        keep_last=2,
-    )
+    state = {"model": {}, "settings": to_plain(composed("data=digits"))}
+    content = saving.packed(state, BytesIO())
+    record = saving.save(tmp_path, content, step=1, epoch=1, top1=None, keep_last=2)
     copy = tmp_path / "copied.pt"
     copy.write_bytes(record.path.read_bytes())
     typed = ("mode=evaluate", f"model.weights={copy}")
@@ -448,15 +444,10 @@ def test_the_schedule_goes_on_by_the_share_of_the_epoch(
 
 def test_lost_records_are_no_fresh_start(composed: Composed, tmp_path: Path) -> None:
     """With resume=auto, checkpoints without records are an error, and stay where they are."""
+    content = saving.packed({"w": torch.ones(1)}, BytesIO())
+    folder = tmp_path / "checkpoints"
     for step in (1, 2):
-        saver.save(
-            tmp_path / "checkpoints",
-            {"w": torch.ones(1)},
-            step=step,
-            epoch=0,
-            top1=None,
-            keep_last=2,
-        )
+        saving.save(folder, content, step=step, epoch=0, top1=None, keep_last=2)
     for record in tmp_path.glob("checkpoints/*.json"):
         record.unlink()
     with pytest.raises(CheckpointError, match="the records .* are missing"):

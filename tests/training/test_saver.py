@@ -1,7 +1,8 @@
-"""Saving: in the background, under a free name, and whole whenever it ends."""
+"""Saving: under a free name, and whole whenever it ends."""
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import re
@@ -9,11 +10,9 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from io import FileIO
+from io import BufferedWriter, BytesIO, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,8 @@ import killed_saves
 import pytest
 import torch
 
-from harness.runtime import signals
 from harness.runtime.errors import CheckpointError, DiskError
-from harness.training import checkpoint, saver
-from harness.training.saver import Saver
+from harness.training import checkpoint, saving
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -37,7 +34,8 @@ def save(
     folder: Path, step: int, top1: float | None = None, keep_last: int = 2
 ) -> checkpoint.Record:
     """Save a small state, which holds its step."""
-    return saver.save(folder, state(step), step=step, epoch=1, top1=top1, keep_last=keep_last)
+    content = saving.packed(state(step), BytesIO())
+    return saving.save(folder, content, step=step, epoch=1, top1=top1, keep_last=keep_last)
 
 
 def names(folder: Path) -> list[str]:
@@ -45,130 +43,34 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_state_may_change_while_it_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was given is saved, though training goes on meanwhile; a second save waits."""
-    go = threading.Event()
-    commit = saver.save
-
-    def later(*given: Any, **facts: Any) -> checkpoint.Record:
-        assert go.wait(10)
-        return commit(*given, **facts)
-
-    monkeypatch.setattr(saver, "save", later)
-    background = Saver(tmp_path, 2)
-    given = state(1.0)
-    assert background.wait() is None
-    background.save(given, step=1, epoch=1, top1=None)
-    given["model"]["w"].fill_(2.0)
-    assert not background.failed
-    assert not tmp_path.joinpath("step-1.pt").exists()
-    go.set()
-    background.save(given, step=2, epoch=1, top1=None)
-    record = background.wait()
-    background.close()
-    assert record is not None and record == background.wait()
-    assert [
-        checkpoint.read(tmp_path / f"step-{step}.pt")[1]["model"]["w"][0] for step in (1, 2)
-    ] == [1.0, 2.0]
-
-
-def test_a_copy_is_as_its_source(tmp_path: Path) -> None:
+def test_what_is_packed_is_as_its_source() -> None:
     """Shared tensors stay shared, views keep their strides, and a network its metadata."""
     shared = torch.arange(6.0)
     images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     model = OrderedDict(a=shared, b=shared[2:4], c=images, d=torch.zeros(0))
     model._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
-    copied = saver._Host().copy({"model": model, "numbers": [1, (2, None)], "text": "x"})
+    content = saving.packed({"model": model, "numbers": [1, (2, None)], "text": "x"}, BytesIO())
+    copied = torch.load(BytesIO(content), weights_only=True)
     found = copied["model"]
     assert list(found) == ["a", "b", "c", "d"] and found._metadata == model._metadata
     assert (
         all(torch.equal(found[key], model[key]) for key in model)
         and found["c"].stride() == images.stride()
     )
-    assert (
-        found["a"].untyped_storage().data_ptr()
-        == found["b"].untyped_storage().data_ptr()
-        != shared.data_ptr()
-    )
+    assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
     assert copied["numbers"] == [1, (2, None)] and copied["text"] == "x"
 
 
-def test_a_copy_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    """A state of the same sizes takes no new memory; torch can write every copy."""
-    host = saver._Host()
-    places = []
-    for numbers in (900, 900, 5000):
-        given = {
-            "a": torch.randn(numbers),
-            "none": torch.zeros(0, dtype=torch.int64),
-            "b": torch.arange(numbers),
-        }
-        copied = host.copy(given)
-        assert all(torch.equal(copied[key], given[key]) for key in given)
-        places.append([copied[key].data_ptr() for key in ("a", "b")])
-        torch.save(copied, tmp_path / "whole.pt")
-        assert torch.equal(torch.load(tmp_path / "whole.pt")["b"], given["b"])
-    assert places[0] == places[1] != places[2]
-
-
-def test_writing_rests_until_somebody_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Work is followed by ``_RESTS`` times as much rest, and by none once waited for."""
-    monkeypatch.setattr(saver, "_RESTS", 1e6)
-    background = Saver(tmp_path, 2)
-    large = {"model": {"w": torch.randn(8 << 20)}}
-    background.save(large, step=1, epoch=1, top1=None)
-    assert background._last is not None
-    with pytest.raises(TimeoutError):
-        background._last.result(1.0)
-    record = background.wait()
-    background.close()
-    assert record is not None and torch.equal(
-        checkpoint.read(record.path)[1]["model"]["w"], large["model"]["w"]
-    )
-
-
-def test_writing_does_not_rest_after_a_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process has only its grace."""
-    monkeypatch.setattr(saver, "_RESTS", 1e6)
-    monkeypatch.setattr(signals, "_received", [(15, 0.0)])
-    background = Saver(tmp_path, 2)
-    background.save({"model": {"w": torch.randn(8 << 20)}}, step=1, epoch=1, top1=None)
-    assert background._last is not None and background._last.result(30.0).step == 1
-    background.close()
-
-
-@pytest.mark.parametrize("ask", ["save", "wait", "close"])
-def test_an_error_in_the_background_is_raised_once(tmp_path: Path, ask: str) -> None:
-    """The next call of any kind raises what went wrong, and then saving goes on."""
-    tmp_path.joinpath("taken").write_text("")
-    background = Saver(tmp_path / "taken", 2)
-    background.save(state(), step=1, epoch=1, top1=None)
-    while not background._last.done():  # type: ignore[union-attr]
-        pass
-    calls: dict[str, Callable[[], object]] = {
-        "save": lambda: background.save(state(), step=2, epoch=1, top1=None),
-        "wait": background.wait,
-        "close": background.close,
-    }
-    assert background.failed
-    with pytest.raises(
-        DiskError,
-        match="taken: cannot save the checkpoint: .*; earlier ones are whole: make room or mend",
-    ):
-        calls[ask]()
-    assert not background.failed
-    assert background.wait() is None
-    if ask != "close":
-        tmp_path.joinpath("taken").unlink()
-        background.save(state(), step=3, epoch=1, top1=None)
-        background.close()
-        assert checkpoint.read(tmp_path / "taken")[0].step == 3
+def test_what_is_packed_takes_the_place_of_the_one_before() -> None:
+    """States of any size are whole in the same memory; the content before stays as it was."""
+    memory = BytesIO()
+    packs = []
+    for numbers in (900, 900, 5000, 10):
+        given = {"a": torch.randn(numbers), "none": torch.zeros(0, dtype=torch.int64)}
+        packs.append((given, saving.packed(given, memory)))
+    for given, content in packs:
+        found = torch.load(BytesIO(content))
+        assert all(torch.equal(found[key], given[key]) for key in given)
 
 
 def test_a_committed_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
@@ -221,7 +123,7 @@ def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path) -> None:
     assert {f"before {call}" for call in calls} | {
         f"after {call}" for call in calls - {"mkdir"}
     } <= set(events)
-    assert len(events) > 80
+    assert len(events) > 70
 
 
 @pytest.fixture
@@ -258,8 +160,15 @@ def test_a_disk_that_is_full_anywhere_leaves_all_whole(
             room -= put or 0
             return put or 0
 
+    real = builtins.open
+
+    def opened(path: Any, mode: str = "r", *given: Any, **more: Any) -> Any:
+        if mode == "xb":
+            return BufferedWriter(Full(path, mode))
+        return real(path, mode, *given, **more)
+
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "FileIO", Full)
+        patched.setattr(builtins, "open", opened)
         for offset in range(20):
             room = offset * size // 19
             with pytest.raises(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
-from harness.training import checkpoint
+from harness.training import checkpoint, saving
 from harness.training.saving import Boundary, Place, Saves
 from harness.training.state import TrainState, state_of
 
@@ -24,7 +27,6 @@ class Ranks:
     """One of two ranks; ``other`` is what the other one tells."""
 
     size = 2
-    is_main = True
 
     def __init__(self) -> None:
         self.other: tuple[float, ...] = (0, 0, 0.0)
@@ -119,7 +121,7 @@ def state() -> TrainState:
 
 def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path: Path) -> None:
     """The state at first is not written, and none twice; an evaluation makes another state."""
-    saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a", "b")))
+    saves = make_saves(config, state, tmp_path)
     saves.save()
     for state.step, state.pending, top1 in (
         (5, True, None),
@@ -137,17 +139,82 @@ def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path:
     assert (kept["classes"], kept["ranks"], kept["stop"]) == (["a", "b"], 1, 100)
 
 
+def make_saves(config: Config, state: TrainState, folder: Path) -> Saves:
+    """The saves of a run that has classes and images."""
+    return Saves(config, CPU, state, Order(100, 10), Place(folder, ("a", "b")))
+
+
+def test_a_state_may_change_while_it_is_saved(
+    config: Config, state: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was given is saved, though training goes on meanwhile; a second save waits."""
+    go = threading.Event()
+    commit = saving.save
+
+    def later(*given: Any, **facts: Any) -> checkpoint.Record:
+        assert go.wait(10)
+        return commit(*given, **facts)
+
+    monkeypatch.setattr(saving, "save", later)
+    saves = make_saves(config, state, tmp_path)
+    weight = state.network.get_parameter("weight").detach()
+    weight.fill_(1.0)
+    state.step = 1
+    saves.save()
+    weight.fill_(2.0)
+    state.step = 2
+    saves.check()
+    assert not tmp_path.joinpath("checkpoints").exists()
+    go.set()
+    saves.save()
+    saves.close()
+    for step in (1, 2):
+        found = checkpoint.read(tmp_path / "checkpoints" / f"step-{step}.pt")[1]
+        assert found["model"]["weight"].eq(step).all()
+
+
+@pytest.mark.parametrize("ask", ["save", "check", "close"])
+def test_an_error_in_the_background_is_raised_once(
+    config: Config, state: TrainState, tmp_path: Path, ask: str
+) -> None:
+    """The next call of any kind raises what went wrong, and then saving goes on."""
+    folder = tmp_path / "checkpoints"
+    folder.write_text("in the way")
+    saves = make_saves(config, state, tmp_path)
+    state.step = 1
+    saves.save()
+    assert saves._last is not None
+    assert isinstance(saves._last.exception(10), DiskError)
+    calls: dict[str, Callable[[], object]] = {
+        "save": saves.save,
+        "check": saves.check,
+        "close": saves.close,
+    }
+    with pytest.raises(
+        DiskError,
+        match="checkpoints: cannot save the checkpoint: .*; earlier ones are whole: make room or",
+    ):
+        calls[ask]()
+    saves.check()
+    if ask != "close":
+        folder.unlink()
+        # the state that was not written
+        saves.save()
+        saves.close()
+        assert checkpoint.read(folder)[0].step == 1
+
+
 def test_a_state_that_could_not_be_written_is_tried_again(
     config: Config, state: TrainState, tmp_path: Path
 ) -> None:
     """At the end of a run a failed save is made again, whatever went wrong."""
     folder = tmp_path / "checkpoints"
-    saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a",)))
+    saves = make_saves(config, state, tmp_path)
     folder.write_text("in the way")
     state.step = 3
     saves.save()
-    assert saves._saver is not None and saves._saver._last is not None
-    assert isinstance(saves._saver._last.exception(10), DiskError)
+    assert saves._last is not None
+    assert isinstance(saves._last.exception(10), DiskError)
     folder.unlink()
     saves.save(at_once=True)
     assert checkpoint.read(folder)[0].step == 3

@@ -61,9 +61,11 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
         watch=SimpleNamespace(
             clock=clock, sampler=None, course=SimpleNamespace(goodput=lambda total: None)
         ),
-        outcome=SimpleNamespace(
-            status="completed", skipped=0, ranks=(), turns_ms=[(1.5, 2.5)], evaluation=None
-        ),
+        status="completed",
+        skipped=0,
+        ranks=(),
+        turns_ms=[{"val": 1.5, "train": 2.5}],
+        evaluation=None,
         world=SimpleNamespace(size=2, device=torch.device("cpu")),
         state=SimpleNamespace(epoch=1, step=40),
         feed=SimpleNamespace(
