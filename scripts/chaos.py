@@ -117,7 +117,7 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
                     wrong.append(f"run {runs}: exit code {code}")
             begun = "no checkpoint yet, starting at epoch 1"
             if saved:
-                begun = f" {saved[-1].step} steps are done"
+                begun = f" after step {saved[-1].step}"
             if begun not in life.said:
                 wrong.append(f"run {runs}: did not say {begun!r}")
         wrong += [f"run {runs}: {text}" for text in _differences(life, whole)]

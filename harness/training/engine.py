@@ -112,7 +112,7 @@ class Engine:
                 self._save(evaluation)
             elif self._is_done():
                 say(
-                    f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; "
+                    f"nothing left to train: epoch {state.epoch} and step {state.step} are done; "
                     "raise trainer.epochs"
                 )
                 self.status = "idle"

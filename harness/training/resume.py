@@ -246,10 +246,13 @@ def take_over(
         held = saved.state
         check_saved(held, where)
         trained = tuple(held.get("classes", classes))
+        advice = "choose its data set with data= and data.root="
+        if "settings" in held:
+            advice = f"it was trained with data.name={printable(_trained(held).data.name)}"
         if trained != classes:
             raise CheckpointError(
                 f"{where}: its classes are not this data set's: {_listed(trained)}, not "
-                f"{_listed(classes)}; choose its data set with data= and data.root="
+                f"{_listed(classes)}; {advice}"
             )
         if config.mode is Mode.evaluate:
             weights = checkpoint.weights_of(held, where)
@@ -264,8 +267,10 @@ def take_over(
             threads = (held.get("num_threads"), torch.get_num_threads())
             if threads[0] != threads[1]:
                 _log.warning("saved with %s torch threads, now %d: not bitwise the same", *threads)
-            within = f", {state.samples} images of the next" if state.samples else ""
-            say(f"resumed {where}: {state.epoch} epochs{within} and {state.step} steps are done")
+            goes_on = f"goes on with epoch {state.epoch + 1} after step {state.step}"
+            if state.samples:
+                goes_on += f" ({state.samples} of its {held['length']} images are done)"
+            say(f"resumed {where}: {goes_on}")
     if world.smallest(state.step) != world.largest(state.step)[0]:
         raise CheckpointError(
             "the ranks see different checkpoints; the run folder must be shared by all nodes"

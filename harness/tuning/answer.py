@@ -143,7 +143,8 @@ class TuningReport:
 
     def lines(self) -> list[str]:
         """Returns the outcome: before and after, why, how to get it again, what was refused."""
-        title = f"tuner={self.search}: {len(self.trials)} measurements in {self.seconds:.1f} s"
+        count = f"{len(self.trials)} measurement" + "s" * (len(self.trials) != 1)
+        title = f"tuner={self.search}: {count} in {self.seconds:.1f} s"
         if self.reused:
             title = f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"
         elif not self.complete:
