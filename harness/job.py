@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from harness import config as schema
 from harness.config import Backend, Config, Mode, StartMethod, TunerName
-from harness.runtime import folder, signals, workers
+from harness.runtime import folder, parts, signals, workers
 from harness.runtime.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def check(config: Config) -> None:
         CheckpointError: there is no such file.
     """
     schema.check_names(config)
+    parts.check("model.name", config.model.name)
+    parts.check("data.name", config.data.name)
     resume = config.resume
     weights = config.model.weights
     if resume not in (None, "auto") and not Path(resume).exists():

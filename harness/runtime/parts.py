@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ _PACKAGE = str(Path(__file__).parents[1])
 def is_own(name: str) -> bool:
     """Whether ``name`` is a user's function, such as ``my_module:build``, and none of ours."""
     return ":" in name
+
+
+def check(setting: str, name: str) -> None:
+    """Refuses a function of a module that there is not, without importing any module.
+
+    Raises:
+        ConfigError: it names the ``setting``.
+    """
+    module = name.partition(":")[0].partition(".")[0]
+    _look_here()
+    # a module that is there already may have no spec
+    if is_own(name) and module not in sys.modules and not find_spec(module or "?"):
+        raise _missing(setting, name, module)
 
 
 def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
@@ -70,18 +84,15 @@ def told(error: Exception) -> str:
 def _found(setting: str, name: str) -> Callable[..., Any]:
     """Returns the function ``name``, of the environment or the current folder."""
     module, _, path = name.partition(":")
-    # at the end, so that a user's file hides no library; workers are given the same places
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    _look_here()
     try:
         found: Any = import_module(module)
     except Exception as error:
         missing = getattr(error, "name", None)
         is_missing = isinstance(error, ModuleNotFoundError)
         if is_missing and missing and f"{module}.".startswith(f"{missing}."):
-            reason = f"no module {missing} in the current folder or the environment"
-        else:
-            reason = f"importing {module} failed with {told(error)}"
+            raise _missing(setting, name, missing) from error
+        reason = f"importing {module} failed with {told(error)}"
         raise ConfigError(f"{setting}={name}: {reason}") from error
     where = getattr(found, "__file__", module)
     for part in path.split("."):
@@ -94,3 +105,16 @@ def _found(setting: str, name: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting}={name}: {path} is of type {kind}, not a function ({where})")
     function: Callable[..., Any] = found
     return function
+
+
+def _look_here() -> None:
+    """Has modules found in the current folder too."""
+    # at the end, so that a user's file hides no library; workers are given the same places
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _missing(setting: str, name: str, module: str) -> ConfigError:
+    return ConfigError(
+        f"{setting}={name}: no module {module} in the current folder or the environment"
+    )

@@ -50,6 +50,15 @@ def test_a_function_is_given_what_it_takes(write_module: Write, name: str, found
     assert parts.call("model.name", name, 2, size=5) == found
 
 
+def test_a_missing_module_is_refused_without_importing_any(write_module: Write) -> None:
+    """Before a folder is made, and before the data set is."""
+    write_module("his", "raise RuntimeError")
+    parts.check("model.name", "his:build")
+    parts.check("model.name", "resnet18")
+    with pytest.raises(ConfigError, match="data.name=hers.more:build: no module hers in the"):
+        parts.check("data.name", "hers.more:build")
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [
