@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import config
-from harness.runtime.files import read_inside, read_json
+from harness.runtime.files import natural, number, read_inside, read_json
 
 
 class Figure(NamedTuple):
@@ -111,14 +110,8 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
             raise FileNotFoundError(f"{folder}: no such folder; name a run's folder, or a sweep's")
         places = [folder]
         if not _is_run(folder):
-            # job 10 comes after job 9
-            places = sorted(
-                filter(_is_run, folder.iterdir()),
-                key=lambda place: [
-                    int(part) if part.isdecimal() else part
-                    for part in re.split(r"(\d+)", place.name)
-                ],
-            )
+            runs_inside = filter(_is_run, folder.iterdir())
+            places = sorted(runs_inside, key=lambda place: natural(place.name))
         if not places:
             raise FileNotFoundError(
                 f"{folder}: holds no run, nor does a folder in it; name a folder with a "
@@ -170,8 +163,7 @@ def _read(folder: Path, name: str) -> Run:
         value: Any = report
         for part in figure.path.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        # an integer of JSON may be too long for a float
-        if type(value) in (int, float) and abs(value) < 1e300:
+        if number(value) is not None:
             figures[figure] = value
     return Run(name, report["status"], report.get("error"), report, dict(_flat(settings)), figures)
 

@@ -6,19 +6,18 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from harness.page.shape import number
-from harness.runtime.files import open_regular, parsed
+from harness.runtime.files import number, open_regular, parsed
 from harness.watch.figures import FIGURES, STEP_FIGURES, Figure, Tag
 
 SPREAD = ("median", "p95", "max")
 # of a step
 PARTS = ("compute", "prepare", "starved", "exposed_copy", "host")
 CHARTED = [figure for figure in FIGURES if figure.chart]
+TYPICAL = "time/step_ms/median"
 LONGEST = "time/step_ms/max"
 
 
@@ -27,11 +26,13 @@ def _drawn(figure: Figure) -> str:
     return f"{figure.tag}/median" if figure.unit == "ms" else figure.tag
 
 
-TAGS = {
-    *(f"time/step_ms/{of}" for of in SPREAD),
-    *(f"time/{part}_ms/{of}" for part in PARTS for of in ("median", "max")),
-    *map(_drawn, CHARTED),
-}
+TAGS = sorted(
+    {
+        *(f"time/step_ms/{of}" for of in SPREAD),
+        *(f"time/{part}_ms/{of}" for part in PARTS for of in ("median", "max")),
+        *map(_drawn, CHARTED),
+    }
+)
 
 
 @dataclass(slots=True)
@@ -57,24 +58,24 @@ def read_windows(path: Path) -> Windows:
         OSError: it cannot be read.
     """
     windows = Windows()
-    names = ("step", "epoch", *sorted(TAGS))
+    names = ("step", "epoch", *TAGS)
     rows = []
     with open(open_regular(path), "rb") as file:
         for text in file:
             try:
                 line = parsed(text)
-                row = [number(line.get(name)) for name in names]
+                row = {name: number(line.get(name)) for name in names}
             except (ValueError, AttributeError):
                 windows.damaged += text.endswith(b"\n")
                 continue
             # other lines are of evaluations
-            if row[0] is not None and number(line.get("time/step_ms/median")) is not None:
+            if None not in (row["step"], row[TYPICAL]):
                 rows.append(row)
                 windows.last = line
     # a run that went on from a checkpoint may have logged a step twice
-    rows.sort(key=itemgetter(0))
+    rows.sort(key=lambda row: row["step"])
     if rows:
-        windows.columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+        windows.columns = {name: [row[name] for row in rows] for name in names}
     return windows
 
 
@@ -97,7 +98,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     if groups < len(steps):
         # a group's lowest and highest keep every spike
         kinds |= {"low": min, "high": max}
-    for tag in sorted(TAGS):
+    for tag in TAGS:
         figures = windows.columns[tag]
         known = [[ms for ms in figures[a:b] if ms is not None] for a, b in pairwise(edges)]
         if any(known):
@@ -170,7 +171,7 @@ def spikes(windows: Windows) -> list[int]:
     if not known:
         return []
     # three times a typical step, and twice the longest that windows usually have
-    typical = median(windows.columns["time/step_ms/median"])
+    typical = median(windows.columns[TYPICAL])
     least = max(3.0 * typical, 2.0 * median(known))
     over = [index for index, ms in enumerate(longest) if ms is not None and ms > least]
     return sorted(over, key=lambda index: -longest[index])
