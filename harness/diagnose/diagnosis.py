@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from harness.config import Config, ConfigError, DistName
 from harness.data.images import ImageDataset
@@ -30,7 +29,7 @@ from harness.watch.bottleneck import Bottleneck
 from harness.watch.console import aligned, live_table, say
 from harness.watch.evidence import total
 from harness.watch.neighbours import Neighbours
-from harness.watch.stages import AUGMENT, GROUPS, SAMPLE, StageCost, StageTotals
+from harness.watch.stages import SAMPLE, StageCost, StageTotals
 from harness.watch.verdict import Verdict
 
 _log = logging.getLogger(LOGGER)
@@ -73,7 +72,7 @@ class Diagnosis:
             path = folder / "diagnosis.json"
             known = plain(self)
             if self.runs.stages:
-                known["stages"] = stage_rows(self.runs.stages)
+                known["stages"] = self.runs.stages.rows()
             text = json.dumps(known, indent=1, allow_nan=False) + "\n"
             try:
                 write_whole(path, text.encode())
@@ -88,7 +87,7 @@ class Diagnosis:
         if self.runs.stages is not None:
             rows = [
                 (s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}")
-                for s in stage_rows(self.runs.stages)
+                for s in self.runs.stages.rows()
             ]
             found.append("a sample in a worker, files as they are")
             found += aligned(("stage", "kind", "ms", "of it on a processor"), rows)
@@ -199,9 +198,6 @@ def measure(
         alone_s=lab.launch_s if trainee.overlaps else 1 / demand,
     )
 
-    def fits(settings: FeedSettings) -> str | None:
-        return lab.refusal(replace(settings, batch_size=config.loader.batch_size))
-
     return Facts(
         runs=runs,
         settings=settings,
@@ -211,7 +207,7 @@ def measure(
         cores_from=limits.sources.get("cores", ""),
         image_size=train.image_size,
         short_sides=short_sides(train.source),
-        fits=fits,
+        fits=lab.refusal,
         others=others,
     )
 
@@ -255,16 +251,3 @@ def command(config: Config, overridden: Sequence[str], verdict: Verdict, ranks: 
     kept = [word for word in overridden if setting(word) not in replaced]
     by_torchrun = f"--nproc-per-node={ranks}" if config.dist.name is DistName.torchrun else None
     return shlex.join([*launch.command(by_torchrun), *kept, *more])
-
-
-def stage_rows(totals: StageTotals) -> list[dict[str, Any]]:
-    """Returns name, group, and milliseconds a sample of each stage, as ``report.json`` has them."""
-    return [
-        {
-            "name": name,
-            "group": GROUPS.get(name, AUGMENT),
-            "wall_ms": cost.wall_s / totals.samples * 1e3,
-            "cpu_ms": cost.cpu_s / totals.samples * 1e3,
-        }
-        for name, cost in totals.stages.items()
-    ]
