@@ -137,9 +137,6 @@ def read_cold(files: list[str], readers: int, end: float, now: Callable[[], floa
                 return
             try:
                 with open(path, "rb", buffering=0) as file:
-                    # pages that the kernel has not written back yet cannot be dropped
-                    if time.time() - os.fstat(file.fileno()).st_mtime < 60:
-                        os.fsync(file.fileno())
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                     sizes.append(len(file.readall()))
             except OSError as error:
