@@ -200,10 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = [*notes(runs), *passed]
     print(as_json(runs, told, beyond, untold) if options.json else show(runs, told))
     errors = [str(run.error) for run in runs if run.status == "unreadable"] + untold
-    for line in [
-        *(f"error: {line}" for line in errors),
-        *(f"regression: {line}" for line in beyond),
-    ]:
+    for line in [f"error: {line}" for line in errors] + [f"regression: {line}" for line in beyond]:
         print(printable(line), file=sys.stderr)
     if beyond:
         return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import time
@@ -18,15 +17,14 @@ from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
 from harness.runtime import accelerator, launch
-from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning.measures import Rate, Trainee
 from harness.tuning.model import Model, undisturbed
 from harness.tuning.probe import Lab
-from harness.watch.board import Board, plain
+from harness.watch.board import Board, plain, publish
 from harness.watch.bottleneck import Bottleneck
-from harness.watch.console import aligned, live_table, say
+from harness.watch.console import aligned, live_table
 from harness.watch.evidence import total
 from harness.watch.neighbours import Neighbours
 from harness.watch.stages import SAMPLE, StageCost, StageTotals
@@ -65,21 +63,10 @@ class Diagnosis:
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
         """Prints the diagnosis; writes it into ``folder`` and a text to ``board``, if any."""
-        lines = self.lines()
-        for line in lines:
-            say(line)
-        if folder is not None:
-            path = folder / "diagnosis.json"
-            known = plain(self)
-            if self.runs.stages:
-                known["stages"] = self.runs.stages.rows()
-            text = json.dumps(known, indent=1, allow_nan=False) + "\n"
-            try:
-                write_whole(path, text.encode())
-            except OSError as error:
-                _log.warning("%s: %s; it is printed above", path, error.strerror or error)
-        if board is not None:
-            board.text("diagnosis", lines)
+        known = plain(self)
+        if self.runs.stages is not None:
+            known["stages"] = self.runs.stages.rows()
+        publish("diagnosis", self.lines(), known, folder, board)
 
     def lines(self) -> list[str]:
         """Returns stages, changes, notes, the sentence, and what to type next."""

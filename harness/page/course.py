@@ -52,7 +52,7 @@ class Windows:
 
 
 def read_windows(path: Path) -> Windows:
-    """Returns the windows in the file ``path``, in the order of their steps.
+    """Returns the windows in the file ``path``.
 
     Raises:
         OSError: it cannot be read.
@@ -72,8 +72,6 @@ def read_windows(path: Path) -> Windows:
             if None not in (row["step"], row[TYPICAL]):
                 rows.append(row)
                 windows.last = line
-    # a run that went on from a checkpoint may have logged a step twice
-    rows.sort(key=lambda row: row["step"])
     if rows:
         windows.columns = {name: [row[name] for row in rows] for name in names}
     return windows

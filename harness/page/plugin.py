@@ -107,7 +107,7 @@ def logdirs(logdir: str | None, spec: str | None) -> dict[str, str]:
     """
     found = {}
     if logdir:
-        found[""] = str(logdir)
+        found[""] = logdir
     else:
         for item in filter(None, (spec or "").split(",")):
             label, colon, path = item.partition(":")

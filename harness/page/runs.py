@@ -129,9 +129,9 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
     }
 
 
-def _fitting(path: Path, shape: Mapping[Any, Any]) -> Mapping[str, Any]:
+def _fitting(path: Path, shape: Any) -> Any:
     """Returns what of a JSON file fits ``shape``; ``ValueError``: nothing does."""
-    found: Mapping[str, Any] | None = fitted(read_json(path), shape)
+    found = fitted(read_json(path), shape)
     if found is None:
         raise ValueError("it does not hold what a run writes")
     return found
