@@ -154,10 +154,9 @@ class Session:
         for number in range(1, _ROUNDS + 1):
             self.rows.status(f"{_WHAT['G']}, then {_WHAT['A']} (round {number})")
             # by the mean, as real steps are counted: the two are to be compared
-            measured = self.lab.demand(_DEMAND_S, Rate.of)
-            assert measured is not None, "the lab has a batch"
-            demands.append(measured)
-            trials.append(self.steps(settings, loading, measured[0]))
+            demand, cpu_s = self.lab.demand(_DEMAND_S, Rate.of)
+            demands.append((demand, cpu_s))
+            trials.append(self.steps(settings, loading, demand))
             if not trials[-1].rate or self._left_s() <= _ROUND_S:
                 break
         demand = _middle([rate for rate, _ in demands])
