@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -46,7 +45,9 @@ class Windows:
         damaged: lines that could not be read, but for a last one that is still being written.
     """
 
-    columns: dict[str, list[Any]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(
+        default_factory=lambda: {name: [] for name in ("step", "epoch", *TAGS)}
+    )
     last: Mapping[str, Any] = field(default_factory=dict)
     damaged: int = 0
 
@@ -58,22 +59,19 @@ def read_windows(path: Path) -> Windows:
         OSError: it cannot be read.
     """
     windows = Windows()
-    names = ("step", "epoch", *TAGS)
-    rows = []
     with open(open_regular(path), "rb") as file:
         for text in file:
             try:
                 line = parsed(text)
-                row = {name: number(line.get(name)) for name in names}
+                needed = number(line.get("step")), number(line.get(TYPICAL))
             except (ValueError, AttributeError):
                 windows.damaged += text.endswith(b"\n")
                 continue
             # other lines are of evaluations
-            if None not in (row["step"], row[TYPICAL]):
-                rows.append(row)
+            if None not in needed:
+                for name, column in windows.columns.items():
+                    column.append(number(line.get(name)))
                 windows.last = line
-    if rows:
-        windows.columns = {name: [row[name] for row in rows] for name in names}
     return windows
 
 
@@ -86,19 +84,20 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
       with the group it is ``at`` and with its ``cause``, the part that made up most of it.
     - ``spike_count``: the number of windows that hold a spike.
     """
-    if not windows.columns:
-        return None
     steps = windows.columns["step"]
-    groups = min(len(steps), buckets)
-    edges = [group * len(steps) // groups for group in range(groups + 1)]
+    if not steps:
+        return None
+    # windows of a group
+    size = math.ceil(len(steps) / buckets)
+    starts = range(0, len(steps), size)
     columns = {}
     kinds: dict[str, Callable[[list[float]], float]] = {"mean": fmean}
-    if groups < len(steps):
+    if size > 1:
         # a group's lowest and highest keep every spike
         kinds |= {"low": min, "high": max}
     for tag in TAGS:
         figures = windows.columns[tag]
-        known = [[ms for ms in figures[a:b] if ms is not None] for a, b in pairwise(edges)]
+        known = [[ms for ms in figures[at : at + size] if ms is not None] for at in starts]
         if any(known):
             # four digits are more than a chart shows
             columns[tag] = {
@@ -110,7 +109,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     found = spikes(windows)
     marked: dict[int, dict[str, Any]] = {}
     for index in found:
-        group = bisect_right(edges, index) - 1
+        group = index // size
         ms = windows.columns[LONGEST][index]
         spike = {"after": [0, *steps][index], "step": steps[index], "ms": ms, "at": group}
         parts = {part: windows.columns[f"time/{part}_ms/max"][index] or 0.0 for part in PARTS}
@@ -118,7 +117,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
         if parts[cause] > ms / 2:
             spike["cause"] = cause
         marked.setdefault(group, spike)
-    ends = [edge - 1 for edge in edges[1:]]
+    ends = [min(at + size, len(steps)) - 1 for at in starts]
     return {
         "steps": [steps[end] for end in ends],
         "epochs": [windows.columns["epoch"][end] for end in ends],
@@ -164,7 +163,7 @@ def declared() -> dict[str, Any]:
 
 def spikes(windows: Windows) -> list[int]:
     """Returns the windows whose longest step stands out: the longest first, then the earliest."""
-    longest = windows.columns.get(LONGEST, ())
+    longest = windows.columns[LONGEST]
     known = [ms for ms in longest if ms is not None]
     if not known:
         return []
