@@ -154,12 +154,7 @@ def as_json(
                 "settings": {key: run.settings.get(key) for key in settings if run.report},
             }
         )
-    found = {
-        "runs": listed,
-        "notes": told,
-        "beyond_limits": beyond,
-        "not_judged": untold,
-    }
+    found = {"runs": listed, "notes": told, "beyond_limits": beyond, "not_judged": untold}
     return json.dumps(found, indent=2, default=str)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +60,7 @@ FIGURES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """What a run's folder says.
 
     Attributes:
@@ -77,9 +75,9 @@ class Run:
     name: str
     status: str
     error: str | None = None
-    report: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    figures: Mapping[Figure, float] = field(default_factory=dict)
+    report: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
+    figures: Mapping[Figure, float] = {}
 
     def changes(self, first: Run) -> dict[Figure, float]:
         """Returns the change of each figure that both runs have; none unless both completed."""
@@ -216,8 +214,10 @@ def notes(runs: Sequence[Run]) -> list[str]:
         if run.status != "completed":
             found.append(": ".join(str(part) for part in (run.name, run.status, run.error) if part))
         if run.report:
-            basis = {"stall_basis": run.report.get("stall_basis")}
-            facts[run.name] = {**basis, **group(run.report, "environment")}
+            facts[run.name] = {
+                "stall_basis": run.report.get("stall_basis"),
+                **group(run.report, "environment"),
+            }
     for key, values in differing(facts).items():
         names: dict[str, list[str]] = {}
         for name, value in values.items():

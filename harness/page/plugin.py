@@ -105,16 +105,15 @@ def logdirs(logdir: str | None, spec: str | None) -> dict[str, str]:
 
     The label of ``--logdir`` is empty. A tilde is the home folder, as TensorBoard has it.
     """
-    found = {}
     if logdir:
-        found[""] = logdir
-    else:
-        for item in filter(None, (spec or "").split(",")):
-            label, colon, path = item.partition(":")
-            if not colon or "/" in label or path.startswith("//"):
-                label = path = item
-            found[label] = path
-    return {label: os.path.expanduser(path) for label, path in found.items()}
+        return {"": os.path.expanduser(logdir)}
+    found = {}
+    for item in filter(None, (spec or "").split(",")):
+        label, colon, path = item.partition(":")
+        if not colon or "/" in label or path.startswith("//"):
+            label = path = item
+        found[label] = os.path.expanduser(path)
+    return found
 
 
 def _app(kind: str, make: Callable[[str], str]) -> Any:
