@@ -154,12 +154,7 @@ def as_json(
                 "settings": {key: run.settings.get(key) for key in settings if run.report},
             }
         )
-    found = {
-        "runs": listed,
-        "notes": told,
-        "beyond_limits": beyond,
-        "not_judged": untold,
-    }
+    found = {"runs": listed, "notes": told, "beyond_limits": beyond, "not_judged": untold}
     return json.dumps(found, indent=2, default=str)
 
 
@@ -200,10 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = [*notes(runs), *passed]
     print(as_json(runs, told, beyond, untold) if options.json else show(runs, told))
     errors = [str(run.error) for run in runs if run.status == "unreadable"] + untold
-    for line in [
-        *(f"error: {line}" for line in errors),
-        *(f"regression: {line}" for line in beyond),
-    ]:
+    for line in [f"error: {line}" for line in errors] + [f"regression: {line}" for line in beyond]:
         print(printable(line), file=sys.stderr)
     if beyond:
         return 1

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import config
-from harness.runtime.files import read_inside, read_json
+from harness.runtime.files import natural, number, read_inside, read_json
 
 
 class Figure(NamedTuple):
@@ -62,8 +60,7 @@ FIGURES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """What a run's folder says.
 
     Attributes:
@@ -78,9 +75,9 @@ class Run:
     name: str
     status: str
     error: str | None = None
-    report: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    figures: Mapping[Figure, float] = field(default_factory=dict)
+    report: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
+    figures: Mapping[Figure, float] = {}
 
     def changes(self, first: Run) -> dict[Figure, float]:
         """Returns the change of each figure that both runs have; none unless both completed."""
@@ -111,14 +108,8 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
             raise FileNotFoundError(f"{folder}: no such folder; name a run's folder, or a sweep's")
         places = [folder]
         if not _is_run(folder):
-            # job 10 comes after job 9
-            places = sorted(
-                filter(_is_run, folder.iterdir()),
-                key=lambda place: [
-                    int(part) if part.isdecimal() else part
-                    for part in re.split(r"(\d+)", place.name)
-                ],
-            )
+            runs_inside = filter(_is_run, folder.iterdir())
+            places = sorted(runs_inside, key=lambda place: natural(place.name))
         if not places:
             raise FileNotFoundError(
                 f"{folder}: holds no run, nor does a folder in it; name a folder with a "
@@ -170,8 +161,7 @@ def _read(folder: Path, name: str) -> Run:
         value: Any = report
         for part in figure.path.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        # an integer of JSON may be too long for a float
-        if type(value) in (int, float) and abs(value) < 1e300:
+        if number(value) is not None:
             figures[figure] = value
     return Run(name, report["status"], report.get("error"), report, dict(_flat(settings)), figures)
 
@@ -224,8 +214,10 @@ def notes(runs: Sequence[Run]) -> list[str]:
         if run.status != "completed":
             found.append(": ".join(str(part) for part in (run.name, run.status, run.error) if part))
         if run.report:
-            basis = {"stall_basis": run.report.get("stall_basis")}
-            facts[run.name] = {**basis, **group(run.report, "environment")}
+            facts[run.name] = {
+                "stall_basis": run.report.get("stall_basis"),
+                **group(run.report, "environment"),
+            }
     for key, values in differing(facts).items():
         names: dict[str, list[str]] = {}
         for name, value in values.items():

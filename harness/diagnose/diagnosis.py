@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from harness.config import Config, ConfigError, DistName
 from harness.data.images import ImageDataset
@@ -19,18 +17,17 @@ from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
 from harness.runtime import accelerator, launch
-from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning.measures import Rate, Trainee
 from harness.tuning.model import Model, undisturbed
 from harness.tuning.probe import Lab
-from harness.watch.board import Board, plain
+from harness.watch.board import Board, plain, publish
 from harness.watch.bottleneck import Bottleneck
-from harness.watch.console import aligned, live_table, say
+from harness.watch.console import aligned, live_table
 from harness.watch.evidence import total
 from harness.watch.neighbours import Neighbours
-from harness.watch.stages import AUGMENT, GROUPS, SAMPLE, StageCost, StageTotals
+from harness.watch.stages import SAMPLE, StageCost, StageTotals
 from harness.watch.verdict import Verdict
 
 _log = logging.getLogger(LOGGER)
@@ -66,21 +63,10 @@ class Diagnosis:
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
         """Prints the diagnosis; writes it into ``folder`` and a text to ``board``, if any."""
-        lines = self.lines()
-        for line in lines:
-            say(line)
-        if folder is not None:
-            path = folder / "diagnosis.json"
-            known = plain(self)
-            if self.runs.stages:
-                known["stages"] = stage_rows(self.runs.stages)
-            text = json.dumps(known, indent=1, allow_nan=False) + "\n"
-            try:
-                write_whole(path, text.encode())
-            except OSError as error:
-                _log.warning("%s: %s; it is printed above", path, error.strerror or error)
-        if board is not None:
-            board.text("diagnosis", lines)
+        known = plain(self)
+        if self.runs.stages is not None:
+            known["stages"] = self.runs.stages.rows()
+        publish("diagnosis", self.lines(), known, folder, board)
 
     def lines(self) -> list[str]:
         """Returns stages, changes, notes, the sentence, and what to type next."""
@@ -88,7 +74,7 @@ class Diagnosis:
         if self.runs.stages is not None:
             rows = [
                 (s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}")
-                for s in stage_rows(self.runs.stages)
+                for s in self.runs.stages.rows()
             ]
             found.append("a sample in a worker, files as they are")
             found += aligned(("stage", "kind", "ms", "of it on a processor"), rows)
@@ -199,9 +185,6 @@ def measure(
         alone_s=lab.launch_s if trainee.overlaps else 1 / demand,
     )
 
-    def fits(settings: FeedSettings) -> str | None:
-        return lab.refusal(replace(settings, batch_size=config.loader.batch_size))
-
     return Facts(
         runs=runs,
         settings=settings,
@@ -211,7 +194,8 @@ def measure(
         cores_from=limits.sources.get("cores", ""),
         image_size=train.image_size,
         short_sides=short_sides(train.source),
-        fits=fits,
+        # measured may have been smaller batches
+        fits=lambda wanted: lab.refusal(replace(wanted, batch_size=config.loader.batch_size)),
         others=others,
     )
 
@@ -255,16 +239,3 @@ def command(config: Config, overridden: Sequence[str], verdict: Verdict, ranks: 
     kept = [word for word in overridden if setting(word) not in replaced]
     by_torchrun = f"--nproc-per-node={ranks}" if config.dist.name is DistName.torchrun else None
     return shlex.join([*launch.command(by_torchrun), *kept, *more])
-
-
-def stage_rows(totals: StageTotals) -> list[dict[str, Any]]:
-    """Returns name, group, and milliseconds a sample of each stage, as ``report.json`` has them."""
-    return [
-        {
-            "name": name,
-            "group": GROUPS.get(name, AUGMENT),
-            "wall_ms": cost.wall_s / totals.samples * 1e3,
-            "cpu_ms": cost.cpu_s / totals.samples * 1e3,
-        }
-        for name, cost in totals.stages.items()
-    ]

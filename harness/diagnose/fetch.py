@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +92,7 @@ def from_storage_bytes() -> int:
 
 
 def cold_fetch(
-    paths: Iterable[str],
+    files: list[str],
     readers: int,
     limit_s: float,
     *,
@@ -108,7 +108,6 @@ def cold_fetch(
         UnmeasuredError: there are no files, a file cannot be read, or the bytes came from the page
             cache all the same.
     """
-    files = list(paths)
     if not files:
         raise UnmeasuredError("the samples are no files of their own")
     if not hasattr(os, "posix_fadvise"):

@@ -34,6 +34,8 @@ _STEPS_S = 3.0
 _FETCH_S = 4.0
 # workers and their first files
 _START_S = 2.0
+# what must be left for another round, which may take as long as those before it did
+_ROUND_S = 35.0
 _UNREAD = "no whole batch was read before"
 _WHAT = {
     "": "loading alone, files as they are",
@@ -58,7 +60,7 @@ class FirstReads(Feeds):
     @property
     def has_seen(self) -> bool:
         """Whether a whole batch has come, which can be read again."""
-        return len(self._cursor.seen) > 0
+        return bool(self._cursor.seen)
 
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
@@ -149,18 +151,13 @@ class Session:
         """
         demands: list[tuple[Rate, float]] = []
         trials: list[Trial] = []
-        # P, F and their workers need some of the time
-        after_s = 2 * _LOADING_S + _FETCH_S + _START_S
         for number in range(1, _ROUNDS + 1):
-            began = self.now()
             self.rows.status(f"{_WHAT['G']}, then {_WHAT['A']} (round {number})")
             # by the mean, as real steps are counted: the two are to be compared
-            measured = self.lab.demand(_DEMAND_S, Rate.of)
-            assert measured is not None, "the lab has a batch"
-            demands.append(measured)
-            trials.append(self.steps(settings, loading, measured[0]))
-            round_s = self.now() - began
-            if not trials[-1].rate or self._left_s(round_s) <= after_s:
+            demand, cpu_s = self.lab.demand(_DEMAND_S, Rate.of)
+            demands.append((demand, cpu_s))
+            trials.append(self.steps(settings, loading, demand))
+            if not trials[-1].rate or self._left_s() <= _ROUND_S:
                 break
         demand = _middle([rate for rate, _ in demands])
         self._row("G", demand)
@@ -243,9 +240,9 @@ class Session:
             return None
         return len(batch.labels) / seconds[pinned]
 
-    def _left_s(self, less_s: float = 0.0) -> float:
-        """Returns seconds left to the rank that has the fewest, after ``less_s`` of its own."""
-        return self.lab.ranks.smallest(self.ends + self.lab.first_s - self.now() - less_s)
+    def _left_s(self) -> float:
+        """Returns seconds left to the rank that has the fewest."""
+        return self.lab.ranks.smallest(self.ends + self.lab.first_s - self.now())
 
     def _supply(self, name: str, settings: FeedSettings) -> Trial:
         """Returns loading alone, of at least one worker: a worker that hangs can be ended."""

@@ -49,11 +49,11 @@ class Facts:
     model: Model
     stages: StageTotals
     device: str
-    cores_from: str = ""
-    image_size: int = 0
-    short_sides: Sequence[int] = ()
-    fits: Callable[[FeedSettings], str | None] = lambda _: None
-    others: float | None = None
+    cores_from: str
+    image_size: int
+    short_sides: Sequence[int]
+    fits: Callable[[FeedSettings], str | None]
+    others: float | None
 
     @property
     def estimated(self) -> float:

@@ -1,7 +1,7 @@
 // The course of a run: charts above each other on one axis of steps, with one cursor.
 import { absent, fitted, h, label, note, path, s, steered, tableOf } from "./dom.js";
-import { count, known, many, ms, ticks, unitOf } from "./format.js";
-import { keys, LABELS, paint, partKeys, PARTS, stroke, swatch } from "./marks.js";
+import { count, known, many, ms, ticks, unitOf, words } from "./format.js";
+import { keys, paint, partKeys, PARTS, stroke, swatch } from "./marks.js";
 import { areaPath, axis, epochLines, grid, heightOf, LEFT, linePath, TOP } from "./plot.js";
 
 const ROOM = 1.15; // above what is usual, so that a top edge is seen to be one
@@ -50,7 +50,7 @@ function told(spike) {
   const single = spike.step - spike.after === 1;
   const where = single ? `step ${count(spike.step)}`
     : `steps ${count(spike.after + 1)} to ${count(spike.step)}`;
-  return `${ms(spike.ms)} in ${where}${spike.cause ? `, mostly ${LABELS[spike.cause]}` : ""}`;
+  return `${ms(spike.ms)} in ${where}${spike.cause ? `, mostly ${words(spike.cause)}` : ""}`;
 }
 
 // Each step that stands out: a bar to its height or through the top edge, a triangle, and its
@@ -118,11 +118,11 @@ function standOut(course) {
 function stepRows(course) {
   const cause = (index) => {
     const spike = course.spikes.find((one) => one.at === index);
-    return spike?.cause ? [["which was mostly", LABELS[spike.cause], swatch(spike.cause)]] : [];
+    return spike?.cause ? [["which was mostly", words(spike.cause), swatch(spike.cause)]] : [];
   };
   return [
     ...PARTS.map((part) =>
-      rowOf(mean(course, `time/${part}_ms/median`), LABELS[part], ms, swatch(part))),
+      rowOf(mean(course, `time/${part}_ms/median`), words(part), ms, swatch(part))),
     rowOf(mean(course, "time/step_ms/median"), "median step", ms, stroke("median")),
     rowOf(most(course, "time/step_ms/p95"), "95 of 100 steps are below", ms, stroke("p95")),
     rowOf(most(course, "time/step_ms/max"), "longest step", ms),

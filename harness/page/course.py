@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from harness.page.shape import number
-from harness.runtime.files import open_regular, parsed
+from harness.runtime.files import number, open_regular, parsed
 from harness.watch.figures import FIGURES, STEP_FIGURES, Figure, Tag
 
 SPREAD = ("median", "p95", "max")
 # of a step
 PARTS = ("compute", "prepare", "starved", "exposed_copy", "host")
 CHARTED = [figure for figure in FIGURES if figure.chart]
+TYPICAL = "time/step_ms/median"
 LONGEST = "time/step_ms/max"
 
 
@@ -27,11 +25,13 @@ def _drawn(figure: Figure) -> str:
     return f"{figure.tag}/median" if figure.unit == "ms" else figure.tag
 
 
-TAGS = {
-    *(f"time/step_ms/{of}" for of in SPREAD),
-    *(f"time/{part}_ms/{of}" for part in PARTS for of in ("median", "max")),
-    *map(_drawn, CHARTED),
-}
+TAGS = sorted(
+    {
+        *(f"time/step_ms/{of}" for of in SPREAD),
+        *(f"time/{part}_ms/{of}" for part in PARTS for of in ("median", "max")),
+        *map(_drawn, CHARTED),
+    }
+)
 
 
 @dataclass(slots=True)
@@ -45,36 +45,33 @@ class Windows:
         damaged: lines that could not be read, but for a last one that is still being written.
     """
 
-    columns: dict[str, list[Any]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(
+        default_factory=lambda: {name: [] for name in ("step", "epoch", *TAGS)}
+    )
     last: Mapping[str, Any] = field(default_factory=dict)
     damaged: int = 0
 
 
 def read_windows(path: Path) -> Windows:
-    """Returns the windows in the file ``path``, in the order of their steps.
+    """Returns the windows in the file ``path``.
 
     Raises:
         OSError: it cannot be read.
     """
     windows = Windows()
-    names = ("step", "epoch", *sorted(TAGS))
-    rows = []
     with open(open_regular(path), "rb") as file:
         for text in file:
             try:
                 line = parsed(text)
-                row = [number(line.get(name)) for name in names]
+                needed = number(line.get("step")), number(line.get(TYPICAL))
             except (ValueError, AttributeError):
                 windows.damaged += text.endswith(b"\n")
                 continue
             # other lines are of evaluations
-            if row[0] is not None and number(line.get("time/step_ms/median")) is not None:
-                rows.append(row)
+            if None not in needed:
+                for name, column in windows.columns.items():
+                    column.append(number(line.get(name)))
                 windows.last = line
-    # a run that went on from a checkpoint may have logged a step twice
-    rows.sort(key=itemgetter(0))
-    if rows:
-        windows.columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     return windows
 
 
@@ -87,19 +84,20 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
       with the group it is ``at`` and with its ``cause``, the part that made up most of it.
     - ``spike_count``: the number of windows that hold a spike.
     """
-    if not windows.columns:
-        return None
     steps = windows.columns["step"]
-    groups = min(len(steps), buckets)
-    edges = [group * len(steps) // groups for group in range(groups + 1)]
+    if not steps:
+        return None
+    # windows of a group
+    size = math.ceil(len(steps) / buckets)
+    starts = range(0, len(steps), size)
     columns = {}
-    kinds: dict[str, Callable[[list[float]], float]] = {"mean": fmean}
-    if groups < len(steps):
+    kinds: dict[str, Any] = {"mean": fmean}
+    if size > 1:
         # a group's lowest and highest keep every spike
         kinds |= {"low": min, "high": max}
-    for tag in sorted(TAGS):
+    for tag in TAGS:
         figures = windows.columns[tag]
-        known = [[ms for ms in figures[a:b] if ms is not None] for a, b in pairwise(edges)]
+        known = [[ms for ms in figures[at : at + size] if ms is not None] for at in starts]
         if any(known):
             # four digits are more than a chart shows
             columns[tag] = {
@@ -111,7 +109,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     found = spikes(windows)
     marked: dict[int, dict[str, Any]] = {}
     for index in found:
-        group = bisect_right(edges, index) - 1
+        group = index // size
         ms = windows.columns[LONGEST][index]
         spike = {"after": [0, *steps][index], "step": steps[index], "ms": ms, "at": group}
         parts = {part: windows.columns[f"time/{part}_ms/max"][index] or 0.0 for part in PARTS}
@@ -119,7 +117,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
         if parts[cause] > ms / 2:
             spike["cause"] = cause
         marked.setdefault(group, spike)
-    ends = [edge - 1 for edge in edges[1:]]
+    ends = [min(at + size, len(steps)) - 1 for at in starts]
     return {
         "steps": [steps[end] for end in ends],
         "epochs": [windows.columns["epoch"][end] for end in ends],
@@ -165,12 +163,12 @@ def declared() -> dict[str, Any]:
 
 def spikes(windows: Windows) -> list[int]:
     """Returns the windows whose longest step stands out: the longest first, then the earliest."""
-    longest = windows.columns.get(LONGEST, ())
+    longest = windows.columns[LONGEST]
     known = [ms for ms in longest if ms is not None]
     if not known:
         return []
     # three times a typical step, and twice the longest that windows usually have
-    typical = median(windows.columns["time/step_ms/median"])
+    typical = median(windows.columns[TYPICAL])
     least = max(3.0 * typical, 2.0 * median(known))
     over = [index for index, ms in enumerate(longest) if ms is not None and ms > least]
     return sorted(over, key=lambda index: -longest[index])

@@ -8,12 +8,14 @@ import html
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from string import Template
+from typing import Any
 
 from harness.page.course import declared
-from harness.page.runs import BUCKETS, find_runs, run_json, told
+from harness.page.runs import BUCKETS, find_runs, read_run, read_runs
 from harness.runtime.files import write_whole
 
 ASSETS = Path(__file__).parent
@@ -36,7 +38,7 @@ def write_report(folder: Path) -> None:
     path = folder / "report.html"
     try:
         name = run_name(folder)
-        write_whole(path, page([run_json(folder, name)], (), name).encode())
+        write_whole(path, page([read_run(folder, name)], (), name).encode())
     # the run is over and has its report.json: nothing here may change how it ends
     except Exception as error:
         _log.warning("%s: %s; the run goes on without it", path, error)
@@ -60,7 +62,7 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
         )
     # the more runs, the fewer points each, so that a sweep's page stays below a megabyte
     buckets = max(60, min(BUCKETS, 3 * BUCKETS // len(folders)))
-    runs = told(folders, partial(run_json, buckets=buckets), notes)
+    runs = read_runs(folders, partial(read_run, buckets=buckets), notes)
     path = root / "report.html"
     write_whole(path, page(runs, notes, run_name(root)).encode())
     return path, len(runs), notes
@@ -68,31 +70,29 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
 
 def run_name(folder: Path) -> str:
     """Returns a run's name as TensorBoard shows it below ``outputs``: ``2026-11-22/05-51-05``."""
-    parts = folder.resolve().parts
-    roots = [place for place, part in enumerate(parts[:-1]) if part in ("outputs", "multirun")]
-    first = roots[-1] + 1 if roots else -1
-    return "/".join(parts[first:])
+    path = folder.resolve()
+    below = re.search(r"(?s).*/(?:outputs|multirun)/(.+)", str(path))
+    return below[1] if below else path.name
 
 
-def page(runs: Sequence[str], notes: Sequence[str], name: str) -> str:
-    """Returns the whole page as HTML: ``runs``, as ``run_json`` gives them, below ``notes``."""
+def page(runs: Sequence[Mapping[str, Any]], notes: Sequence[str], name: str) -> str:
+    """Returns the whole page as HTML: ``runs``, as ``read_run`` gives them, below ``notes``."""
     script = bundle()
-    parts = {
-        "title": html.escape(f"Data stalls: {name}"),
+    return Template(asset("page.html")).substitute(
+        title=html.escape(f"Data stalls: {name}"),
         # no other script may run
-        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "style": asset(STYLE),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=asset(STYLE),
         # a text of a run cannot end its element
-        "data": listed(runs, notes).replace("<", "\\u003c"),
-        "script": script,
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], asset("page.html"))
+        data=listed(runs, notes).replace("<", "\\u003c"),
+        script=script,
+    )
 
 
-def listed(runs: Sequence[str], notes: Sequence[str]) -> str:
+def listed(runs: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
     """Returns the JSON that the page starts from: ``runs``, and ``notes`` on all of them."""
-    head = json.dumps({"notes": [*notes], "declared": declared()})
-    return f'{head[:-1]}, "runs": [{",".join(runs)}]}}'
+    data = {"notes": notes, "declared": declared(), "runs": runs}
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
 def bundle() -> str:

@@ -1,18 +1,10 @@
 // What the parts of a step are called and how they are painted: each by a colour and a pattern, so
 // that neither is needed alone.
 import { h, path, s } from "./dom.js";
+import { words } from "./format.js";
 
 export const PARTS = ["compute", "launch", "prepare", "starved", "exposed_copy", "host"];
 export const SELDOM = ["launch", "prepare"]; // parts that many runs do without
-
-export const LABELS = {
-  compute: "compute",
-  launch: "launch",
-  prepare: "prepare",
-  starved: "starved",
-  exposed_copy: "exposed copy",
-  host: "host",
-};
 
 export const MEANINGS = {
   compute: "the device worked on the step",
@@ -83,5 +75,5 @@ export function keys(pairs, ...more) {
 }
 
 export function partKeys(parts = PARTS) {
-  return parts.map((part) => [swatch(part), LABELS[part]]);
+  return parts.map((part) => [swatch(part), words(part)]);
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,8 +17,6 @@ from urllib.parse import parse_qs
 
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 
-# folders, to see whether there is a run at all
-_GLANCED_AT = 2000
 # that there is no run is remembered for so long
 _RECALL_S = 60.0
 
@@ -34,8 +31,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     plugin_name = "data_stalls"
 
     def __init__(self, context: base_plugin.TBContext) -> None:
-        self._logdir = context.logdir
-        self._spec = getattr(context.flags, "logdir_spec", None)
+        self._logdirs = logdirs(context.logdir, getattr(context.flags, "logdir_spec", None))
         self._has_run = False
         self._looked_s = -_RECALL_S
 
@@ -53,9 +49,9 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 self._looked_s = time.monotonic()
                 unseen: list[str] = []
                 self._has_run = any(
-                    # more folders than a glance can tell of
-                    any(each_run(Path(path), unseen, _GLANCED_AT)) or unseen
-                    for path in logdirs(self._logdir, self._spec).values()
+                    # more folders than are looked into
+                    any(each_run(Path(path), unseen)) or unseen
+                    for path in self._logdirs.values()
                 )
             return self._has_run
         except Exception:
@@ -74,15 +70,10 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             script = f"export async function render() {{ document.body.textContent = {text}; }}"
             return {"/tab.js": _app("text/javascript", lambda query: script)}
 
-        @lru_cache(maxsize=1024)
-        def one_run(folder: Path, name: str, buckets: int, files: object) -> str:
-            # made again if one of its files has changed
-            return runs.run_json(folder, name, buckets=buckets)
-
         def found(notes: list[str]) -> dict[str, Path]:
             folders: dict[str, Path] = {}
-            for label, path in logdirs(self._logdir, self._spec).items():
-                if re.match(r"\w+://", path):
+            for label, path in self._logdirs.items():
+                if "://" in path:
                     notes.append(
                         f"{path} is not on this machine: the page reads folders on a disk only"
                     )
@@ -91,20 +82,22 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                     folders[os.path.join(label, name)] = folder
             return folders
 
+        @lru_cache(maxsize=1024)
+        def read_once(folder: Path, name: str, changed_s: float) -> dict[str, Any]:
+            # again if one of its files has changed
+            return runs.read_run(folder, name, 60)
+
+        def read(folder: Path, name: str) -> dict[str, Any]:
+            return read_once(folder, name, runs.changed_s(folder))
+
         def every(query: str) -> str:
             notes: list[str] = []
-            shown = runs.told(
-                found(notes),
-                lambda folder, name: one_run(folder, name, 60, runs.stamps(folder)),
-                notes,
-            )
-            return document.listed(shown, notes)
+            return document.listed(runs.read_runs(found(notes), read, notes), notes)
 
         def one(query: str) -> str:
             name = parse_qs(query).get("name", [""])[0]
             # a name is looked up and never made into a path
-            folder = found([])[name]
-            return one_run(folder, name, runs.BUCKETS, runs.stamps(folder))
+            return json.dumps(runs.read_run(found([])[name], name))
 
         def file(name: str) -> Callable[[str], str]:
             return lambda query: document.asset(name)
@@ -121,16 +114,15 @@ def logdirs(logdir: str | None, spec: str | None) -> dict[str, str]:
 
     The label of ``--logdir`` is empty. A tilde is the home folder, as TensorBoard has it.
     """
-    found = {}
     if logdir:
-        found[""] = str(logdir)
-    else:
-        for item in filter(None, (spec or "").split(",")):
-            label, colon, path = item.partition(":")
-            if not colon or "/" in label or path.startswith("//"):
-                label = path = item
-            found[label] = path
-    return {label: os.path.expanduser(path) for label, path in found.items()}
+        return {"": os.path.expanduser(logdir)}
+    found = {}
+    for item in filter(None, (spec or "").split(",")):
+        label, colon, path = item.partition(":")
+        if not colon or "/" in label or path.startswith("//"):
+            label = path = item
+        found[label] = os.path.expanduser(path)
+    return found
 
 
 def _app(kind: str, make: Callable[[str], str]) -> Any:

@@ -5,7 +5,7 @@ import { courseSection } from "./course.js";
 import { absent, h, note, scrolled, table, tableOf } from "./dom.js";
 import { bytes, known, many, ms, perSecond, quoted, seconds } from "./format.js";
 import { share, times, together, unitOf, words } from "./format.js";
-import { LABELS, MEANINGS, other, PARTS, SELDOM } from "./marks.js";
+import { MEANINGS, other, PARTS, SELDOM } from "./marks.js";
 import { supplySection } from "./supply.js";
 
 const BASIS = {
@@ -173,11 +173,11 @@ function stepSection(report, declared, ended) {
   const median = column("median");
   const longest = column("max");
   const segments = PARTS.filter((part) => part in shares).map((part) => ({
-    name: LABELS[part], value: shares[part], fill: part, meaning: MEANINGS[part],
+    name: words(part), value: shares[part], fill: part, meaning: MEANINGS[part],
     cells: [share(shares[part]), median(part), longest(part)],
   }));
   const missing = PARTS.filter((part) => !(part in shares) && !SELDOM.includes(part))
-    .map((part) => LABELS[part]);
+    .map(words);
   const reason = basis === "host" ? "it needs device events, which a CUDA device has"
     : "this device gave no figure for it";
   const why = ended ? reason : "the last window has no figure for it";

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from harness.page.course import Windows, course, latest, read_windows
 from harness.page.shape import REPORT, TUNING, fitted
-from harness.runtime.files import read_inside, read_json
-
-T = TypeVar("T")
+from harness.runtime.files import natural, read_inside, read_json
 
 # points of a chart that has the page's width
 BUCKETS = 400
@@ -25,7 +21,7 @@ FILES = (REPORT_JSON, METRICS_JSONL, "tuning.json")
 
 # looked at below one folder
 _MOST_RUNS = 1000
-_MOST_FOLDERS = 50_000
+_MOST_FOLDERS = 10_000
 
 
 def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
@@ -38,19 +34,19 @@ def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
         notes.append(
             f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last"
         )
-        found.sort(key=lambda run: max(stamps(run[1]), default=(0, 0))[0])
-    return dict(sorted(found[-_MOST_RUNS:], key=lambda run: _natural(run[0])))
+        found.sort(key=lambda run: changed_s(run[1]))
+    return dict(sorted(found[-_MOST_RUNS:], key=lambda run: natural(run[0])))
 
 
-def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterator[tuple[str, Path]]:
+def each_run(root: Path, notes: list[str]) -> Iterator[tuple[str, Path]]:
     """Yields every run folder as it is found, the last by name first, without links.
 
-    It ends after ``most`` folders, and ``notes`` say so.
+    It ends after 10,000 folders, and ``notes`` say so.
     """
     for count, (path, folders, files) in enumerate(os.walk(root)):
-        if count == most:
+        if count == _MOST_FOLDERS:
             notes.append(
-                f"{root}: more than {most:,} folders; the rest, from {path} on, is not looked "
+                f"{root}: more than {count:,} folders; the rest, from {path} on, is not looked "
                 "into: name one below it"
             )
             return
@@ -61,49 +57,39 @@ def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterato
             yield name, Path(path)
             folders[:] = [name for name in folders if name not in ("checkpoints", "trace")]
         looked_into = [name for name in folders if not name.startswith(".")]
-        folders[:] = sorted(looked_into, key=_natural, reverse=True)
+        folders[:] = sorted(looked_into, key=natural, reverse=True)
 
 
-def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
-    """Returns what changes when a run's files do: nanoseconds of the wall clock, and bytes."""
-    found = []
+def changed_s(folder: Path) -> float:
+    """Returns when a run's files were last written to, in seconds of the wall clock."""
+    found = [0.0]
     for name in FILES:
         with suppress(OSError):
-            status = (folder / name).stat()
-            found.append((status.st_mtime_ns, status.st_size))
-    return tuple(found)
+            found.append((folder / name).stat().st_mtime)
+    return max(found)
 
 
-def told(runs: Mapping[str, Path], make: Callable[[Path, str], str], notes: list[str]) -> list[str]:
-    """Returns ``make(folder, name)`` of each run; a run that fails is a note."""
+def read_runs(
+    folders: Mapping[str, Path], read: Callable[[Path, str], dict[str, Any]], notes: list[str]
+) -> list[dict[str, Any]]:
+    """Returns what ``read`` returns of each run in ``folders``; a run that fails is a note."""
     found = []
-    for name, folder in runs.items():
+    for name, folder in folders.items():
         try:
-            found.append(make(folder, name))
+            found.append(read(folder, name))
         except Exception as error:
             notes.append(f"run {name} cannot be shown: {type(error).__name__}: {error}")
     return found
 
 
-def _natural(name: str) -> list[str | int]:
-    """Returns a key by which job 10 comes after job 9."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
-
-
-def run_json(folder: Path, name: str, *, buckets: int = BUCKETS) -> str:
-    """Returns one run as JSON, in letters of ASCII."""
-    run = read_run(folder, name, buckets=buckets)
-    return json.dumps(run, allow_nan=False, separators=(",", ":"))
-
-
-def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, Any]:
+def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
     """Returns one run as the page takes it, with ``notes`` on what is missing.
 
     Without a report yet, ``report`` has the figures of the ``latest`` window.
     """
     notes: list[str] = []
 
-    def read(file: str, of: Callable[[Path], T], missing: str = "") -> T | None:
+    def read(file: str, of: Callable[[Path], Any], missing: str = "") -> Any:
         try:
             return of(folder / file)
         except FileNotFoundError:
@@ -133,7 +119,7 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
     config = ".hydra/config.yaml"
     return {
         "name": name,
-        "changed_s": max(stamps(folder), default=(0, 0))[0] / 1e9,
+        "changed_s": changed_s(folder),
         "report": fitted(latest(windows), REPORT) if report is None else report,
         "latest": report is None,
         "tuning": read("tuning.json", lambda path: _fitting(path, TUNING)),
@@ -145,9 +131,9 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
     }
 
 
-def _fitting(path: Path, shape: Mapping[Any, Any]) -> Mapping[str, Any]:
+def _fitting(path: Path, shape: Any) -> Any:
     """Returns what of a JSON file fits ``shape``; ``ValueError``: nothing does."""
-    found: Mapping[str, Any] | None = fitted(read_json(path), shape)
+    found = fitted(read_json(path), shape)
     if found is None:
         raise ValueError("it does not hold what a run writes")
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.runtime.files import number
 from harness.watch.figures import STEP_FIGURES
 
 # characters of one text
@@ -64,7 +65,7 @@ REPORT: dict[Any, Any] = {
     },
     "loader?": _SETTINGS,
     "environment?": _SETTINGS,
-    "run?": {"overrides?": [str], "name?": str},
+    "run?": {"overrides?": [str]},
 }
 for _name, _figure in STEP_FIGURES.items():
     REPORT[f"{_name}?"] = _SPREAD if _figure.unit == "ms" else float
@@ -108,11 +109,3 @@ def fitted(value: Any, shape: Any) -> Any:
     if shape in (bool, object) and isinstance(value, bool):
         return value
     return number(value) if shape in (float, object) else None
-
-
-def number(value: Any) -> float | None:
-    """Returns ``value`` if it is a finite number, else None."""
-    # beyond 1e300 is no figure, and an integer of JSON may be too long for a float
-    if type(value) in (int, float) and abs(value) < 1e300:
-        return value  # type: ignore[no-any-return]
-    return None

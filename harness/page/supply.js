@@ -1,7 +1,8 @@
 // What the tuner measured: what the loader supplies by num_workers, and what the step can take.
 import { absent, fitted, h, label, path, s, steered, tableOf } from "./dom.js";
-import { known, perSecond, rounded, seconds, ticks } from "./format.js";
+import { known, perSecond, rounded, seconds } from "./format.js";
 import { keys, sample } from "./marks.js";
+import { grid } from "./plot.js";
 
 const LEFT = 64, RIGHT = 16, TOP = 24, BOTTOM = 220, HEIGHT = 260;
 // a demand beyond this many times the fastest rate is told and not drawn: the rates stay apart
@@ -85,10 +86,7 @@ function backdrop(scale, width) {
   const { x, y, end, last } = scale;
   const every = Math.ceil((last + 1) / Math.max(2, Math.floor(width / 48)));
   const workers = Array.from({ length: Math.floor(last / every) + 1 }, (_, n) => n * every);
-  const lines = ticks(end, 4).map((tick) => [
-    path(`M${LEFT},${y(tick)}H${width - RIGHT}`, tick ? "grid" : "axis"),
-      label(LEFT - 8, y(tick) + 4, rounded(tick), "end"),
-  ]);
+  const lines = grid({ left: LEFT, right: width - RIGHT }, y, end, rounded);
   const names = [label((LEFT + width - RIGHT) / 2, HEIGHT - 4, "num_workers"),
     label(LEFT - 8, 12, "images/s", "end")];
   return [lines, workers.map((n) => label(x(n), BOTTOM + 18, String(n))), names];

@@ -57,11 +57,10 @@ function differing(runs) {
   return names.filter((name) => new Set(all.map((settings) => settings.get(name))).size > 1)
     .map((name) => {
       const of = (run) => all[runs.indexOf(run)].get(name) ?? (run.latest ? undefined : "default");
-      return { title: name, of, show: asText, setting: true };
+      return { title: name, of, show: String, setting: true };
     });
 }
 
-const asText = (value) => String(value);
 const numeric = (value) =>
   (value !== undefined && value !== "" && Number.isFinite(Number(value)) ? Number(value) : null);
 
@@ -81,7 +80,7 @@ export function newest(runs) {
 
 // `open(name)` shows one run below; the view's `mark(name)` says which one that is.
 export function sweepView(runs, open) {
-  const columns = [{ title: "run", of: (run) => run.name, show: asText }, ...FIGURES,
+  const columns = [{ title: "run", of: (run) => run.name, show: String }, ...FIGURES,
     ...differing(runs)];
   const labels = labelsOf(runs);
   const chosen = new Set(newest(runs).slice(0, FIRST_CHOSEN).map((run) => run.name));

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import sys
@@ -97,6 +98,19 @@ def parsed(text: bytes) -> Any:
         return json.loads(text.decode())
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def number(value: Any) -> float | None:
+    """Returns ``value``, parsed from JSON, if it is a finite number; None: it is not."""
+    # beyond 1e300 is no figure, and an integer of JSON may be too long for a float
+    if type(value) in (int, float) and abs(value) < 1e300:
+        return value  # type: ignore[no-any-return]
+    return None
+
+
+def natural(name: str) -> list[str | int]:
+    """Returns a key for sorting by which job 10 comes after job 9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def typed(kind: Any, value: Any) -> Any:

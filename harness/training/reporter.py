@@ -22,7 +22,7 @@ from harness.watch.console import say
 from harness.watch.evidence import Evidence
 from harness.watch.figures import Tag, Window, by_name
 from harness.watch.host import environment
-from harness.watch.stages import GROUPS, StageTotals
+from harness.watch.stages import StageTotals
 from harness.watch.verdict import Verdict, judge
 
 _log = logging.getLogger(LOGGER)
@@ -252,17 +252,9 @@ def _progress(engine: Engine) -> dict[str, Any]:
 
 def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
     """Returns what the training feed's workers did, by stage, in ``worker_s`` seconds of theirs."""
-    stages = [
-        {
-            "name": name,
-            "group": GROUPS.get(name, "augment"),
-            "wall_ms": 1e3 * cost.wall_s / worked.samples,
-            "cpu_ms": 1e3 * cost.cpu_s / worked.samples,
-        }
-        for name, cost in worked.stages.items()
-    ]
     busy = min(1.0, worked.busy_s / worker_s)
-    return {"stages": stages, "workers": {"samples": worked.samples, "busy_fraction": busy}}
+    workers = {"samples": worked.samples, "busy_fraction": busy}
+    return {"stages": worked.rows(), "workers": workers}
 
 
 def _root(folder: Path) -> str:

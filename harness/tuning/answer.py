@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods
 from pathlib import Path
@@ -13,15 +11,11 @@ from typing import Any
 from harness.config import LoaderConfig
 from harness.feed import forms
 from harness.feed.interface import ARRAYS, PROCESSES, FeedSettings, val_settings
-from harness.runtime.files import write_whole
-from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning.capacity import shown
 from harness.tuning.measures import Rate, Trial
-from harness.watch.board import Board, plain
-from harness.watch.console import aligned, say
-
-_log = logging.getLogger(LOGGER)
+from harness.watch.board import Board, plain, publish
+from harness.watch.console import aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +120,8 @@ class TuningReport:
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
         """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page, unless None."""
-        lines = self.lines()
-        for line in lines:
-            say(line)
-        if folder is not None:
-            whole = {**self.to_plain(), "override": self.override, "dataloader": self.dataloader}
-            text = json.dumps(whole, indent=1, allow_nan=False) + "\n"
-            path = folder / "tuning.json"
-            try:
-                write_whole(path, text.encode())
-            except OSError as error:
-                why = error.strerror or error
-                _log.warning("%s: %s; the run goes on without it", path, why)
-        if board is not None:
-            board.text("tuning", lines)
+        whole = {**self.to_plain(), "override": self.override, "dataloader": self.dataloader}
+        publish("tuning", self.lines(), whole, folder, board)
 
     def lines(self) -> list[str]:
         """Returns the outcome: before and after, why, how to get it again, what was refused."""

@@ -16,6 +16,7 @@ from typing import Any, Self
 from harness.runtime.errors import printable
 from harness.runtime.files import make_way, open_regular, parsed, read_regular, typed, write_whole
 from harness.runtime.folder import LOGGER
+from harness.watch.console import say
 from harness.watch.figures import Spread, Tag
 from harness.watch.stages import StageTotals
 from harness.watch.tfrecord import framed
@@ -229,6 +230,27 @@ def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
         for name, cost in totals.stages.items()
     }
     return {**each, Tag.BUSY_FRACTION: min(1.0, totals.busy_s / worker_s)}
+
+
+def publish(
+    name: str, lines: Sequence[str], value: Any, folder: Path | None, board: Board | None
+) -> None:
+    """Prints ``lines``; writes ``value`` into ``folder`` as ``name.json``.
+
+    The lines are TensorBoard's text ``name`` too. Without a folder, or a board, that is left out.
+    """
+    for line in lines:
+        say(line)
+    if folder is not None:
+        path = folder / f"{name}.json"
+        text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
+        try:
+            write_whole(path, text.encode())
+        except OSError as error:
+            why = error.strerror or error
+            _log.warning("%s: %s; it is printed above, and the run goes on", path, why)
+    if board is not None:
+        board.text(name, lines)
 
 
 def plain(value: Any) -> Any:

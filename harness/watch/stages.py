@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from harness.watch.rows import Rows
 
@@ -121,6 +121,18 @@ class StageTotals:
     batches: int
     busy_s: float
     stages: Mapping[str, StageCost]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns each stage's name, its group, and what a sample takes, in milliseconds."""
+        return [
+            {
+                "name": name,
+                "group": GROUPS.get(name, AUGMENT),
+                "wall_ms": 1e3 * cost.wall_s / self.samples,
+                "cpu_ms": 1e3 * cost.cpu_s / self.samples,
+            }
+            for name, cost in self.stages.items()
+        ]
 
     def since(self, before: StageTotals | None) -> StageTotals:
         """Returns what was done after ``before``, an earlier reading; None: all of it."""

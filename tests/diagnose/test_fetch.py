@@ -151,7 +151,7 @@ def test_readers_that_all_hang_are_given_up_together(
         os.mkfifo(pipe)
     begin = time.perf_counter()
     with pytest.raises(UnmeasuredError, match="gave no file within"):
-        cold_fetch(map(str, pipes), 8, 0.05, came_bytes=lambda: 0)
+        cold_fetch([*map(str, pipes)], 8, 0.05, came_bytes=lambda: 0)
     took_s = time.perf_counter() - begin
     for pipe in pipes:
         os.close(os.open(pipe, os.O_WRONLY))

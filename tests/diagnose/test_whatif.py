@@ -73,6 +73,8 @@ def facts(
         cores_from=cores_from,
         image_size=100,
         short_sides=short_sides,
+        fits=lambda settings: None,
+        others=None,
     )
 
 

@@ -126,10 +126,10 @@ def test_a_run_that_cannot_be_told_ends_no_other(
     runs.sweep(tmp_path)
     read = read_run
 
-    def refuse(folder: Path, name: str, **options: int) -> dict[str, Any]:
+    def refuse(folder: Path, name: str, *options: int) -> dict[str, Any]:
         if name == "3":
             raise RuntimeError("never thought of")
-        return read(folder, name, **options)
+        return read(folder, name, *options)
 
     monkeypatch.setattr("harness.page.runs.read_run", refuse)
     assert main([str(tmp_path)]) == 0

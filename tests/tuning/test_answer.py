@@ -270,7 +270,7 @@ def test_a_full_disk_costs_the_file_alone(
     with caplog.at_level(logging.WARNING):
         report().publish(tmp_path, None)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/tuning.json: No space left on device; the run goes on without it"
+        f"{tmp_path}/tuning.json: No space left on device; it is printed above, and the run goes on"
     ]
     assert list(tmp_path.iterdir()) == []
 
