@@ -154,7 +154,7 @@ def test_an_answer_of_the_tuner_holds_for_the_file_as_it_is(
             ("loader.backend=threads",),
             "^loader.backend=threads: my_dataset:open_splits gives a Dataset, whose random numbers",
         ),
-        (("mode=diagnose",), "^mode=diagnose: cannot look into a Dataset of your own"),
+        (("mode=diagnose",), "^mode=diagnose: needs a source"),
     ],
     ids=["threads", "diagnose"],
 )

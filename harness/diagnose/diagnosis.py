@@ -120,8 +120,8 @@ def diagnose(
     train = feeds.splits.train
     if not isinstance(train, ImageDataset):
         raise ConfigError(
-            "mode=diagnose: cannot look into a Dataset of your own; open sources, or train with "
-            "mode=train"
+            "mode=diagnose: needs a source (docs/adding.md); with a Dataset of your own leave mode "
+            "out: the run itself ends with a verdict"
         )
     facts = measure(feeds, trainee, limits, train, begin + 60.0)
     trainer = config.trainer

@@ -82,6 +82,11 @@ def judge(evidence: Evidence) -> Verdict:
         gain = f"Faster loading gives at most {ceiling:.3g}x"
         if evidence.device == "cpu" and window.stall_basis == "host":
             gain += ", and less where it takes processors from the step"
+            # they hardly wait, and are slower all the same
+            if r.lost < HARM and ceiling > 1 / (1 - HARM):
+                gain = (
+                    f"Loading takes processors from the steps: without it, they run {ceiling:.3g}x"
+                )
         sentences.append(gain)
     ways = [way for way in (found.next_step, found.advice) if way]
     if ways:

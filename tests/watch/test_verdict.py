@@ -625,6 +625,14 @@ def test_the_ceiling_is_what_free_loading_would_give() -> None:
     assert ceilings == pytest.approx([1.0, 2.0, 4.0, 1000.0])
 
 
+def test_steps_that_hardly_wait_are_slowed_by_loading_on_their_processors() -> None:
+    """A measured ceiling that waits do not explain is no gain of faster loading."""
+    window = {"stall_basis": "host"}
+    sentence = judge(evidence(0.01, window=window, ceiling=1.2, device="cpu")).sentence
+    assert "Loading takes processors from the steps: without it, they run 1.2x." in sentence
+    assert "Faster loading" not in sentence
+
+
 def test_without_figures_there_is_no_ceiling() -> None:
     """What is not known is absent."""
     nothing = evidence(window={"stall_fraction": None, "steps": 0})
