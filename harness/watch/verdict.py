@@ -83,7 +83,7 @@ def judge(evidence: Evidence) -> Verdict:
         if evidence.device == "cpu" and window.stall_basis == "host":
             gain += ", and less where it takes processors from the step"
             # they hardly wait, and are slower all the same
-            if r.lost < HARM and ceiling > 1 / (1 - HARM):
+            if evidence.ceiling and r.lost < HARM and ceiling > 1 / (1 - HARM):
                 gain = (
                     f"Loading takes processors from the steps: without it, they run {ceiling:.3g}x"
                 )
