@@ -60,8 +60,9 @@ def tune(
     title = f"tuning the loader (tuner={config.name.name})"
     settings = ("backend", "num_workers", "prefetch", "pinned")
     columns = (*settings, "measured", "images/s", "waiting", "seconds", "")
+    widths = (9, 0, 0, 0, 12, 10, 0, 0, 0)
     trials: list[Trial] = []
-    with trainee.kept(), live_table(title, columns) as rows:
+    with trainee.kept(), live_table(title, columns, widths) as rows:
 
         def attempt(ask: Ask) -> Trial:
             rows.status(f"measuring {ask.settings} ({ask.kind})")
