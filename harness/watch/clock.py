@@ -115,7 +115,7 @@ class StepClock:
             if self._stamps is not None:
                 add_all(self._wait_parts_s, wait_parts(began, there, self._stamps))
             if self._timeline:
-                self._timeline.waited(began, there)
+                self._timeline.waits.append((began, there))
 
     def arrived(self, stamps: Stamps | None, there_s: float | None = None) -> None:
         """Take what is known of the batch that is about to end the running wait.
@@ -170,7 +170,7 @@ class StepClock:
         events again.
         """
         if self._timeline and not self._paused:
-            self._timeline.copied(Copy(start, end, ready or end))
+            self._timeline.copies.append(Copy(start, end, ready or end))
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
