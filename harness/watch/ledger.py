@@ -6,16 +6,12 @@ Light: the standard library alone.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import TypeVar
 
 from harness.watch.figures import Spread, Window
-
-Key = TypeVar("Key", bound=Hashable)
-Number = TypeVar("Number", int, float)
 
 # steps by the host's clock: ``Window.step_ms`` where no device tells its own
 HOST_STEP = "host_step_ms"
@@ -36,7 +32,7 @@ class Sketch:
     __slots__ = ("_counts", "_max")
 
     def __init__(self) -> None:
-        self._counts: defaultdict[int, int] = defaultdict(int)
+        self._counts = Counter[int]()
         self._max = 0.0
 
     def add(self, value_ms: float) -> None:
@@ -50,7 +46,7 @@ class Sketch:
 
     def merge(self, other: Sketch) -> None:
         """Count all values of ``other``."""
-        add_all(self._counts, other._counts)
+        self._counts.update(other._counts)
         self._max = max(self._max, other._max)
 
     def spread(self) -> Spread | None:
@@ -59,7 +55,7 @@ class Sketch:
             return None
         found = []
         for share in (0.5, 0.95):
-            rank = share * sum(self._counts.values())
+            rank = share * self._counts.total()
             for bucket in sorted(self._counts):
                 rank -= self._counts[bucket]
                 if rank <= 0:
@@ -175,10 +171,10 @@ class Ledger:
         )
 
 
-def add_all(sums: dict[Key, Number], more: Mapping[Key, Number]) -> None:
+def add_all(sums: dict[str, float], more: Mapping[str, float]) -> None:
     """Add the numbers of ``more`` to those of ``sums`` under the same keys."""
     for key, number in more.items():
-        sums[key] = sums.get(key, 0) + number
+        sums[key] = sums.get(key, 0.0) + number
 
 
 def _shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
