@@ -58,11 +58,10 @@ def tune(
     limits = replace(limits, cores=ranks.smallest(limits.cores))
     lab = Lab(probes, trainee, limits, ranks)
     title = f"tuning the loader (tuner={config.name.name})"
-    settings = ("backend", "num_workers", "prefetch", "pinned")
-    columns = (*settings, "measured", "images/s", "waiting", "seconds", "")
-    widths = (9, 0, 0, 0, 12, 10, 0, 0, 0)
+    settings = ("backend  ", "num_workers", "prefetch", "pinned")
+    columns = (*settings, "measured    ", "images/s  ", "waiting", "seconds", "")
     trials: list[Trial] = []
-    with trainee.kept(), live_table(title, columns, widths) as rows:
+    with trainee.kept(), live_table(title, columns) as rows:
 
         def attempt(ask: Ask) -> Trial:
             rows.status(f"measuring {ask.settings} ({ask.kind})")

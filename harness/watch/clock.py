@@ -227,14 +227,13 @@ class StepClock:
             self._timeline.forget()
         self._paused = True
         began = self.now()
-        collecting = self._gc.thread
-        self._gc.thread = None
+        collected_s = self._gc.seconds
         try:
             yield
         finally:
             took_s = self.now() - began
             self._paused = False
-            self._gc.thread = collecting
+            self._gc.seconds = collected_s
             add_all(self._ledger.pauses_s, {name: took_s})
             for running in self._since:
                 self._since[running] += took_s

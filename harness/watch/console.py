@@ -78,20 +78,17 @@ class LiveTable:
 
 
 @contextmanager
-def live_table(
-    title: str, columns: Sequence[str], widths: Sequence[int] | None = None
-) -> Iterator[LiveTable]:
+def live_table(title: str, columns: Sequence[str]) -> Iterator[LiveTable]:
     """Show a table that grows inside the block, line by line.
 
     A ``progress`` inside the table shows nothing, and a table inside a ``progress`` or another
-    table has no line for what is done now. ``widths`` are the columns' least widths: a line is
-    written before the rows to come are known.
+    table has no line for what is done now. A column is as wide as its heading, which may end with
+    spaces: a line is written before the rows to come are known.
     """
     global _busy
     was_busy = _busy
     _busy = True
-    widths = widths or [0] * len(columns)
-    table = LiveTable([*map(max, widths, map(len, columns))])
+    table = LiveTable([*map(len, columns)])
     try:
         say(title)
         table.add(columns)

@@ -239,12 +239,12 @@ class StageTimer:
         """Starts a batch; returns what times each sample, or None where none is timed."""
         self._samples = samples
         self._undivided += samples
-        affordable = int((_BUDGET * self._busy_s - self._spent_s) / self._cost_s)
-        self._timing = affordable >= min(samples, _FEW)
+        affordable = (_BUDGET * self._busy_s - self._spent_s) / self._cost_s
+        self._timing = affordable >= _FEW or affordable >= samples
         if not self._timing:
             self._begun_s = self._now()
             return None
-        count = min(samples, affordable)
+        count = min(samples, int(affordable))
         self._spent_s += count * self._cost_s
         # evenly spread, from another place each time: the golden ratio's multiples leave no gaps
         self._offset = (self._offset + 0.618034) % 1.0
@@ -258,7 +258,7 @@ class StageTimer:
 
     def share(self) -> None:
         """Note that until ``fill`` the worker gets memory that another process can map."""
-        if self._timing and SHARE in self._stages:
+        if self._timing:
             self.lap(COLLATE)
 
     def fill(self) -> None:

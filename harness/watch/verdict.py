@@ -250,9 +250,7 @@ def hosted(r: StallBreakdown) -> Finding:
 
 def launched(r: StallBreakdown) -> Finding:
     """Returns that Python launches kernels more slowly than the device runs them."""
-    cause = "The device waited for Python within the step"
-    if r.launch:
-        cause += f" {r.launch:.0%} of the time"
+    cause = f"The device waited for Python within the step {r.launch:.0%} of the time"
     if launch := r.evidence.window.launch_ms:
         cause += f". Launching a step takes {launch.median:.1f} ms"
     faster = "trainer.compile=true"

@@ -289,7 +289,7 @@ def test_a_live_table_in_a_pipe_is_lines(
     capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture
 ) -> None:
     """Title and header at once, each row when it comes, padded; no status; all in the log."""
-    with console.live_table("Trials", ["num_workers", "images/s", "note"], [0, 10, 0]) as shown:
+    with console.live_table("Trials", ["num_workers", "images/s  ", "note"]) as shown:
         shown.status("measuring num_workers=4")
         assert capsys.readouterr().out.splitlines() == ["Trials", "num_workers  images/s    note"]
         shown.add(["4", "1200 ±3%", "[b]\r"])
