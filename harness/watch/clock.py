@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 Batch = TypeVar("Batch")
-_END: Any = object()
 
 
 class StepClock:
@@ -269,9 +268,10 @@ class StepClock:
             with self.waiting():
                 iterator = iter(batches)
             while True:
-                with self.waiting():
-                    batch = next(iterator, _END)
-                if batch is _END:
+                try:
+                    with self.waiting():
+                        batch = next(iterator)
+                except StopIteration:
                     self.settle()
                     return
                 count = (images or _images_in)(batch)

@@ -7,7 +7,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path

@@ -133,7 +133,7 @@ class Ledger:
         whole_s = sum(spent_s.values())
         on_device = whole_s > 0
         if on_device:
-            if self.kernel_blocks and self.blocks:
+            if self.kernel_blocks:
                 # of computing, what the device waited for launches has a name of its own
                 kernels_s = self.blocks * self.kernels_s / self.kernel_blocks
                 spent_s["launch"] = max(0.0, spent_s["compute"] - kernels_s)
