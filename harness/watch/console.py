@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from rich.console import Console
@@ -56,19 +57,19 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
+@dataclass(slots=True)
 class LiveTable:
     """A table whose rows come one by one, above a line for what is done now.
 
     A row is a line, padded to ``widths``. What is done now is shown where there is a ``live``.
     """
 
-    def __init__(self, widths: Sequence[int]) -> None:
-        self._widths = widths
-        self.live: Live | None = None
+    widths: Sequence[int]
+    live: Live | None = None
 
     def add(self, row: Sequence[str]) -> None:
         """Add a row, which has as many cells as there are columns."""
-        say("  ".join(map(str.ljust, map(printable, row), self._widths)).rstrip())
+        say("  ".join(map(str.ljust, map(printable, row), self.widths)).rstrip())
         self.status("")
 
     def status(self, text: str) -> None:
@@ -102,16 +103,16 @@ def live_table(title: str, columns: Sequence[str]) -> Iterator[LiveTable]:
         _busy = was_busy
 
 
+@dataclass(slots=True)
 class Bar:
     """Progress of long work; ``show``, if set, is called after each advance."""
 
-    def __init__(self, description: str, total: int | None, unit: str) -> None:
-        self.done = 0
-        self.total = total
-        self.show: Callable[[], object] | None = None
-        self._description = printable(description)
-        self._unit = unit
-        self._note = ""
+    description: str
+    total: int | None
+    unit: str
+    done: int = 0
+    show: Callable[[], object] | None = None
+    _note: str = ""
 
     def advance(self, n: int = 1) -> None:
         """Note ``n`` more units done."""
@@ -136,11 +137,11 @@ class Bar:
     def counts(self) -> str:
         """What is being done, and how much of it is done."""
         counts = [str(n) for n in (self.done, self.total) if n is not None]
-        unit = self._unit
+        unit = self.unit
         if unit == "B":
             unit = "MB"
             counts = [f"{int(n) / 1e6:.1f}" for n in counts]
-        return f"{self._description}: {' of '.join(counts)} {unit}"
+        return f"{printable(self.description)}: {' of '.join(counts)} {unit}"
 
 
 @contextmanager

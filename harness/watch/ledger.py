@@ -21,6 +21,7 @@ _ERROR = 0.01
 _LOG_GROWTH = math.log((1 + _ERROR) / (1 - _ERROR))  # of the buckets' bounds
 
 
+@dataclass(slots=True)
 class Sketch:
     """Quantiles of any number of times in milliseconds, in fixed memory.
 
@@ -29,11 +30,8 @@ class Sketch:
     Lee, VLDB 2019).
     """
 
-    __slots__ = ("_counts", "_max")
-
-    def __init__(self) -> None:
-        self._counts = Counter[int]()
-        self._max = 0.0
+    _counts: Counter[int] = field(default_factory=Counter)
+    _max: float = 0.0
 
     def add(self, value_ms: float) -> None:
         """Count one value."""
@@ -66,14 +64,15 @@ class Sketch:
         return Spread(median, p95, self._max)
 
 
+# callbacks are removed by what they are, not by their figures
+@dataclass(slots=True, eq=False)
 class Collections:
     """Adds up the seconds of garbage collections in ``thread``; one of ``gc.callbacks``."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.seconds = 0.0
-        self.thread: int | None = None
-        self.now = now
-        self._began = 0.0
+    now: Callable[[], float]
+    seconds: float = 0.0
+    thread: int | None = None
+    _began: float = 0.0
 
     def __call__(self, phase: str, info: Mapping[str, int]) -> None:
         """Take the start or the stop of a collection."""
