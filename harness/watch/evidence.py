@@ -206,7 +206,7 @@ class StallBreakdown:
             name: min(self.host, spent_s / max(window.elapsed_s, 1e-9))
             for name, spent_s in window.host_parts_s.items()
         }
-        self.workers = evidence.settings.num_workers
+        self.workers: int = evidence.settings.num_workers
         self.rate = window.images_per_s or 0.0
         self.search = None if evidence.autotuned else "loader.autotune=true"
 
