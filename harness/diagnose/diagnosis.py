@@ -155,8 +155,8 @@ def measure(
     world = feeds.world
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
     title = "diagnosing (at most a minute, nothing is trained)"
-    columns = ("", "run", "images/s", "")
-    with trainee.kept(), live_table(title, columns, (1, 34, 12, 0)) as rows:
+    columns = (" ", f"{'run':34}", "images/s    ", "")
+    with trainee.kept(), live_table(title, columns) as rows:
         size, notes = fitting_batch(feeds, trainee)
         loader = replace(config.loader, batch_size=size)
         probes = FirstReads(feeds.splits, replace(config, loader=loader), world)

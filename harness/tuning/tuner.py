@@ -58,8 +58,8 @@ def tune(
     limits = replace(limits, cores=ranks.smallest(limits.cores))
     lab = Lab(probes, trainee, limits, ranks)
     title = f"tuning the loader (tuner={config.name.name})"
-    settings = ("backend", "num_workers", "prefetch", "pinned")
-    columns = (*settings, "measured", "images/s", "waiting", "seconds", "")
+    settings = ("backend  ", "num_workers", "prefetch", "pinned")
+    columns = (*settings, "measured    ", "images/s  ", "waiting", "seconds", "")
     trials: list[Trial] = []
     with trainee.kept(), live_table(title, columns) as rows:
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Self
@@ -173,17 +173,17 @@ class Board:
         self.dropped += 1
 
 
+@dataclass(slots=True)
 class _Records:
     """A file that is only appended to, one whole record per write, behind ``head``.
 
     ``failed`` is told of every record that could not be written.
     """
 
-    def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
-        self.path = path
-        self.head = b""
-        self._failed = failed
-        self._handle: int | None = None
+    path: Path
+    failed: Callable[[Path, OSError], None]
+    head: bytes = b""
+    _handle: int | None = None
 
     def append(self, data: bytes) -> None:
         """Append one record; when it does not fit, the file stays as it was."""
@@ -196,7 +196,7 @@ class _Records:
                 os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
                 raise OSError(f"only {written} of {len(data)} bytes were written")
         except OSError as error:
-            self._failed(self.path, error)
+            self.failed(self.path, error)
         else:
             self.head = b""
 
@@ -206,11 +206,11 @@ class _Records:
             self._handle = None
 
 
-def _event(**fields: Any) -> bytes:
+def _event(**content: Any) -> bytes:
     """Returns a record of TensorBoard's event file, of now."""
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
-    return framed(Event(wall_time=time.time(), **fields).SerializeToString())
+    return framed(Event(wall_time=time.time(), **content).SerializeToString())
 
 
 def _scalars(step: int, figures: Mapping[str, float]) -> bytes:
@@ -262,9 +262,9 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: plain(item) for name, item in fields.items() if item is not None}
+    if is_dataclass(value):
+        known = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {name: plain(item) for name, item in known.items() if item is not None}
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Path):

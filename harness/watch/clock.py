@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 Batch = TypeVar("Batch")
-_END: Any = object()
 
 
 class StepClock:
@@ -115,7 +114,7 @@ class StepClock:
             if self._stamps is not None:
                 add_all(self._wait_parts_s, wait_parts(began, there, self._stamps))
             if self._timeline:
-                self._timeline.waited(began, there)
+                self._timeline.waits.append((began, there))
 
     def arrived(self, stamps: Stamps | None, there_s: float | None = None) -> None:
         """Take what is known of the batch that is about to end the running wait.
@@ -170,7 +169,7 @@ class StepClock:
         events again.
         """
         if self._timeline and not self._paused:
-            self._timeline.copied(Copy(start, end, ready or end))
+            self._timeline.copies.append(Copy(start, end, ready or end))
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
@@ -227,14 +226,13 @@ class StepClock:
             self._timeline.forget()
         self._paused = True
         began = self.now()
-        collecting = self._gc.thread
-        self._gc.thread = None
+        collected_s = self._gc.seconds
         try:
             yield
         finally:
             took_s = self.now() - began
             self._paused = False
-            self._gc.thread = collecting
+            self._gc.seconds = collected_s
             add_all(self._ledger.pauses_s, {name: took_s})
             for running in self._since:
                 self._since[running] += took_s
@@ -270,9 +268,10 @@ class StepClock:
             with self.waiting():
                 iterator = iter(batches)
             while True:
-                with self.waiting():
-                    batch = next(iterator, _END)
-                if batch is _END:
+                try:
+                    with self.waiting():
+                        batch = next(iterator)
+                except StopIteration:
                     self.settle()
                     return
                 count = (images or _images_in)(batch)

@@ -13,12 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from harness.runtime.errors import printable
@@ -56,83 +57,62 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
+@dataclass(slots=True)
 class LiveTable:
     """A table whose rows come one by one, above a line for what is done now.
 
-    On a terminal ``live`` draws the table again for each row; elsewhere a row is a line, padded to
-    ``widths``.
+    A row is a line, padded to ``widths``. What is done now is shown where there is a ``live``.
     """
 
-    def __init__(
-        self, title: str, columns: Sequence[str], widths: Sequence[int], live: Live | None
-    ) -> None:
-        self._live = live
-        self._title = printable(title)
-        self._widths = list(map(max, widths, map(len, columns)))
-        self._grid = Table.grid(padding=(0, 2, 0, 0))
-        self._line(self._title)
-        self.add(columns)
+    widths: Sequence[int]
+    live: Live | None = None
 
     def add(self, row: Sequence[str]) -> None:
         """Add a row, which has as many cells as there are columns."""
-        cells = list(map(printable, row))
-        self._grid.add_row(*map(Text, cells))
-        self._line("  ".join(map(str.ljust, cells, self._widths)).rstrip())
+        say("  ".join(map(str.ljust, map(printable, row), self.widths)).rstrip())
         self.status("")
 
     def status(self, text: str) -> None:
         """Say what is being done now, on a terminal alone, until the next row."""
-        if self._live:
-            parts: list[Text | Table] = [Text(self._title), self._grid]
-            if text:
-                parts.append(Text(printable(text), "dim"))
-            self._live.update(Group(*parts), refresh=True)
-
-    def _line(self, line: str) -> None:
-        _log.info("%s", line)
-        if self._live is None:
-            _print(line)
+        if self.live:
+            self.live.update(Text(printable(text), "dim"), refresh=True)
 
 
 @contextmanager
-def live_table(
-    title: str, columns: Sequence[str], widths: Sequence[int] | None = None
-) -> Iterator[LiveTable]:
-    """Show a table that grows inside the block, line by line where there is no terminal.
+def live_table(title: str, columns: Sequence[str]) -> Iterator[LiveTable]:
+    """Show a table that grows inside the block, line by line.
 
-    Inside a ``progress`` or another live table the rows are lines too; a ``progress`` inside the
-    table shows nothing. ``widths`` are the columns' least widths in lines, which are written before
-    the rows to come are known.
+    A ``progress`` inside the table shows nothing, and a table inside a ``progress`` or another
+    table has no line for what is done now. A column is as wide as its heading, which may end with
+    spaces: a line is written before the rows to come are known.
     """
     global _busy
     was_busy = _busy
-    widths = widths or [0] * len(columns)
     _busy = True
+    table = LiveTable([*map(len, columns)])
     try:
+        say(title)
+        table.add(columns)
         if was_busy or _quiet or not _on_terminal():
-            yield LiveTable(title, columns, widths, None)
+            yield table
             return
         # drawn when told, not by a thread of rich's: that would run inside what is being measured
-        with Live(console=_console, auto_refresh=False) as live:
-            shown = LiveTable(title, columns, widths, live)
-            try:
-                yield shown
-            finally:
-                shown.status("")
+        with Live(console=_console, auto_refresh=False, transient=True) as table.live:
+            yield table
     finally:
         _busy = was_busy
 
 
+@dataclass(slots=True)
 class Bar:
     """Progress of long work; ``show``, if set, is called after each advance."""
 
-    def __init__(self, description: str, total: int | None, unit: str) -> None:
-        self.done = 0
-        self.total = total
-        self.show: Callable[[], object] | None = None
-        self._description = printable(description)
-        self._unit = unit
-        self._note = ""
+    description: str
+    total: int | None
+    unit: str
+    done: int = 0
+    show: Callable[[], object] | None = None
+    _note: str = ""
 
     def advance(self, n: int = 1) -> None:
         """Note ``n`` more units done."""
@@ -157,11 +137,11 @@ class Bar:
     def counts(self) -> str:
         """What is being done, and how much of it is done."""
         counts = [str(n) for n in (self.done, self.total) if n is not None]
-        unit = self._unit
+        unit = self.unit
         if unit == "B":
             unit = "MB"
             counts = [f"{int(n) / 1e6:.1f}" for n in counts]
-        return f"{self._description}: {' of '.join(counts)} {unit}"
+        return f"{printable(self.description)}: {' of '.join(counts)} {unit}"
 
 
 @contextmanager

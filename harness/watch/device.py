@@ -70,6 +70,9 @@ class Source:
                 for tag, figure in zip(tags, read(), strict=False):
                     if figure is not None:
                         found[tag] = figure
+                        # two counters are not read at the very same moment
+                        if tag.figure.unit == "fraction":
+                            found[tag] = min(1.0, figure)
             except Exception as error:
                 # whatever a driver or a kernel comes up with
                 del self._reads[tags]
@@ -188,7 +191,7 @@ def _others(nvml: Any, handle: Any) -> Callable[[], Figures]:
         if not own & running:
             # NVML counts processes as another container does
             return ()
-        return (min(1.0, sum(sample.smUtil for sample in samples if sample.pid not in own) / 100),)
+        return (sum(sample.smUtil for sample in samples if sample.pid not in own) / 100,)
 
     return read
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, cast
 
 from harness.watch.bottleneck import HARM, Bottleneck
 from harness.watch.figures import Tag, Window
@@ -16,30 +16,6 @@ from harness.watch.stages import AUGMENT, GROUPS, SAMPLE, StageCost, StageTotals
 THROTTLED = 0.25
 # of the time: a smaller suspect is not worth a word
 WORTH = 0.01
-
-
-class LoaderSettings(Protocol):
-    """What a verdict asks of a loader's settings; the names are torch's."""
-
-    @property
-    def backend(self) -> str:
-        """How batches are made: "processes", "threads", or "arrays", which never has workers."""
-
-    @property
-    def batch_size(self) -> int:
-        """Images in a batch."""
-
-    @property
-    def num_workers(self) -> int:
-        """Workers; 0: loading happens in the trainer."""
-
-    @property
-    def prefetch_factor(self) -> int | None:
-        """Batches in flight: per worker process, of threads in all; None without workers."""
-
-    @property
-    def pin_memory(self) -> bool:
-        """Whether batches are page-locked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +40,9 @@ class Evidence:
     Attributes:
         window: the steps' figures, usually the whole run's.
         stages: what the workers spent their time on; None: the feed does not tell.
-        settings: the loader's.
+        settings: the loader's, with torch's names; ``backend`` is "processes", "threads", or
+            "arrays", which never has workers; ``prefetch_factor`` is per worker process, or of
+            threads in all.
         cores: processors that this rank may use.
         device: cpu, cuda or mps.
         sampled: the machine's figures by tag, means over the run.
@@ -82,7 +60,7 @@ class Evidence:
 
     window: Window
     stages: StageTotals | None
-    settings: LoaderSettings
+    settings: Any
     cores: float
     device: str
     sampled: Mapping[str, float]
@@ -228,7 +206,7 @@ class StallBreakdown:
             name: min(self.host, spent_s / max(window.elapsed_s, 1e-9))
             for name, spent_s in window.host_parts_s.items()
         }
-        self.workers = evidence.settings.num_workers
+        self.workers: int = evidence.settings.num_workers
         self.rate = window.images_per_s or 0.0
         self.search = None if evidence.autotuned else "loader.autotune=true"
 

@@ -44,9 +44,6 @@ class Figure(NamedTuple):
 class Tag(StrEnum):
     """A figure that is no window's; what a device cannot give is left out."""
 
-    # an enum's own is a function of Python's
-    __hash__ = str.__hash__
-
     figure: Figure
 
     def __new__(cls, tag: str, *declared: str) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harness.watch.figures import Window
 
@@ -35,20 +35,18 @@ class Goodput:
     rest: tuple[Part, ...]
 
 
+@dataclass(slots=True)
 class Course:
     """Wall time since ``began_s``, a time of the clock ``now``, by what it went to."""
 
-    def __init__(self, began_s: float, now: Callable[[], float] = time.perf_counter) -> None:
-        self._began_s = began_s
-        self._now = now
-        self._marked_s = began_s
-        self._spent_s: dict[str, float] = {}
+    began_s: float
+    now: Callable[[], float] = time.perf_counter
+    _spent_s: dict[str, float] = field(default_factory=dict)
 
     def mark(self, name: str) -> None:
         """Book the time since the last mark, or since the beginning, under ``name``."""
-        now_s = self._now()
-        self._spent_s[name] = self._spent_s.get(name, 0.0) + now_s - self._marked_s
-        self._marked_s = now_s
+        unmarked_s = self.now() - self.began_s - sum(self._spent_s.values())
+        self._spent_s[name] = self._spent_s.get(name, 0.0) + unmarked_s
 
     def goodput(self, figures: Window) -> Goodput | None:
         """Returns what ``figures`` of the whole run and the marks come to.
@@ -56,8 +54,8 @@ class Course:
         None where the device's own time is not known.
         """
         shares_s = {name: share * figures.elapsed_s for name, share in figures.shares.items()}
-        wall_s = self._now() - self._began_s
-        if "compute" not in shares_s or wall_s <= 0:
+        wall_s = self.now() - self.began_s
+        if "compute" not in shares_s:
             return None
         busy_s = min(shares_s.pop("compute"), wall_s)
         spent = {

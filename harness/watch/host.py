@@ -7,7 +7,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -42,21 +42,20 @@ class HostSource(Source):
         tree = Tree(proc=root / "proc")
         groups = limits.control_groups(root)
         self._last: dict[Hashable, tuple[float, float]] = {}
+        rates = self._rates
         self._reads = {
             (Tag.CPU_FRACTION, Tag.MACHINE_CPU_CORES): self._machine,
             (Tag.RAM_USED_BYTES,): lambda: (float(psutil.virtual_memory().used),),
             (Tag.DISK_READ_BYTES_PER_S,): self._disks,
-            (Tag.CPU_CORES, Tag.MAJOR_FAULTS_PER_S): lambda: self._rates("used", tree.processor()),
-            (Tag.READ_BYTES_PER_S, Tag.STORAGE_BYTES_PER_S): lambda: self._rates(
+            (Tag.CPU_CORES, Tag.MAJOR_FAULTS_PER_S): lambda: rates("used", tree.processor()),
+            (Tag.READ_BYTES_PER_S, Tag.STORAGE_BYTES_PER_S): lambda: rates(
                 "read", tree.read_bytes()
             ),
-            (Tag.THROTTLED_FRACTION,): lambda: self._largest(throttled(groups)),
-            (Tag.MEMORY_STALL_FRACTION,): lambda: self._largest(
-                {"memory": (now(), memory_stalled(groups, root))}
-            ),
+            (Tag.THROTTLED_FRACTION,): lambda: self._most_throttled(groups),
+            (Tag.MEMORY_STALL_FRACTION,): lambda: rates("memory", (memory_stalled(groups, root),)),
         }
         if cores is not None:
-            self._reads[(Tag.QUEUED_THREADS,)] = lambda: self._rates("queued", (tree.queued_s(),))
+            self._reads[(Tag.QUEUED_THREADS,)] = lambda: rates("queued", (tree.queued_s(),))
 
     def sample(self) -> dict[str, float]:
         """Returns what can be had now, by tag."""
@@ -70,19 +69,15 @@ class HostSource(Source):
 
     def _machine(self) -> Figures:
         total, busy = machine_times()
-        (share,) = self._largest({"cores": (total, busy)}) or (None,)
-        return share, self._growth("busy", self._now(), busy)
+        return self._growth("share", total, busy), self._growth("busy", self._now(), busy)
 
     def _disks(self) -> Figures:
         counters = psutil.disk_io_counters()
         return self._rates("disks", counters and (counters.read_bytes,))
 
-    def _largest(self, counts: Mapping[Hashable, tuple[float, float]]) -> Figures:
-        """Returns the largest growth of a part per unit of its whole, by (whole, part)."""
-        shares = [self._growth(name, *pair) for name, pair in counts.items()]
-        known = [share for share in shares if share is not None]
-        # two counters are not read at the very same moment
-        return (min(1.0, max(known)),) if known else ()
+    def _most_throttled(self, groups: Sequence[Path]) -> Figures:
+        shares = [self._growth(group, *counts) for group, counts in throttled(groups).items()]
+        return (max((share for share in shares if share is not None), default=None),)
 
     def _rates(self, name: str, totals: Sequence[float] | None) -> list[float | None]:
         """Returns the growth of each total per second."""

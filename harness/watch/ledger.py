@@ -6,16 +6,12 @@ Light: the standard library alone.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import TypeVar
 
 from harness.watch.figures import Spread, Window
-
-Key = TypeVar("Key", bound=Hashable)
-Number = TypeVar("Number", int, float)
 
 # steps by the host's clock: ``Window.step_ms`` where no device tells its own
 HOST_STEP = "host_step_ms"
@@ -25,6 +21,7 @@ _ERROR = 0.01
 _LOG_GROWTH = math.log((1 + _ERROR) / (1 - _ERROR))  # of the buckets' bounds
 
 
+@dataclass(slots=True)
 class Sketch:
     """Quantiles of any number of times in milliseconds, in fixed memory.
 
@@ -33,11 +30,8 @@ class Sketch:
     Lee, VLDB 2019).
     """
 
-    __slots__ = ("_counts", "_max")
-
-    def __init__(self) -> None:
-        self._counts: defaultdict[int, int] = defaultdict(int)
-        self._max = 0.0
+    _counts: Counter[int] = field(default_factory=Counter)
+    _max: float = 0.0
 
     def add(self, value_ms: float) -> None:
         """Count one value."""
@@ -50,7 +44,7 @@ class Sketch:
 
     def merge(self, other: Sketch) -> None:
         """Count all values of ``other``."""
-        add_all(self._counts, other._counts)
+        self._counts.update(other._counts)
         self._max = max(self._max, other._max)
 
     def spread(self) -> Spread | None:
@@ -59,7 +53,7 @@ class Sketch:
             return None
         found = []
         for share in (0.5, 0.95):
-            rank = share * sum(self._counts.values())
+            rank = share * self._counts.total()
             for bucket in sorted(self._counts):
                 rank -= self._counts[bucket]
                 if rank <= 0:
@@ -70,14 +64,15 @@ class Sketch:
         return Spread(median, p95, self._max)
 
 
+# callbacks are removed by what they are, not by their figures
+@dataclass(slots=True, eq=False)
 class Collections:
     """Adds up the seconds of garbage collections in ``thread``; one of ``gc.callbacks``."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.seconds = 0.0
-        self.thread: int | None = None
-        self.now = now
-        self._began = 0.0
+    now: Callable[[], float]
+    seconds: float = 0.0
+    thread: int | None = None
+    _began: float = 0.0
 
     def __call__(self, phase: str, info: Mapping[str, int]) -> None:
         """Take the start or the stop of a collection."""
@@ -137,7 +132,7 @@ class Ledger:
         whole_s = sum(spent_s.values())
         on_device = whole_s > 0
         if on_device:
-            if self.kernel_blocks and self.blocks:
+            if self.kernel_blocks:
                 # of computing, what the device waited for launches has a name of its own
                 kernels_s = self.blocks * self.kernels_s / self.kernel_blocks
                 spent_s["launch"] = max(0.0, spent_s["compute"] - kernels_s)
@@ -175,10 +170,10 @@ class Ledger:
         )
 
 
-def add_all(sums: dict[Key, Number], more: Mapping[Key, Number]) -> None:
+def add_all(sums: dict[str, float], more: Mapping[str, float]) -> None:
     """Add the numbers of ``more`` to those of ``sums`` under the same keys."""
     for key, number in more.items():
-        sums[key] = sums.get(key, 0) + number
+        sums[key] = sums.get(key, 0.0) + number
 
 
 def _shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:

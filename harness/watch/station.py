@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ class Watch:
     """
 
     clock: StepClock
-    course: Course = field(default_factory=lambda: Course(time.perf_counter()))
+    course: Course
     board: Board | None = None
     sampler: Sampler | None = None
     on_window: list[Callable[[StepClock, Window], None]] = field(default_factory=list)

@@ -92,6 +92,8 @@ class Timeline:
         keep_steps: keep when each step ended.
 
     Attributes:
+        waits: since the last block, when the host was blocked on the feed; told by the clock.
+        copies: the events of the batches that the next block computes on; told by the clock.
         ends_s: when the device ended each step, by the host's clock; empty unless they are kept.
     """
 
@@ -104,8 +106,8 @@ class Timeline:
         self._pending: deque[_Slot] = deque()
         # of the block that has begun, if it is measured
         self._running: _Slot | None = None
-        self._waits: deque[Span] = deque(maxlen=slots)  # since the last block
-        self._copies: deque[Copy] = deque(maxlen=slots)  # likewise
+        self.waits: deque[Span] = deque(maxlen=slots)
+        self.copies: deque[Copy] = deque(maxlen=slots)
         # the last one read: the next gap begins at its end
         self._previous: _Slot | None = None
         # when the device passed that end, by the host's clock
@@ -126,20 +128,12 @@ class Timeline:
         self._known = True
         self._step_s: dict[str, float] = {}  # of that step
 
-    def waited(self, began_s: float, ended_s: float) -> None:
-        """Keep when the host was blocked on the feed, for the next block's batch."""
-        self._waits.append((began_s, ended_s))
-
-    def copied(self, copy: Copy) -> None:
-        """Keep the events of a batch that the next block computes on."""
-        self._copies.append(copy)
-
     def begin(self, ledger: Ledger, *, first: bool) -> None:
         """Begin a block; one for which the device is too far behind is dropped."""
-        waits = tuple(self._waits)
-        copies = tuple(self._copies)
-        self._waits.clear()
-        self._copies.clear()
+        waits = tuple(self.waits)
+        copies = tuple(self.copies)
+        self.waits.clear()
+        self.copies.clear()
         if not self._free:
             self.read(ledger)
         if not self._free:

@@ -25,7 +25,7 @@ class Tree:
         self._proc = str(proc)
         # every process after its parent
         self._members: dict[int, None] = {self._pid: None}
-        self._strangers: set[int] = set()
+        self._seen = {self._pid}
         self._queued_ns: dict[str, int] = {}  # by thread
         self._queued_s = 0.0
 
@@ -116,9 +116,8 @@ class Tree:
         A process keeps its parent while that lives, so that each is asked once, not every time.
         """
         there = {int(name) for name in os.listdir(self._proc) if name.isdigit()}
-        self._strangers &= there
         self._members = {pid: None for pid in self._members if pid in there or pid == self._pid}
-        parents = dict.fromkeys(there - self._strangers - self._members.keys(), 0)
+        parents = dict.fromkeys(there - self._seen, 0)
         for pid in parents:
             # else it has ended already, or is hidden from us and so none of ours
             with suppress(OSError):
@@ -127,7 +126,7 @@ class Tree:
             for pid in born:
                 self._members[pid] = None
                 del parents[pid]
-        self._strangers |= parents.keys()
+        self._seen = there
 
     def _read(self, pid: int | str, name: str) -> bytes:
         handle = os.open(f"{self._proc}/{pid}/{name}", os.O_RDONLY)

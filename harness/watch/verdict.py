@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 from harness.watch.bottleneck import HARM, HEADLINE, SECOND, WORK, Bottleneck
 from harness.watch.evidence import THROTTLED, WORTH, Evidence, StallBreakdown, listed
 from harness.watch.figures import Tag
@@ -63,12 +65,13 @@ def judge(evidence: Evidence) -> Verdict:
         )
     r = StallBreakdown(evidence)
     found = straggler(r)
-    if found is None and r.lost < HARM:
-        found = unharmed(r)
-    elif found is None:
-        # the rule for what costs the most
-        costs = {starved: r.starved, copied: r.copy, hosted: r.host, launched: r.launch}
-        found = max(costs, key=costs.__getitem__)(r)
+    if found is None:
+        rule = unharmed
+        if r.lost >= HARM:
+            # the rule for what costs the most
+            costs = {starved: r.starved, copied: r.copy, hosted: r.host, launched: r.launch}
+            rule = max(costs, key=costs.__getitem__)
+        found = rule(r)
     found = lacking(r, found) or found
     ceiling = max(r.ceiling, found.ceiling)
 
@@ -101,33 +104,28 @@ def straggler(r: StallBreakdown) -> Finding | None:
     if len(e.ranks) < 2:
         return None
     causes = (
-        ("stalled_ms", "waiting for data", "look at that rank's storage and cores"),
-        ("host_ms", "Python between two steps", "look at what else runs on that rank's cores"),
-        ("forward_ms", "the forward pass", "look whether that rank's device is slower or shared"),
+        ("waiting for data", "look at that rank's storage and cores"),
+        ("Python between two steps", "look at what else runs on that rank's cores"),
+        ("the forward pass", "look whether that rank's device is slower or shared"),
     )
-    columns: dict[tuple[str, str, str], list[float]] = {}
-    for each in causes:
-        column = [getattr(rank, each[0]) for rank in e.ranks]
-        # a figure that one rank cannot tell counts for none of them
-        columns[each] = [0.0] * len(column) if None in column else column
-    own_ms = [sum(parts, 0.0) for parts in zip(*columns.values(), strict=True)]
-    slowest = own_ms.index(max(own_ms))
-
-    def late_ms(column: list[float]) -> float:
-        return column[slowest] - median(column[:slowest] + column[slowest + 1 :])
-
+    ms = np.array([[rank.stalled_ms, rank.host_ms, rank.forward_ms] for rank in e.ranks], float)
+    # a figure that one rank cannot tell counts for none of them
+    ms[:, np.isnan(ms).any(axis=0)] = 0.0
+    slowest = int(ms.sum(axis=1).argmax())
+    others_ms = np.delete(ms, slowest, axis=0)
+    late_ms = float(ms[slowest].sum() - np.median(others_ms.sum(axis=1)))
     step_ms = median(rank.step_ms for rank in e.ranks)
-    if late_ms(own_ms) <= HARM * step_ms:
+    if late_ms <= HARM * step_ms:
         return None
-    most = max(columns, key=lambda each: late_ms(columns[each]))
-    figure, what, advice = most
+    more_ms = ms[slowest] - np.median(others_ms, axis=0)
+    what, advice = causes[more_ms.argmax()]
     cause = (
-        f"Rank {e.ranks[slowest].rank} holds the others up by {late_ms(own_ms):.1f} ms a step. "
+        f"Rank {e.ranks[slowest].rank} holds the others up by {late_ms:.1f} ms a step. "
         f"Most of that is {what}"
     )
-    if figure != "stalled_ms":
+    if more_ms.argmax() > 0:
         return Finding("rank", cause, None, advice)
-    held_up = late_ms(columns[most]) / max(step_ms, 1e-9)
+    held_up = float(more_ms[0]) / max(step_ms, 1e-9)
     return Finding("rank", cause, r.search, advice, 1 / max(0.01, 1 - held_up))
 
 
@@ -257,9 +255,7 @@ def hosted(r: StallBreakdown) -> Finding:
 
 def launched(r: StallBreakdown) -> Finding:
     """Returns that Python launches kernels more slowly than the device runs them."""
-    cause = "The device waited for Python within the step"
-    if r.launch:
-        cause += f" {r.launch:.0%} of the time"
+    cause = f"The device waited for Python within the step {r.launch:.0%} of the time"
     if launch := r.evidence.window.launch_ms:
         cause += f". Launching a step takes {launch.median:.1f} ms"
     faster = "trainer.compile=true"

@@ -24,6 +24,7 @@ from harness.training.saving import Place, Saves
 from harness.training.state import state_of
 from harness.training.step import Step
 from harness.watch.clock import StepClock
+from harness.watch.goodput import Course
 from harness.watch.station import Watch
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -84,7 +85,13 @@ def make_engine(tmp_path: Path) -> MakeEngine:
         state = state_of(network, config, CPU.device, len(feed))
         step = Step(state, config, CPU, 10)
         return Engine(
-            config, CPU, step, feed, val_feed, Watch(StepClock()), Place(tmp_path, ("a",))
+            config,
+            CPU,
+            step,
+            feed,
+            val_feed,
+            Watch(StepClock(), Course(0.0)),
+            Place(tmp_path, ("a",)),
         )
 
     return make

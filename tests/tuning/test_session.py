@@ -29,6 +29,7 @@ from harness.tuning.live import Change
 from harness.tuning.measures import Trainee
 from harness.tuning.session import Tuned, tuned
 from harness.watch.clock import StepClock
+from harness.watch.goodput import Course
 from harness.watch.ledger import Ledger
 from harness.watch.station import Watch
 
@@ -277,7 +278,7 @@ def test_threads_follow_the_run(
     monkeypatch.setattr(session, "tune", chosen_as_it_was)
     found = run(composed, *overrides)
     feeds = made(composed, *overrides)
-    watch = Watch(StepClock("cpu"))
+    watch = Watch(StepClock("cpu"), Course(0.0))
     found.follow(feeds.train(found.report.settings), feeds.val(found.report.val), watch, 5)
     assert (
         [feed.settings.num_workers for feed in found.live.feeds] if found.live else []
@@ -307,7 +308,10 @@ def test_the_report_tells_what_was_saved_and_how_to_begin_with_the_last_number(
     found = run(composed, *THREADED)
     feeds = made(composed, *THREADED)
     found.follow(
-        feeds.train(found.report.settings), feeds.val(found.report.val), Watch(StepClock("cpu")), 5
+        feeds.train(found.report.settings),
+        feeds.val(found.report.val),
+        Watch(StepClock("cpu"), Course(0.0)),
+        5,
     )
     assert "settled" not in found.summary(Ledger().window()) and found.live is not None
     found.live.changes.append(Change(20, 8, 3, 400.0, "late files"))

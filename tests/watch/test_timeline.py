@@ -88,7 +88,7 @@ def test_memory_stays_as_it_was(clock: StepClock, gpu: Gpu) -> None:
         step(clock, gpu, wait_s=0.001, compute_s=0.001, copy_s=0.0005)
     assert clock._timeline is not None
     assert gpu.made == 192
-    assert len(clock._timeline._copies) + len(clock._timeline._pending) < 40
+    assert len(clock._timeline.copies) + len(clock._timeline._pending) < 40
 
 
 def test_copies_nobody_computes_on_are_bounded(clock: StepClock, gpu: Gpu) -> None:
@@ -97,7 +97,7 @@ def test_copies_nobody_computes_on_are_bounded(clock: StepClock, gpu: Gpu) -> No
         clock.copied(*gpu.copy(0.001))
         clock.step(1)
     assert clock._timeline is not None
-    assert len(clock._timeline._copies) == 64
+    assert len(clock._timeline.copies) == 64
 
 
 @pytest.mark.parametrize("steps", [10, 20, 100])
