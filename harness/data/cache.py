@@ -3,8 +3,8 @@
 The file, in memory or on disk, has a head, a table with a column for each image, and room for
 pixels. Pixel storage is append-only, so views stay valid. An image's 64-bit place is written last:
 a killed writer leaves no half entry. Entries of earlier runs, or of other ones, are verified on
-first use (size and time of change of the source, checksum of the pixels), which finds files that
-have changed and pages that a power failure took away. Entries of this run need no check. A page
+first use by a checksum of the pixels and of the source's size and time of change, which finds files
+that have changed and pages that a power failure took away. Entries of this run need no check. A page
 that the disk fails to read ends the process, as with any mapped file.
 """
 
@@ -25,11 +25,11 @@ from harness.data.transforms import resized
 from harness.runtime.errors import printable
 
 # raise it when the file's content changes
-FORMAT = 2
+FORMAT = 3
 _HEAD = np.dtype([("facts", "S64"), ("used", "<i8"), ("limit", "<i8")])
 _TABLE_START = 128
-# place, checksum, size and time of change of the source file
-_COLUMNS = 4
+# place; checksum of the pixels with the size and time of change of the source file
+_COLUMNS = 2
 # pixels begin at multiples of it
 _UNIT_BYTES = 512
 # of a place: the sides of the image, below the place of its first unit
@@ -67,7 +67,7 @@ class PixelCache:
         cells = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START)
         self._table = cells.reshape(_COLUMNS, -1)
         rows = slice(first, first + len(source))
-        self._places, self._sums, self._sizes, self._changed_ns = self._table[:, rows]
+        self._places, self._sums = self._table[:, rows]
         self._checked = np.frombuffer(checked.map, np.uint8)[rows]
         self._pixels = np.frombuffer(file.map, np.uint8)
         self._pixels.flags.writeable = False
@@ -95,10 +95,8 @@ class PixelCache:
         # The source file may be gone.
         with suppress(OSError):
             status = os.stat(self._source.where(i))
-            expected = self._sums[i], self._sizes[i], self._changed_ns[i]
-            if pixels is not None and expected == (
-                checksum(pixels), status.st_size, status.st_mtime_ns
-            ):  # fmt: skip
+            facts = status.st_size, status.st_mtime_ns
+            if pixels is not None and self._sums[i] == checksum(pixels, *facts):
                 self._checked[i] = 1
                 return pixels
         if self._file.writable:
@@ -139,9 +137,7 @@ class PixelCache:
             # the disk has less left than there was at first
             head["limit"] = start
             return pixels
-        self._sums[i] = checksum(content)
-        self._sizes[i] = status.st_size
-        self._changed_ns[i] = status.st_mtime_ns
+        self._sums[i] = checksum(content, status.st_size, status.st_mtime_ns)
         # The kernel's locks around the write order it before this store, on any processor.
         self._places[i] = (start // _UNIT_BYTES << _SIDE_BITS | height) << _SIDE_BITS | width
         self._checked[i] = 1

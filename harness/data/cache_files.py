@@ -29,7 +29,7 @@ from harness.data.mapped import MappedFile, memory
 from harness.data.storage import FolderSource, Source, Subset, cache_root
 from harness.runtime import limits
 from harness.runtime.errors import BadSample, printable
-from harness.runtime.files import make_way, open_regular, set_aside
+from harness.runtime.files import make_way, open_regular
 from harness.runtime.folder import LOGGER
 from harness.runtime.seeding import SampleRng
 from harness.watch.console import say
@@ -56,14 +56,9 @@ def open_caches(
     """
     train, val = sources
     # what the pixels of a file depend on, besides its own bytes; torch makes large ones smaller
-    decoders = ["pillow", "simplejpeg"] + ["torch"] * (data.cache_max_side is not None)
-    software = {
-        "format": cache.FORMAT,
-        "options": asdict(options),
-        "max_side": data.cache_max_side,
-        **{name: version(name) for name in decoders},
-    }
-    facts = hashlib.sha256(json.dumps(software, sort_keys=True).encode())
+    software = list(map(version, ("pillow", "simplejpeg", "torch")))
+    made_by = cache.FORMAT, asdict(options), data.cache_max_side, software
+    facts = hashlib.sha256(json.dumps(made_by).encode())
     roots = []
     for source in sources:
         folder, digest = _listed(source, data)
@@ -168,14 +163,11 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     except OSError as error:
         reason = f"{shown}: {error.strerror or error}"
         failed = True
-    found = None
     with suppress(OSError, ValueError):
         file = MappedFile(open_regular(place))
         if cache.taken_bytes(file.fd, facts, rows) is not None:
-            found = file
-    if found is not None:
-        _log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
-        return found
+            _log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
+            return file
     if failed:
         raise ConfigError(
             f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use "
@@ -203,31 +195,23 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
         free_bytes += os.fstat(fd).st_blocks * 512
         used, in_use = cache.taken_bytes(fd, facts, rows) or (0, 0)
     budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
-    if fd is not None:
-        if 0 < used <= 2 * in_use:
-            if data.cache_gb is not None and used > budget_bytes:
-                raise ConfigError(
-                    f"data.cache_gb={data.cache_gb:g}: {printable(str(place))} has "
-                    f"{used / 1e9:.1f} GB already; raise it, or delete that file"
-                )
-            cache.set_budget(fd, facts, rows, budget_bytes)
-            return fd
+    if fd is not None and not 0 < used <= 2 * in_use:
         os.close(fd)
+        fd = None
         why = "of other files, settings or versions, or damaged"
         if used:
             why = "most of it of files that have changed"
         _log.warning("%s: %s: made again", place, why)
         # its room is needed; a run that still reads it keeps it
         place.unlink()
-    part = place.with_suffix(".part")
-    # of a process that was killed
-    set_aside(part)
-    fd = open_regular(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        cache.set_budget(fd, facts, rows, budget_bytes)
-        os.replace(part, place)
-    finally:
-        part.unlink(missing_ok=True)
+    elif data.cache_gb is not None and used > budget_bytes:
+        raise ConfigError(
+            f"data.cache_gb={data.cache_gb:g}: {printable(str(place))} has {used / 1e9:.1f} GB "
+            "already; raise it, or delete that file"
+        )
+    if fd is None:
+        fd = open_regular(place, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    cache.set_budget(fd, facts, rows, budget_bytes)
     return fd
 
 

@@ -28,7 +28,7 @@ from harness.runtime.files import open_regular, parsed, set_aside, write_whole
 from harness.runtime.folder import LOGGER
 
 # Of the file, and of the rules by which a scan chooses and is trusted: raise it with either.
-_FORMAT = 4
+_FORMAT = 5
 # a folder changed so shortly before its scan may change again without another time of change
 _RACY_NS = 2_000_000_000
 
@@ -112,7 +112,7 @@ class Index:
         """Whether every folder below ``root`` is as it was before it was scanned."""
         try:
             return all(
-                _folder_state(os.stat(os.path.join(root, os.fsencode(path)))) == state
+                _folder_state(os.path.join(root, os.fsencode(path))) == state
                 for path, state in self._watched.items()
             )
         except OSError:
@@ -175,11 +175,11 @@ class _Scan:
 
     def __init__(self, root: bytes, limit: bytes) -> None:
         self.skipped: Counter[str] = Counter()
-        self.watched = {b"": _folder_state(os.stat(root))}
+        self.watched: dict[bytes, _State] = {}
         self._root = root
-        self._limit = os.path.join(limit, b"")
+        # also those of a root that is itself a link out of the limit
+        self._limits = tuple(os.path.join(path, b"") for path in (limit, os.path.realpath(root)))
         self._unreadable: list[bytes] = []
-        self._seen: set[tuple[int, int]] = set()
         self.folders: list[bytes] = []
         for entry in self._entries(root):
             if entry.is_dir(follow_symlinks=False):
@@ -200,7 +200,7 @@ class _Scan:
         """Returns the content of an index's file."""
         names = list(chain.from_iterable(self.images))
         labels = np.repeat(np.arange(len(self.folders)), list(map(len, self.images)))
-        ends = np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))
+        ends = np.cumsum(list(map(len, names)), dtype=np.int64)
         facts = json.dumps({
             "folders": list(map(os.fsdecode, self.folders)),
             "watched": {os.fsdecode(path): state for path, state in self.watched.items()},
@@ -215,15 +215,7 @@ class _Scan:
         found = []
         pending = [folder]
         while pending:
-            current = pending.pop()
-            status = os.stat(current)
-            # a bind mount can lead back as a link can
-            if (status.st_dev, status.st_ino) in self._seen:
-                continue
-            self._seen.add((status.st_dev, status.st_ino))
-            self.watched[os.path.relpath(current, self._root)] = _folder_state(status)
-            folders = []
-            for entry in self._entries(current):
+            for entry in self._entries(pending.pop()):
                 try:
                     reason = self._unfit(entry)
                 except OSError:
@@ -232,13 +224,13 @@ class _Scan:
                 if reason is not None:
                     self.skipped[reason] += 1
                 elif entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
+                    pending.append(entry.path)
                 else:
                     found.append(entry.path[start:])
-            pending += sorted(folders)
         return sorted(found)
 
     def _entries(self, folder: bytes) -> list[os.DirEntry[bytes]]:
+        self.watched[os.path.relpath(folder, self._root)] = _folder_state(folder)
         try:
             with os.scandir(folder) as entries:
                 every = list(entries)
@@ -262,16 +254,15 @@ class _Scan:
             if os.path.isdir(entry.path):
                 return "link to a folder"
             target = os.path.realpath(entry.path)
-            if not target.startswith(self._limit):
+            if not target.startswith(self._limits):
                 return "link out of the data set"
             beside = os.path.dirname(target)
             if beside not in self.watched:
-                self.watched[beside] = _folder_state(os.stat(beside))
+                self.watched[beside] = _folder_state(beside)
         if not entry.is_file():
             return "not a regular file"
-        # asked for the user that files are opened as, if the system can
-        by_user = os.access in os.supports_effective_ids
-        if not os.access(entry.path, os.R_OK, effective_ids=by_user):
+        # asked for the user that files are opened as
+        if not os.access(entry.path, os.R_OK, effective_ids=True):
             raise PermissionError
         if named_image:
             return None
@@ -279,11 +270,12 @@ class _Scan:
             return None if reader(file.read(HEAD_BYTES)) else "not an image"
 
 
-def _folder_state(status: os.stat_result) -> _State:
+def _folder_state(path: bytes) -> _State:
     """Returns a folder's number and times, which change with its entries' names.
 
     The second of the times cannot be set by a program, as ``rsync -a`` and ``tar`` set the first.
     """
+    status = os.stat(path)
     return [status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 

@@ -65,8 +65,8 @@ def memory(name: str, size: int) -> int:
     return fd
 
 
-def checksum(content: np.ndarray) -> int:
-    """Returns 63 bits that follow from all bytes of ``content`` (C-contiguous) and its shape."""
-    digest = xxhash.xxh3_64(repr(content.shape).encode())
+def checksum(content: np.ndarray, *facts: int) -> int:
+    """Returns 63 bits of all bytes of ``content`` (C-contiguous), its shape and ``facts``."""
+    digest = xxhash.xxh3_64(repr((*content.shape, *facts)).encode())
     digest.update(content.data)
     return digest.intdigest() >> 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import random
 from collections.abc import Iterable
@@ -40,8 +41,8 @@ class FolderSource:
     """The images below ``root``, by name, with one folder for each class: ``root/class/**/file``.
 
     Hidden entries, everything that is not a regular file, folders named like images, links to
-    folders and links that leave ``within`` (None: ``root``) are left out and counted by reason in
-    ``skipped``. The list of names is remembered (``Index``).
+    folders and links that leave both ``root`` and ``within`` (None: no other) are left out and
+    counted by reason in ``skipped``. The list of names is remembered (``Index``).
 
     Raises:
         DataError: ``root`` is missing, has no images, a class without images, or something that may
@@ -130,10 +131,12 @@ class ArraySource:
         self.name = name
 
     def __getstate__(self) -> dict[str, Any]:
-        if not isinstance(self.images, np.memmap):
+        images = self.images
+        # A part of a map has the offset of the whole one, and is copied.
+        is_map = isinstance(images, np.memmap) and isinstance(images.base, mmap.mmap)
+        if not is_map or not images.flags.c_contiguous:
             return self.__dict__
         # a worker maps the file too: a pickled map would be a copy of all pixels
-        images = self.images
         place = (images.filename, np.uint8, "r", images.offset, images.shape)
         return {**self.__dict__, "images": place}
 
@@ -247,25 +250,16 @@ def open_folder_splits(
     if split_fraction is not None:
         reason = f"has no effect: {shown} has train and {present[0]}; set it to null"
         raise ConfigError(f"data.split_fraction={split_fraction:g} {reason}")
-    sources: list[FolderSource] = []
-    for name in ("train", present[0]):
-        # links may lead anywhere in ``base``; of a folder that is itself a link elsewhere, only
-        # into that folder
-        within = os.path.realpath(base)
-        folder = os.path.realpath(base / name)
-        if os.path.commonpath((within, folder)) != within:
-            within = folder
-        sources.append(FolderSource(base / name, within))
-    train, val = sources
+    train = FolderSource(base / "train", base)
+    val = FolderSource(base / present[0], base)
     if train.classes != val.classes:
-        only = [
-            (part.root, sorted({*part.classes} - {*other.classes}))
-            for part, other in ((train, val), (val, train))
-        ]
-        text = "; ".join(
-            f"only in {printable(path)}: {listed(names)}" for path, names in only if names
+        only = []
+        for part, other in ((train, val), (val, train)):
+            if names := sorted({*part.classes} - {*other.classes}):
+                only.append(f"only in {printable(part.root)}: {listed(names)}")
+        raise DataError(
+            f"the training and the validation set have different classes: {'; '.join(only)}"
         )
-        raise DataError(f"the training and the validation set have different classes: {text}")
     return train, val
 
 

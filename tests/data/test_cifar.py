@@ -241,7 +241,7 @@ def test_names_stay_as_they_are(tmp_path: Path) -> None:
     md5 = write_members(
         tmp_path / CIFAR10, members | {META: b"cnumpy\ndtype\n(cnumpy\nndarray\n(S'x'\nt}Ntb."}
     )
-    with pytest.raises(DataError, match="not a dictionary"):
+    with pytest.raises(DataError, match=f"member {META} is not as published"):
         open_cifar(settings(tmp_path, md5))
     train, _ = open_cifar(settings(tmp_path, write_cifar10(tmp_path, rows=2)))
     assert len(train) == 10
