@@ -4,8 +4,8 @@ The file, in memory or on disk, has a head, a table with a column for each image
 pixels. Pixel storage is append-only, so views stay valid. An image's 64-bit place is written last:
 a killed writer leaves no half entry. Entries of earlier runs, or of other ones, are verified on
 first use by a checksum of the pixels and of the source's size and time of change, which finds files
-that have changed and pages that a power failure took away. Entries of this run need no check. A page
-that the disk fails to read ends the process, as with any mapped file.
+that have changed and pages that a power failure took away. Entries of this run need no check. A
+page that the disk fails to read ends the process, as with any mapped file.
 """
 
 from __future__ import annotations

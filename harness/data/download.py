@@ -11,18 +11,17 @@ import hashlib
 import logging
 import math
 import os
-import queue
-import re
 import threading
 import time
 import urllib.request as web
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError
+from typing import Any, NoReturn
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from harness.runtime import signals
@@ -46,6 +45,13 @@ class _Fault(Exception):
 
 class _Passing(_Fault):
     """A failed attempt of which the part is good, and the next may go on."""
+
+
+class _NoFtp(web.FTPHandler):
+    """Refuses the one other protocol to which urllib lets a redirect lead."""
+
+    def ftp_open(self, req: web.Request) -> NoReturn:
+        raise URLError("an ftp address")
 
 
 def fetch(
@@ -203,20 +209,20 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
     if here:
         request.add_header("Range", f"bytes={here}-")
     due_s = time.monotonic() + stall_s
-    reply = _waited(lambda: _opener().open(request, timeout=stall_s), due_s, stall_s)
+    opener = web.build_opener(_NoFtp)
+    reply = _waited(lambda: opener.open(request, timeout=stall_s), due_s, stall_s)
     if reply.headers.get_content_type() == "text/html":
         raise _Fault(_PAGE)
     if reply.status != 206:
         here = 0
-    length = reply.headers.get("Content-Length", "")
-    if not re.fullmatch(r"[0-9]+", length) or here + int(length) == 0:
+    if reply.length is None or here + reply.length == 0:
         raise _Fault(
             "the server does not give the file's size (Content-Length), so that a cut-off could "
             "not be told"
         )
-    total = here + int(length)
+    total = here + reply.length
     if total > 1 << 30:
-        raise _Fault(f"the server offers {length} bytes, more than any archive that is known here")
+        raise _Fault(f"the server offers {total} bytes, more than any archive that is known here")
     file.truncate(here)
     counted = file.seek(here)
     with progress(f"Downloading {part.stem}", total=total, unit="B") as bar:
@@ -240,45 +246,26 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
         )
 
 
-def _opener() -> web.OpenerDirector:
-    """Returns what urlopen uses, without file and ftp, to which a redirect could lead."""
-    opener = web.OpenerDirector()
-    for handler in (
-        web.ProxyHandler,
-        web.UnknownHandler,
-        web.HTTPHandler,
-        web.HTTPSHandler,
-        web.HTTPDefaultErrorHandler,
-        web.HTTPRedirectHandler,
-        web.HTTPErrorProcessor,
-    ):
-        opener.add_handler(handler())
-    return opener
-
-
 def _waited(call: Callable[[], Any], due_s: float, stall_s: float) -> Any:
     """Returns what ``call``, which may block, returns until ``due_s``.
 
     A thread makes the call, so that a signal is seen in time, and so is a server that sends one
     byte now and then, be it of its headers or of the body.
     """
-    outcome: queue.Queue[Any] = queue.Queue()
+    outcome: Future[Any] = Future()
 
     def work() -> None:
         try:
-            outcome.put(call())
+            outcome.set_result(call())
         except (OSError, HTTPException, ValueError) as error:
-            outcome.put(_fault(error))
+            outcome.set_exception(_fault(error))
 
     # Nobody closes the reply of a thread that still reads: closing would wait for it.
-    threading.Thread(target=work, name="download", daemon=True).start()
+    threading.Thread(target=work, daemon=True).start()
     while time.monotonic() < due_s:
         signals.check()
-        with suppress(queue.Empty):
-            found = outcome.get(timeout=_POLL_S)
-            if isinstance(found, _Fault):
-                raise found
-            return found
+        with suppress(TimeoutError):
+            return outcome.result(_POLL_S)
     raise _Passing(f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s")
 
 

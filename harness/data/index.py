@@ -38,8 +38,6 @@ _SUFFIXES = frozenset(
 )
 _BROKEN_LINK = "broken link"
 
-_State = list[int]
-
 _log = logging.getLogger(LOGGER)
 
 
@@ -66,7 +64,7 @@ class Index:
         facts: dict[str, Any] = parsed(content[-24 - size : -24].tobytes())
         self.folders = tuple(map(os.fsencode, facts["folders"]))
         self.skipped = Counter[str](**facts["skipped"])
-        self._watched: dict[str, _State] = facts["watched"]
+        self._watched: dict[str, list[int]] = facts["watched"]
 
     def __reduce__(self) -> tuple[object, ...]:
         return Index, (self._file,)
@@ -98,8 +96,7 @@ class Index:
         starts = self._names[self._ends - sizes]
         every = b"/".join((b"", *self.folders, self._names.tobytes()))
         if (
-            sizes.shape != self.labels.shape
-            or not (sizes > 0).all()
+            not (sizes > 0).all()
             or sizes.sum() != len(self._names)
             or not np.isin(self.labels, np.arange(len(self.folders))).all()
             or re.search(rb"/[./]|\0", every)
@@ -175,7 +172,7 @@ class _Scan:
 
     def __init__(self, root: bytes, limit: bytes) -> None:
         self.skipped: Counter[str] = Counter()
-        self.watched: dict[bytes, _State] = {}
+        self.watched: dict[bytes, list[int]] = {}
         self._root = root
         # also those of a root that is itself a link out of the limit
         self._limits = tuple(os.path.join(path, b"") for path in (limit, os.path.realpath(root)))
@@ -270,7 +267,7 @@ class _Scan:
             return None if reader(file.read(HEAD_BYTES)) else "not an image"
 
 
-def _folder_state(path: bytes) -> _State:
+def _folder_state(path: bytes) -> list[int]:
     """Returns a folder's number and times, which change with its entries' names.
 
     The second of the times cannot be set by a program, as ``rsync -a`` and ``tar`` set the first.

@@ -161,16 +161,16 @@ class Subset:
     """The samples of ``source`` at ``indices``, int64 ``[N]``; workers map the numbers."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
-        numbers = np.stack([indices, source.labels[indices]]).astype(np.int64)
-        self.__setstate__((source, in_memory("subset", numbers.tobytes())))
+        file = in_memory("subset", np.asarray(indices, np.int64).tobytes())
+        self.__setstate__((source, file))
 
     def __setstate__(self, state: tuple[Source, MappedFile]) -> None:
         source, file = state
         self.source = source
         self.classes = source.classes
         self._file = file
-        numbers = np.frombuffer(file.map, np.int64, len(file.map) // 16 * 2)
-        self.indices, self.labels = numbers.reshape(2, -1)
+        self.indices = np.frombuffer(file.map, np.int64, len(file.map) // 8)
+        self.labels = source.labels[self.indices]
 
     def __getstate__(self) -> tuple[Source, MappedFile]:
         return self.source, self._file
