@@ -69,6 +69,7 @@ class PixelCache:
         rows = slice(first, first + len(source))
         self._places, self._sums = self._table[:, rows]
         self._checked = np.frombuffer(checked.map, np.uint8)[rows]
+        self._lock = checked.fd
         self._pixels = np.frombuffer(file.map, np.uint8)
         self._pixels.flags.writeable = False
 
@@ -121,10 +122,8 @@ class PixelCache:
         content = np.ascontiguousarray(pixels)
         size = _rounded(content.nbytes)
         head = self._head[0]
-        # most often once it is full, and then without the lock
-        if head["used"] + size > head["limit"]:
-            return pixels
-        with _alone_with(self._file.fd):
+        # not by the file itself, which the run has locked against others
+        with _alone_with(self._lock):
             start = int(head["used"])
             if start + size > head["limit"]:
                 return pixels
@@ -213,7 +212,7 @@ def set_budget(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
     An empty file gets empty rows.
 
     Args:
-        fd: open for writing, empty or of an earlier run.
+        fd: open for writing by nobody else, empty or of an earlier run.
         facts: 64 hexadecimal digits that tell what the pixels of a row depend on.
         rows: one for each image.
         budget_bytes: of which the most is a hole until pixels come.
@@ -221,17 +220,16 @@ def set_budget(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
     Raises:
         OSError: there is no room for the table.
     """
-    with _alone_with(fd):
-        used = start = _pixels_start(rows)
-        taken = taken_bytes(fd, facts, rows)
-        if taken is None:
-            os.posix_fallocate(fd, 0, start)
-        else:
-            used = taken[0]
-        limit = max(used, budget_bytes)
-        if os.fstat(fd).st_size < limit:
-            os.ftruncate(fd, limit)
-        os.pwrite(fd, np.array([(facts.encode(), used, limit)], _HEAD).tobytes(), 0)
+    used = start = _pixels_start(rows)
+    taken = taken_bytes(fd, facts, rows)
+    if taken is None:
+        os.posix_fallocate(fd, 0, start)
+    else:
+        used = taken[0]
+    limit = max(used, budget_bytes)
+    if os.fstat(fd).st_size < limit:
+        os.ftruncate(fd, limit)
+    os.pwrite(fd, np.array([(facts.encode(), used, limit)], _HEAD).tobytes(), 0)
 
 
 def _pixels_start(rows: int) -> int:

@@ -9,7 +9,6 @@ import logging
 import os
 import pickle
 import shutil
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -123,14 +122,14 @@ def _opened(
         budget_bytes = _budget(
             data, room.memory_bytes, f"of memory: {room.sources['memory_bytes']}"
         )
-        fd = memory("decoded", 0)
+        fd = memory(0)
         cache.set_budget(fd, facts, rows, budget_bytes)
         file: MappedFile | None = MappedFile(fd, writable=True)
     else:
         file = _on_disk(place, data, facts, rows)
     if file is None:
         return None
-    return file, MappedFile(memory("checked", rows), writable=True)
+    return file, MappedFile(memory(rows), writable=True)
 
 
 def _budget(data: DataConfig, free_bytes: int, of_what: str) -> int:
@@ -149,14 +148,8 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     shown = printable(str(place))
     try:
         # A run that comes while another makes the file waits until it is there.
-        with exclusive(place.with_name("opening"), _WAIT_S), ExitStack() as held:
-            lock = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            held.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file = MappedFile(_to_fill(place, data, facts, rows), writable=True)
-            # for as long as a thread may write
-            weakref.finalize(file, held.pop_all().close).atexit = False
-            return file
+        with exclusive(place.with_name("opening"), _WAIT_S):
+            return _to_fill(place, data, facts, rows)
     except BlockingIOError:
         reason = f"{shown}: another process fills it"
         failed = False
@@ -183,36 +176,41 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     return None
 
 
-def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
-    """Returns the descriptor of the file at ``place``, made again unless its pixels are right."""
+def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile:
+    """Opens the file at ``place`` for writing, made again unless its pixels are right.
+
+    Raises:
+        BlockingIOError: another process fills it.
+    """
     free_bytes = shutil.disk_usage(place.parent).free
-    fd = None
-    used = in_use = 0
     make_way(place)
-    with suppress(FileNotFoundError):
-        fd = open_regular(place, os.O_RDWR | os.O_NOFOLLOW)
+    was_there = place.exists()
+    if was_there:
         # what it takes may go on being taken
-        free_bytes += os.fstat(fd).st_blocks * 512
-        used, in_use = cache.taken_bytes(fd, facts, rows) or (0, 0)
+        free_bytes += place.stat().st_blocks * 512
     budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
-    if fd is not None and not 0 < used <= 2 * in_use:
-        os.close(fd)
-        fd = None
-        why = "of other files, settings or versions, or damaged"
-        if used:
-            why = "most of it of files that have changed"
-        _log.warning("%s: %s: made again", place, why)
-        # its room is needed; a run that still reads it keeps it
-        place.unlink()
-    elif data.cache_gb is not None and used > budget_bytes:
-        raise ConfigError(
-            f"data.cache_gb={data.cache_gb:g}: {printable(str(place))} has {used / 1e9:.1f} GB "
-            "already; raise it, or delete that file"
-        )
-    if fd is None:
-        fd = open_regular(place, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    cache.set_budget(fd, facts, rows, budget_bytes)
-    return fd
+    fd = open_regular(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    with ExitStack() as opened:
+        opened.callback(os.close, fd)
+        # for as long as the file is open: as long as a thread may write
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        used, in_use = cache.taken_bytes(fd, facts, rows) or (0, 0)
+        if not was_there or 0 < used <= 2 * in_use:
+            if data.cache_gb is not None and used > budget_bytes:
+                raise ConfigError(
+                    f"data.cache_gb={data.cache_gb:g}: {printable(str(place))} has "
+                    f"{used / 1e9:.1f} GB already; raise it, or delete that file"
+                )
+            cache.set_budget(fd, facts, rows, budget_bytes)
+            opened.pop_all()
+            return MappedFile(fd, writable=True)
+    why = "of other files, settings or versions, or damaged"
+    if used:
+        why = "most of it of files that have changed"
+    _log.warning("%s: %s: made again", place, why)
+    # its room is needed; a run that still reads it keeps it
+    place.unlink()
+    return _to_fill(place, data, facts, rows)
 
 
 def crop_error(dataset: ImageDataset, max_side: int) -> float | None:

@@ -127,8 +127,8 @@ def _opened(folder: Path, md5: str, name: str) -> tuple[ArraySource, ArraySource
         if read_json(folder / _MARKER) != _marker(folder, md5):
             return None
         for split in ("train", "val"):
-            images = np.lib.format.open_memmap(folder / f"{split}_images.npy", mode="r")
-            labels = np.lib.format.open_memmap(folder / f"{split}_labels.npy", mode="r")
+            images = np.load(folder / f"{split}_images.npy", mmap_mode="r")
+            labels = np.load(folder / f"{split}_labels.npy", mmap_mode="r")
             if (
                 images.dtype != np.uint8
                 or labels.dtype != np.int64

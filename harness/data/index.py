@@ -105,19 +105,18 @@ class Index:
         ):
             raise ValueError("holds what no scan finds")
 
-    def holds(self, root: bytes) -> bool:
-        """Whether every folder below ``root`` is as it was before it was scanned."""
+    def holds(self) -> bool:
+        """Whether every folder is as it was before it was scanned."""
         try:
             return all(
-                _folder_state(os.path.join(root, os.fsencode(path))) == state
-                for path, state in self._watched.items()
+                _folder_state(os.fsencode(path)) == state for path, state in self._watched.items()
             )
         except OSError:
             return False
 
 
 def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
-    """Returns the index of the class folders in ``root``; links may not leave ``limit``.
+    """Returns the index of the class folders in ``root``; links stay in it, or in ``limit``.
 
     A later run finds the index in the folder ``kept``, and only asks every folder of the tree for
     its times of change. Not detected: files written in place, links re-targeted outside the tree.
@@ -136,7 +135,7 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
             raise ValueError("its checksum differs")
         index = Index(file)
         index.check()
-        if index.holds(root):
+        if index.holds():
             return index
     except FileNotFoundError:
         pass
@@ -155,16 +154,16 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
             write_whole(place, packed)
         except OSError as error:
             _log.info("%s: the index is not remembered: %s", place, error.strerror or error)
-    return Index(in_memory("index", packed))
+    return Index(in_memory(packed))
 
 
 class _Scan:
     """One pass over the class folders in ``root``.
 
-    Folders' names and images are sorted, the images' paths relative to their folder. Links may not
-    leave ``limit``, a real path. ``watched`` has the folders by whose ``_folder_state``, as it was
-    before they were read, a change would show: those of the tree by their path in ``root``, and
-    those that links to images lead to by their whole one.
+    Folders' names and images are sorted, the images' paths relative to their folder. Links lead
+    to places in ``root`` or in ``limit``, a real path. ``watched`` has the folders by whose
+    ``_folder_state``, as it was before they were read, a change would show: those of the tree, and
+    those that links to images lead to.
 
     Raises:
         DataError: something cannot be read.
@@ -173,7 +172,6 @@ class _Scan:
     def __init__(self, root: bytes, limit: bytes) -> None:
         self.skipped: Counter[str] = Counter()
         self.watched: dict[bytes, list[int]] = {}
-        self._root = root
         # also those of a root that is itself a link out of the limit
         self._limits = tuple(os.path.join(path, b"") for path in (limit, os.path.realpath(root)))
         self._unreadable: list[bytes] = []
@@ -227,7 +225,7 @@ class _Scan:
         return sorted(found)
 
     def _entries(self, folder: bytes) -> list[os.DirEntry[bytes]]:
-        self.watched[os.path.relpath(folder, self._root)] = _folder_state(folder)
+        self.watched[folder] = _folder_state(folder)
         try:
             with os.scandir(folder) as entries:
                 every = list(entries)
@@ -254,8 +252,7 @@ class _Scan:
             if not target.startswith(self._limits):
                 return "link out of the data set"
             beside = os.path.dirname(target)
-            if beside not in self.watched:
-                self.watched[beside] = _folder_state(beside)
+            self.watched.setdefault(beside, _folder_state(beside))
         if not entry.is_file():
             return "not a regular file"
         # asked for the user that files are opened as

@@ -100,12 +100,11 @@ class FolderSource:
         """
         try:
             return read_regular(self._path(i)), int(self.labels[i])
-        except FileNotFoundError as error:
-            raise BadSample(
-                self.where(i), "the file is gone; it was there when the folder was read"
-            ) from error
         except OSError as error:
-            raise BadSample(self.where(i), f"cannot be read: {error.strerror or error}") from error
+            reason = f"cannot be read: {error.strerror or error}"
+            if isinstance(error, FileNotFoundError):
+                reason = "the file is gone; it was there when the folder was read"
+            raise BadSample(self.where(i), reason) from error
 
 
 def _check_folder(path: str) -> None:
@@ -161,7 +160,7 @@ class Subset:
     """The samples of ``source`` at ``indices``, int64 ``[N]``; workers map the numbers."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
-        file = in_memory("subset", np.asarray(indices, np.int64).tobytes())
+        file = in_memory(np.asarray(indices, np.int64).tobytes())
         self.__setstate__((source, file))
 
     def __setstate__(self, state: tuple[Source, MappedFile]) -> None:

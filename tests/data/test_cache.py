@@ -338,7 +338,7 @@ def test_what_lies_in_a_place_is_not_given_out_again(source: FolderSource) -> No
 )
 def test_another_file_is_not_taken(content: bytes) -> None:
     """What has other facts, or is shorter than it says, is none of these files."""
-    fd = memory("test", len(content))
+    fd = memory(len(content))
     os.pwrite(fd, content, 0)
     assert cache.taken_bytes(fd, FACTS, COUNT) is None
     os.close(fd)
