@@ -15,10 +15,6 @@ _MOST_BYTES = 256 << 20
 _HONEST = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
 
 
-class _Suspect(Exception):
-    """What an honest archive does not hold."""
-
-
 def read_members(
     archive: Path, wanted: Collection[str], most_bytes: int = _MOST_BYTES
 ) -> dict[str, bytes]:
@@ -39,11 +35,11 @@ def read_members(
             # to the very end, where gzip keeps its checksum
             content = stream.read(most_bytes + 1)
         if len(content) > most_bytes:
-            raise _Suspect(f"unpacks to more than {most_bytes} bytes")
+            raise ValueError(f"unpacks to more than {most_bytes} bytes")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for count, member in enumerate(tar):
                 if count == 1000:
-                    raise _Suspect("more than 1000 members")
+                    raise ValueError("more than 1000 members")
                 path = PurePosixPath(member.name)
                 if path.is_absolute() or ".." in path.parts:
                     fault = "has a name that leads out of the archive"
@@ -60,14 +56,12 @@ def read_members(
                     assert file is not None
                     found[member.name] = file.read()
                     continue
-                raise _Suspect(f"member {member.name} {fault}")
+                raise ValueError(f"member {member.name} {fault}")
         if missing := sorted({*wanted} - found.keys()):
-            raise _Suspect(f"has no member {', '.join(missing)}")
+            raise ValueError(f"has no member {', '.join(missing)}")
         return found
     except Exception as error:
         # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
         reason = str(error) or type(error).__name__
-        if not isinstance(error, _Suspect):
-            reason = f"damaged: {reason}"
         advice = "delete the file and get it from its publisher"
-        raise DataError(printable(f"{archive}: {reason}; {advice}")) from error
+        raise DataError(printable(f"{archive}: damaged: {reason}; {advice}")) from error

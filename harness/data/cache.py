@@ -184,17 +184,17 @@ def shrunk(pixels: np.ndarray, max_side: int) -> np.ndarray:
     return resized(pixels, max(1, round(width * factor)), max(1, round(height * factor)))
 
 
-def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int] | None:
+def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int]:
     """Returns how many bytes of the file are given out, and how many in use.
 
-    Images of files that have changed are not in use. None: it has other facts, or is no cache.
+    Images of files that have changed are not in use. 0 and 0: it has other facts, or is no cache.
     """
     data = os.pread(fd, _HEAD.itemsize, 0).ljust(_HEAD.itemsize, b"\0")
     head = np.frombuffer(data, _HEAD)[0]
     size = os.fstat(fd).st_size
     start = _pixels_start(rows)
     if head["facts"] != facts.encode() or not start <= head["limit"] <= size:
-        return None
+        return 0, 0
     places = np.frombuffer(os.pread(fd, 8 * rows, _TABLE_START), np.int64)
     images = (places >> _SIDE_BITS & _SIDE_MASK) * (places & _SIDE_MASK) * 3
     # A power failure may leave a head that is older than the table: what lies in a place must not
@@ -206,26 +206,22 @@ def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int] | None:
     return _rounded(taken), in_use
 
 
-def set_budget(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
+def set_budget(fd: int, facts: str, rows: int, used: int, budget_bytes: int) -> None:
     """Lets a file take ``budget_bytes``, or what it has if more.
 
-    An empty file gets empty rows.
-
     Args:
-        fd: open for writing by nobody else, empty or of an earlier run.
+        fd: open for writing by nobody else.
         facts: 64 hexadecimal digits that tell what the pixels of a row depend on.
         rows: one for each image.
+        used: bytes that are given out (``taken_bytes``); 0: an empty file, which gets empty rows.
         budget_bytes: of which the most is a hole until pixels come.
 
     Raises:
         OSError: there is no room for the table.
     """
-    used = start = _pixels_start(rows)
-    taken = taken_bytes(fd, facts, rows)
-    if taken is None:
-        os.posix_fallocate(fd, 0, start)
-    else:
-        used = taken[0]
+    if not used:
+        used = _pixels_start(rows)
+        os.posix_fallocate(fd, 0, used)
     limit = max(used, budget_bytes)
     if os.fstat(fd).st_size < limit:
         os.ftruncate(fd, limit)

@@ -123,7 +123,7 @@ def _opened(
             data, room.memory_bytes, f"of memory: {room.sources['memory_bytes']}"
         )
         fd = memory(0)
-        cache.set_budget(fd, facts, rows, budget_bytes)
+        cache.set_budget(fd, facts, rows, 0, budget_bytes)
         file: MappedFile | None = MappedFile(fd, writable=True)
     else:
         file = _on_disk(place, data, facts, rows)
@@ -158,7 +158,7 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
         failed = True
     with suppress(OSError, ValueError):
         file = MappedFile(open_regular(place))
-        if cache.taken_bytes(file.fd, facts, rows) is not None:
+        if cache.taken_bytes(file.fd, facts, rows)[0]:
             _log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
             return file
     if failed:
@@ -194,14 +194,14 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
         opened.callback(os.close, fd)
         # for as long as the file is open: as long as a thread may write
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        used, in_use = cache.taken_bytes(fd, facts, rows) or (0, 0)
+        used, in_use = cache.taken_bytes(fd, facts, rows)
         if not was_there or 0 < used <= 2 * in_use:
             if data.cache_gb is not None and used > budget_bytes:
                 raise ConfigError(
                     f"data.cache_gb={data.cache_gb:g}: {printable(str(place))} has "
                     f"{used / 1e9:.1f} GB already; raise it, or delete that file"
                 )
-            cache.set_budget(fd, facts, rows, budget_bytes)
+            cache.set_budget(fd, facts, rows, used, budget_bytes)
             opened.pop_all()
             return MappedFile(fd, writable=True)
     why = "of other files, settings or versions, or damaged"

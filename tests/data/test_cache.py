@@ -319,7 +319,8 @@ def test_what_lies_in_a_place_is_not_given_out_again(source: FolderSource) -> No
     kept = cache_of(source)
     put_all(kept, range(3))
     kept._head[0]["used"] = cache._pixels_start(COUNT)
-    cache.set_budget(kept._file.fd, FACTS, COUNT, 1 << 22)
+    used, _ = cache.taken_bytes(kept._file.fd, FACTS, COUNT)
+    cache.set_budget(kept._file.fd, FACTS, COUNT, used, 1 << 22)
     later = next_run(kept, source)
     put_all(later, range(3, 6))
     assert right(later, COUNT) == [0, 1, 2, 3, 4, 5]
@@ -340,5 +341,5 @@ def test_another_file_is_not_taken(content: bytes) -> None:
     """What has other facts, or is shorter than it says, is none of these files."""
     fd = memory(len(content))
     os.pwrite(fd, content, 0)
-    assert cache.taken_bytes(fd, FACTS, COUNT) is None
+    assert cache.taken_bytes(fd, FACTS, COUNT) == (0, 0)
     os.close(fd)

@@ -36,7 +36,7 @@ def cache_of(
 ) -> PixelCache:
     """An empty cache in memory."""
     fd = memory(0)
-    cache.set_budget(fd, FACTS, len(source), budget_bytes)
+    cache.set_budget(fd, FACTS, len(source), 0, budget_bytes)
     return over(MappedFile(fd, writable=True), source, max_side)
 
 
