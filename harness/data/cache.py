@@ -1,11 +1,11 @@
 """Keeps decoded pixels in one file, mapped by all workers and local ranks.
 
 The file, in memory or on disk, has a head, a table with a column for each image, and room for
-pixels. Pixel storage is append-only, so views stay valid. An image's 64-bit place is written last:
-a killed writer leaves no half entry. Entries of earlier runs, or of other ones, are verified on
-first use by a checksum of the pixels and of the source's size and time of change, which finds files
-that have changed and pages that a power failure took away. Entries of this run need no check. A
-page that the disk fails to read ends the process, as with any mapped file.
+pixels. Pixel storage is append-only, so views stay valid. Where an image's pixels begin is written
+last: a killed writer leaves no half entry. Entries of earlier runs, or of other ones, are verified
+on first use by a checksum of the pixels and of the source's size and time of change, which finds
+files that have changed and pages that a power failure took away. Entries of this run need no check.
+A page that the disk fails to read ends the process, as with any mapped file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import numpy as np
 
@@ -28,13 +27,9 @@ from harness.runtime.errors import printable
 FORMAT = 3
 _HEAD = np.dtype([("facts", "S64"), ("used", "<i8"), ("limit", "<i8")])
 _TABLE_START = 128
-# place; checksum of the pixels with the size and time of change of the source file
-_COLUMNS = 2
-# pixels begin at multiples of it
-_UNIT_BYTES = 512
-# of a place: the sides of the image, below the place of its first unit
-_SIDE_BITS = 15
-_SIDE_MASK = 2**_SIDE_BITS - 1
+# where its pixels begin, 0: nowhere; height, width; checksum of the pixels with the size and time
+# of change of the source file
+_COLUMNS = 4
 # a file changed so shortly before may change again without another time of change
 _RACY_S = 2.0
 
@@ -67,7 +62,7 @@ class PixelCache:
         cells = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START)
         self._table = cells.reshape(_COLUMNS, -1)
         rows = slice(first, first + len(source))
-        self._places, self._sums = self._table[:, rows]
+        self._places, self._heights, self._widths, self._sums = self._table[:, rows]
         self._checked = np.frombuffer(checked.map, np.uint8)[rows]
         self._lock = checked.fd
         self._pixels = np.frombuffer(file.map, np.uint8)
@@ -80,16 +75,15 @@ class PixelCache:
         """Returns the pixels of image ``i``, a read-only view that stays valid; None: not here."""
         # in this order: the image may just now be given another place
         checked = self._checked[i]
-        place = int(self._places[i])
-        if not place:
+        start = int(self._places[i])
+        if not start:
             return None
-        start = (place >> 2 * _SIDE_BITS) * _UNIT_BYTES
-        height = place >> _SIDE_BITS & _SIDE_MASK
-        width = place & _SIDE_MASK
+        height = int(self._heights[i])
+        width = int(self._widths[i])
         end = start + height * width * 3
         pixels = None
         # else it is damaged, or in a part by which another run made the file longer
-        if 0 <= start < end <= len(self._pixels):
+        if min(start, height, width) > 0 and end <= len(self._pixels):
             pixels = self._pixels[start:end].reshape(height, width, 3)
         if checked:
             return pixels
@@ -117,10 +111,10 @@ class PixelCache:
         except OSError:
             return pixels
         # Looked at after it was decoded: one that changed in between has changed just now.
-        if time.time() - status.st_ctime < _RACY_S or max(height, width) > _SIDE_MASK:
+        if time.time() - status.st_ctime < _RACY_S:
             return pixels
         content = np.ascontiguousarray(pixels)
-        size = _rounded(content.nbytes)
+        size = content.nbytes
         head = self._head[0]
         # not by the file itself, which the run has locked against others
         with _alone_with(self._lock):
@@ -128,17 +122,19 @@ class PixelCache:
             if start + size > head["limit"]:
                 return pixels
             head["used"] = start + size
+        self._heights[i] = height
+        self._widths[i] = width
+        self._sums[i] = checksum(content, status.st_size, status.st_mtime_ns)
         written = 0
         # Not through the map: a fault for each page, and SIGBUS on a full disk.
         with suppress(OSError):
             written = os.pwrite(self._file.fd, content.data, start)
-        if written < content.nbytes:
+        if written < size:
             # the disk has less left than there was at first
             head["limit"] = start
             return pixels
-        self._sums[i] = checksum(content, status.st_size, status.st_mtime_ns)
-        # The kernel's locks around the write order it before this store, on any processor.
-        self._places[i] = (start // _UNIT_BYTES << _SIDE_BITS | height) << _SIDE_BITS | width
+        # The kernel's locks around the write order all of it before this store, on any processor.
+        self._places[i] = start
         self._checked[i] = 1
         return pixels
 
@@ -195,15 +191,15 @@ def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int]:
     start = _pixels_start(rows)
     if head["facts"] != facts.encode() or not start <= head["limit"] <= size:
         return 0, 0
-    places = np.frombuffer(os.pread(fd, 8 * rows, _TABLE_START), np.int64)
-    images = (places >> _SIDE_BITS & _SIDE_MASK) * (places & _SIDE_MASK) * 3
+    table = np.frombuffer(os.pread(fd, start - _TABLE_START, _TABLE_START), np.int64)
+    places, heights, widths, _ = table.reshape(_COLUMNS, -1)
+    images = heights * widths * 3
+    ends = places + images
+    whole = (places > 0) & (ends <= size)
+    in_use = start + int(images.sum(where=whole))
     # A power failure may leave a head that is older than the table: what lies in a place must not
     # be given out again.
-    ends = (places >> 2 * _SIDE_BITS) * _UNIT_BYTES + images
-    whole = ends <= size
-    in_use = start + int(_rounded(images).sum(where=whole))
-    taken = max(int(head["used"]), int(ends.max(where=whole, initial=start)))
-    return _rounded(taken), in_use
+    return max(int(head["used"]), int(ends.max(where=whole, initial=start))), in_use
 
 
 def set_budget(fd: int, facts: str, rows: int, used: int, budget_bytes: int) -> None:
@@ -229,11 +225,7 @@ def set_budget(fd: int, facts: str, rows: int, used: int, budget_bytes: int) -> 
 
 
 def _pixels_start(rows: int) -> int:
-    return int(_rounded(_TABLE_START + _COLUMNS * 8 * rows))
-
-
-def _rounded(size: Any) -> Any:
-    return -(-size // _UNIT_BYTES) * _UNIT_BYTES
+    return _TABLE_START + _COLUMNS * 8 * rows
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from http.client import HTTPException
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from harness.runtime import signals
@@ -51,7 +51,7 @@ class _NoFtp(web.FTPHandler):
     """Refuses the one other protocol to which urllib lets a redirect lead."""
 
     def ftp_open(self, req: web.Request) -> NoReturn:
-        raise URLError("an ftp address")
+        raise ValueError("the server redirects to an ftp address")
 
 
 def fetch(

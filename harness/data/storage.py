@@ -131,9 +131,12 @@ class ArraySource:
 
     def __getstate__(self) -> dict[str, Any]:
         images = self.images
-        # A part of a map has the offset of the whole one, and is copied.
-        is_map = isinstance(images, np.memmap) and isinstance(images.base, mmap.mmap)
-        if not is_map or not images.flags.c_contiguous:
+        # A part of a map says the offset of the whole one, and is sent as a copy.
+        if not (
+            isinstance(images, np.memmap)
+            and isinstance(images.base, mmap.mmap)
+            and images.flags.c_contiguous
+        ):
             return self.__dict__
         # a worker maps the file too: a pickled map would be a copy of all pixels
         place = (images.filename, np.uint8, "r", images.offset, images.shape)

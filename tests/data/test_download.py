@@ -188,9 +188,10 @@ def test_redirect_to_ftp(tmp_path: Path) -> None:
     """A redirect may not lead to another protocol."""
     with (
         site(lambda h: reply(h, 302, Location="ftp://127.0.0.1/x")) as here,
-        pytest.raises(DataError, match="ftp"),
+        pytest.raises(DataError, match="redirects to an ftp address"),
     ):
         get(here, tmp_path / NAME)
+    assert len(here.asked) == 1
     assert listing(tmp_path) == []
 
 
