@@ -38,7 +38,7 @@ class PixelCache:
     """The decoded images of ``source``: rows ``first`` onwards of ``file``.
 
     Args:
-        file: as ``make_blank`` makes it; read-only where another run fills it.
+        file: as ``set_budget`` leaves it; read-only where another run fills it.
         checked: a byte for each row, zero until a process of this run has written the row, or found
             it to be right.
         first: the row of the source's first image.
