@@ -1,11 +1,11 @@
 """Keeps decoded pixels in one file, mapped by all workers and local ranks.
 
 The file, in memory or on disk, has a head, a table with a column for each image, and room for
-pixels. Pixel storage is append-only, so views stay valid. An image's 64-bit place is written last:
-a killed writer leaves no half entry. Entries of earlier runs, or of other ones, are verified on
-first use (size and time of change of the source, checksum of the pixels), which finds files that
-have changed and pages that a power failure took away. Entries of this run need no check. A page
-that the disk fails to read ends the process, as with any mapped file.
+pixels. Pixel storage is append-only, so views stay valid. Where an image's pixels begin is written
+last: a killed writer leaves no half entry. Entries of earlier runs, or of other ones, are verified
+on first use by a checksum of the pixels and of the source's size and time of change, which finds
+files that have changed and pages that a power failure took away. Entries of this run need no check.
+A page that the disk fails to read ends the process, as with any mapped file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import numpy as np
 
@@ -25,16 +24,12 @@ from harness.data.transforms import resized
 from harness.runtime.errors import printable
 
 # raise it when the file's content changes
-FORMAT = 2
+FORMAT = 3
 _HEAD = np.dtype([("facts", "S64"), ("used", "<i8"), ("limit", "<i8")])
 _TABLE_START = 128
-# place, checksum, size and time of change of the source file
+# where its pixels begin, 0: nowhere; height, width; checksum of the pixels with the size and time
+# of change of the source file
 _COLUMNS = 4
-# pixels begin at multiples of it
-_UNIT_BYTES = 512
-# of a place: the sides of the image, below the place of its first unit
-_SIDE_BITS = 15
-_SIDE_MASK = 2**_SIDE_BITS - 1
 # a file changed so shortly before may change again without another time of change
 _RACY_S = 2.0
 
@@ -43,7 +38,7 @@ class PixelCache:
     """The decoded images of ``source``: rows ``first`` onwards of ``file``.
 
     Args:
-        file: as ``make_blank`` makes it; read-only where another run fills it.
+        file: as ``set_budget`` leaves it; read-only where another run fills it.
         checked: a byte for each row, zero until a process of this run has written the row, or found
             it to be right.
         first: the row of the source's first image.
@@ -67,8 +62,9 @@ class PixelCache:
         cells = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START)
         self._table = cells.reshape(_COLUMNS, -1)
         rows = slice(first, first + len(source))
-        self._places, self._sums, self._sizes, self._changed_ns = self._table[:, rows]
+        self._places, self._heights, self._widths, self._sums = self._table[:, rows]
         self._checked = np.frombuffer(checked.map, np.uint8)[rows]
+        self._lock = checked.fd
         self._pixels = np.frombuffer(file.map, np.uint8)
         self._pixels.flags.writeable = False
 
@@ -79,26 +75,23 @@ class PixelCache:
         """Returns the pixels of image ``i``, a read-only view that stays valid; None: not here."""
         # in this order: the image may just now be given another place
         checked = self._checked[i]
-        place = int(self._places[i])
-        if not place:
+        start = int(self._places[i])
+        if not start:
             return None
-        start = (place >> 2 * _SIDE_BITS) * _UNIT_BYTES
-        height = place >> _SIDE_BITS & _SIDE_MASK
-        width = place & _SIDE_MASK
+        height = int(self._heights[i])
+        width = int(self._widths[i])
         end = start + height * width * 3
         pixels = None
         # else it is damaged, or in a part by which another run made the file longer
-        if 0 <= start < end <= len(self._pixels):
+        if min(start, height, width) > 0 and end <= len(self._pixels):
             pixels = self._pixels[start:end].reshape(height, width, 3)
         if checked:
             return pixels
         # The source file may be gone.
         with suppress(OSError):
             status = os.stat(self._source.where(i))
-            expected = self._sums[i], self._sizes[i], self._changed_ns[i]
-            if pixels is not None and expected == (
-                checksum(pixels), status.st_size, status.st_mtime_ns
-            ):  # fmt: skip
+            facts = status.st_size, status.st_mtime_ns
+            if pixels is not None and self._sums[i] == checksum(pixels, *facts):
                 self._checked[i] = 1
                 return pixels
         if self._file.writable:
@@ -118,32 +111,30 @@ class PixelCache:
         except OSError:
             return pixels
         # Looked at after it was decoded: one that changed in between has changed just now.
-        if time.time() - status.st_ctime < _RACY_S or max(height, width) > _SIDE_MASK:
+        if time.time() - status.st_ctime < _RACY_S:
             return pixels
         content = np.ascontiguousarray(pixels)
-        size = _rounded(content.nbytes)
+        size = content.nbytes
         head = self._head[0]
-        # most often once it is full, and then without the lock
-        if head["used"] + size > head["limit"]:
-            return pixels
-        with _alone_with(self._file.fd):
+        # not by the file itself, which the run has locked against others
+        with _alone_with(self._lock):
             start = int(head["used"])
             if start + size > head["limit"]:
                 return pixels
             head["used"] = start + size
+        self._heights[i] = height
+        self._widths[i] = width
+        self._sums[i] = checksum(content, status.st_size, status.st_mtime_ns)
         written = 0
         # Not through the map: a fault for each page, and SIGBUS on a full disk.
         with suppress(OSError):
             written = os.pwrite(self._file.fd, content.data, start)
-        if written < content.nbytes:
+        if written < size:
             # the disk has less left than there was at first
             head["limit"] = start
             return pixels
-        self._sums[i] = checksum(content)
-        self._sizes[i] = status.st_size
-        self._changed_ns[i] = status.st_mtime_ns
-        # The kernel's locks around the write order it before this store, on any processor.
-        self._places[i] = (start // _UNIT_BYTES << _SIDE_BITS | height) << _SIDE_BITS | width
+        # The kernel's locks around the write order all of it before this store, on any processor.
+        self._places[i] = start
         self._checked[i] = 1
         return pixels
 
@@ -189,61 +180,52 @@ def shrunk(pixels: np.ndarray, max_side: int) -> np.ndarray:
     return resized(pixels, max(1, round(width * factor)), max(1, round(height * factor)))
 
 
-def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int] | None:
+def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int]:
     """Returns how many bytes of the file are given out, and how many in use.
 
-    Images of files that have changed are not in use. None: it has other facts, or is no cache.
+    Images of files that have changed are not in use. 0 and 0: it has other facts, or is no cache.
     """
     data = os.pread(fd, _HEAD.itemsize, 0).ljust(_HEAD.itemsize, b"\0")
     head = np.frombuffer(data, _HEAD)[0]
     size = os.fstat(fd).st_size
     start = _pixels_start(rows)
     if head["facts"] != facts.encode() or not start <= head["limit"] <= size:
-        return None
-    places = np.frombuffer(os.pread(fd, 8 * rows, _TABLE_START), np.int64)
-    images = (places >> _SIDE_BITS & _SIDE_MASK) * (places & _SIDE_MASK) * 3
+        return 0, 0
+    table = np.frombuffer(os.pread(fd, start - _TABLE_START, _TABLE_START), np.int64)
+    places, heights, widths, _ = table.reshape(_COLUMNS, -1)
+    images = heights * widths * 3
+    ends = places + images
+    whole = (places > 0) & (ends <= size)
+    in_use = start + int(images.sum(where=whole))
     # A power failure may leave a head that is older than the table: what lies in a place must not
     # be given out again.
-    ends = (places >> 2 * _SIDE_BITS) * _UNIT_BYTES + images
-    whole = ends <= size
-    in_use = start + int(_rounded(images).sum(where=whole))
-    taken = max(int(head["used"]), int(ends.max(where=whole, initial=start)))
-    return _rounded(taken), in_use
+    return max(int(head["used"]), int(ends.max(where=whole, initial=start))), in_use
 
 
-def set_budget(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
+def set_budget(fd: int, facts: str, rows: int, used: int, budget_bytes: int) -> None:
     """Lets a file take ``budget_bytes``, or what it has if more.
 
-    An empty file gets empty rows.
-
     Args:
-        fd: open for writing, empty or of an earlier run.
+        fd: open for writing by nobody else.
         facts: 64 hexadecimal digits that tell what the pixels of a row depend on.
         rows: one for each image.
+        used: bytes that are given out (``taken_bytes``); 0: an empty file, which gets empty rows.
         budget_bytes: of which the most is a hole until pixels come.
 
     Raises:
         OSError: there is no room for the table.
     """
-    with _alone_with(fd):
-        used = start = _pixels_start(rows)
-        taken = taken_bytes(fd, facts, rows)
-        if taken is None:
-            os.posix_fallocate(fd, 0, start)
-        else:
-            used = taken[0]
-        limit = max(used, budget_bytes)
-        if os.fstat(fd).st_size < limit:
-            os.ftruncate(fd, limit)
-        os.pwrite(fd, np.array([(facts.encode(), used, limit)], _HEAD).tobytes(), 0)
+    if not used:
+        used = _pixels_start(rows)
+        os.posix_fallocate(fd, 0, used)
+    limit = max(used, budget_bytes)
+    if os.fstat(fd).st_size < limit:
+        os.ftruncate(fd, limit)
+    os.pwrite(fd, np.array([(facts.encode(), used, limit)], _HEAD).tobytes(), 0)
 
 
 def _pixels_start(rows: int) -> int:
-    return int(_rounded(_TABLE_START + _COLUMNS * 8 * rows))
-
-
-def _rounded(size: Any) -> Any:
-    return -(-size // _UNIT_BYTES) * _UNIT_BYTES
+    return _TABLE_START + _COLUMNS * 8 * rows
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import logging
 import os
 import pickle
 import shutil
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from harness.data.mapped import MappedFile, memory
 from harness.data.storage import FolderSource, Source, Subset, cache_root
 from harness.runtime import limits
 from harness.runtime.errors import BadSample, printable
-from harness.runtime.files import make_way, open_regular, set_aside
+from harness.runtime.files import make_way, open_regular
 from harness.runtime.folder import LOGGER
 from harness.runtime.seeding import SampleRng
 from harness.watch.console import say
@@ -56,14 +55,9 @@ def open_caches(
     """
     train, val = sources
     # what the pixels of a file depend on, besides its own bytes; torch makes large ones smaller
-    decoders = ["pillow", "simplejpeg"] + ["torch"] * (data.cache_max_side is not None)
-    software = {
-        "format": cache.FORMAT,
-        "options": asdict(options),
-        "max_side": data.cache_max_side,
-        **{name: version(name) for name in decoders},
-    }
-    facts = hashlib.sha256(json.dumps(software, sort_keys=True).encode())
+    software = list(map(version, ("pillow", "simplejpeg", "torch")))
+    made_by = cache.FORMAT, asdict(options), data.cache_max_side, software
+    facts = hashlib.sha256(json.dumps(made_by).encode())
     roots = []
     for source in sources:
         folder, digest = _listed(source, data)
@@ -128,14 +122,14 @@ def _opened(
         budget_bytes = _budget(
             data, room.memory_bytes, f"of memory: {room.sources['memory_bytes']}"
         )
-        fd = memory("decoded", 0)
-        cache.set_budget(fd, facts, rows, budget_bytes)
+        fd = memory(0)
+        cache.set_budget(fd, facts, rows, 0, budget_bytes)
         file: MappedFile | None = MappedFile(fd, writable=True)
     else:
         file = _on_disk(place, data, facts, rows)
     if file is None:
         return None
-    return file, MappedFile(memory("checked", rows), writable=True)
+    return file, MappedFile(memory(rows), writable=True)
 
 
 def _budget(data: DataConfig, free_bytes: int, of_what: str) -> int:
@@ -154,28 +148,19 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     shown = printable(str(place))
     try:
         # A run that comes while another makes the file waits until it is there.
-        with exclusive(place.with_name("opening"), _WAIT_S), ExitStack() as held:
-            lock = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            held.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file = MappedFile(_to_fill(place, data, facts, rows), writable=True)
-            # for as long as a thread may write
-            weakref.finalize(file, held.pop_all().close).atexit = False
-            return file
+        with exclusive(place.with_name("opening"), _WAIT_S):
+            return _to_fill(place, data, facts, rows)
     except BlockingIOError:
         reason = f"{shown}: another process fills it"
         failed = False
     except OSError as error:
         reason = f"{shown}: {error.strerror or error}"
         failed = True
-    found = None
     with suppress(OSError, ValueError):
         file = MappedFile(open_regular(place))
-        if cache.taken_bytes(file.fd, facts, rows) is not None:
-            found = file
-    if found is not None:
-        _log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
-        return found
+        if cache.taken_bytes(file.fd, facts, rows)[0]:
+            _log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
+            return file
     if failed:
         raise ConfigError(
             f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use "
@@ -191,44 +176,41 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     return None
 
 
-def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
-    """Returns the descriptor of the file at ``place``, made again unless its pixels are right."""
+def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile:
+    """Opens the file at ``place`` for writing, made again unless its pixels are right.
+
+    Raises:
+        BlockingIOError: another process fills it.
+    """
     free_bytes = shutil.disk_usage(place.parent).free
-    fd = None
-    used = in_use = 0
     make_way(place)
-    with suppress(FileNotFoundError):
-        fd = open_regular(place, os.O_RDWR | os.O_NOFOLLOW)
+    was_there = place.exists()
+    if was_there:
         # what it takes may go on being taken
-        free_bytes += os.fstat(fd).st_blocks * 512
-        used, in_use = cache.taken_bytes(fd, facts, rows) or (0, 0)
+        free_bytes += place.stat().st_blocks * 512
     budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
-    if fd is not None:
-        if 0 < used <= 2 * in_use:
+    fd = open_regular(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    with ExitStack() as opened:
+        opened.callback(os.close, fd)
+        # for as long as the file is open: as long as a thread may write
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        used, in_use = cache.taken_bytes(fd, facts, rows)
+        if not was_there or 0 < used <= 2 * in_use:
             if data.cache_gb is not None and used > budget_bytes:
                 raise ConfigError(
                     f"data.cache_gb={data.cache_gb:g}: {printable(str(place))} has "
                     f"{used / 1e9:.1f} GB already; raise it, or delete that file"
                 )
-            cache.set_budget(fd, facts, rows, budget_bytes)
-            return fd
-        os.close(fd)
-        why = "of other files, settings or versions, or damaged"
-        if used:
-            why = "most of it of files that have changed"
-        _log.warning("%s: %s: made again", place, why)
-        # its room is needed; a run that still reads it keeps it
-        place.unlink()
-    part = place.with_suffix(".part")
-    # of a process that was killed
-    set_aside(part)
-    fd = open_regular(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        cache.set_budget(fd, facts, rows, budget_bytes)
-        os.replace(part, place)
-    finally:
-        part.unlink(missing_ok=True)
-    return fd
+            cache.set_budget(fd, facts, rows, used, budget_bytes)
+            opened.pop_all()
+            return MappedFile(fd, writable=True)
+    why = "of other files, settings or versions, or damaged"
+    if used:
+        why = "most of it of files that have changed"
+    _log.warning("%s: %s: made again", place, why)
+    # its room is needed; a run that still reads it keeps it
+    place.unlink()
+    return _to_fill(place, data, facts, rows)
 
 
 def crop_error(dataset: ImageDataset, max_side: int) -> float | None:

@@ -9,7 +9,6 @@ import os
 import pickle
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +50,6 @@ class _Published(NamedTuple):
     folder: str
     train: tuple[str, ...]
     val: tuple[str, ...]
-    # most that a file of train or val may have; the real ones have 31 and 155 MB
-    batch_bytes: int
     meta: str
     # of the keys of labels and their names
     prefix: str
@@ -66,7 +63,6 @@ _PUBLISHED = {
         folder="cifar-10-batches-py",
         train=tuple(f"data_batch_{i}" for i in range(1, 6)),
         val=("test_batch",),
-        batch_bytes=40 << 20,
         meta="batches.meta",
         prefix="",
         classes=tuple(_CIFAR10_CLASSES.split()),
@@ -77,7 +73,6 @@ _PUBLISHED = {
         folder="cifar-100-python",
         train=("train",),
         val=("test",),
-        batch_bytes=192 << 20,
         meta="meta",
         prefix="fine_",
         classes=tuple(_CIFAR100_CLASSES.split()),
@@ -108,7 +103,7 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
     def write(part: Path) -> None:
         if os.path.lexists(folder):
             _log.warning("%s: damaged, or of another archive: made again", folder)
-        for name, array in _read_archive(published, data.name, archive).items():
+        for name, array in _read_archive(data.name, archive).items():
             np.save(part / f"{name}.npy", array, allow_pickle=False)
         (part / _MARKER).write_text(json.dumps(_marker(part, md5)), encoding="utf-8")
         # what lies in their place
@@ -132,11 +127,15 @@ def _opened(folder: Path, md5: str, name: str) -> tuple[ArraySource, ArraySource
         if read_json(folder / _MARKER) != _marker(folder, md5):
             return None
         for split in ("train", "val"):
-            images = np.lib.format.open_memmap(folder / f"{split}_images.npy", mode="r")
-            labels = np.lib.format.open_memmap(folder / f"{split}_labels.npy", mode="r")
-            fit = images.dtype == np.uint8 and labels.dtype == np.int64 and images.ndim == 4
-            fit = fit and images.shape == (*labels.shape, 32, 32, 3)
-            if not (fit and 0 <= labels.min() <= labels.max() < len(classes)):
+            images = np.load(folder / f"{split}_images.npy", mmap_mode="r")
+            labels = np.load(folder / f"{split}_labels.npy", mmap_mode="r")
+            if (
+                images.dtype != np.uint8
+                or labels.dtype != np.int64
+                or images.shape[1:] != (32, 32, 3)
+                or labels.shape != images.shape[:1]
+                or not 0 <= labels.min() <= labels.max() < len(classes)
+            ):
                 return None
             sources.append(ArraySource(images, labels, classes, f"{name} {split}"))
     except (OSError, ValueError):
@@ -178,26 +177,23 @@ def _obtain(archive: Path, md5: str, data: DataConfig) -> None:
         )
 
 
-def _read_archive(published: _Published, name: str, archive: Path) -> dict[str, NDArray[Any]]:
+def _read_archive(name: str, archive: Path) -> dict[str, NDArray[Any]]:
     """Returns all arrays of the archive, images uint8 ``[N, 32, 32, 3]``, labels int64 ``[N]``."""
-    classes = published.classes
-    most_bytes = dict.fromkeys((*published.train, *published.val), published.batch_bytes)
-    most_bytes[published.meta] = 1 << 20
-    members = read_members(
-        archive, {f"{published.folder}/{part}": size for part, size in most_bytes.items()}
-    )
+    published = _PUBLISHED[name]
+    count = len(published.classes)
+    parts = published.meta, *published.train, *published.val
+    members = read_members(archive, [f"{published.folder}/{part}" for part in parts])
     arrays: dict[str, NDArray[Any]] = {}
     member = f"{published.folder}/{published.meta}"
     try:
         key = f"{published.prefix}label_names"
-        names = _unpickled(members[member]).get(key)
-        if not isinstance(names, list) or [_text(one) for one in names] != [*classes]:
-            raise ValueError(f"{key} are not the {len(classes)} classes of {name}, in their order")
+        if _unpickled(members[member]).get(key) != [*published.classes]:
+            raise ValueError(f"{key} are not the {count} classes of {name}, in their order")
 
-        for split, parts in (("train", published.train), ("val", published.val)):
+        for split, batches in (("train", published.train), ("val", published.val)):
             images = []
             labels: list[int] = []
-            for part in parts:
+            for part in batches:
                 member = f"{published.folder}/{part}"
                 batch = _unpickled(members.pop(member))
                 # A row holds the red plane, the green one and the blue one.
@@ -205,15 +201,14 @@ def _read_archive(published: _Published, name: str, archive: Path) -> dict[str, 
                 images.append(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
                 key = f"{published.prefix}labels"
                 given = batch.get(key)
-                numbers = range(len(classes))
                 if (
                     not isinstance(given, list)
                     or len(given) != len(rows)
-                    or not all(type(label) is int and label in numbers for label in given)
+                    or not all(type(label) is int and 0 <= label < count for label in given)
                 ):
                     raise ValueError(
-                        f"{key} is not a list of {len(rows)} whole numbers from 0 to "
-                        f"{len(classes) - 1}, one for each row"
+                        f"{key} is not a list of {len(rows)} whole numbers from 0 to {count - 1}, "
+                        "one for each row"
                     )
                 labels += given
             arrays[f"{split}_images"] = np.ascontiguousarray(np.concatenate(images))
@@ -250,31 +245,22 @@ def _pixels(value: object) -> NDArray[np.uint8]:
     """Returns the array uint8 ``[N, 3072]`` that ``value`` stands for."""
     match value:
         # as numpy pickles it up to protocol 4
-        case _StandIn(
-            name="_reconstruct",
-            state=(1, shape, _StandIn(name="dtype", args=("u1" | b"u1", *_)), fortran, raw),
-        ):
+        case _StandIn(name="_reconstruct", state=[1, shape, _, fortran, raw]):
             pass
         # and from 5 on
-        case _StandIn(
-            name="_frombuffer", args=(raw, _StandIn(name="dtype", args=("u1", *_)), shape, order)
-        ):
+        case _StandIn(name="_frombuffer", args=[raw, _, shape, order]):
             fortran = order == "F"
         case _:
-            raise ValueError("data is not an array of bytes")
+            raise ValueError("data is not an array")
+    # protocols before 3 have text for bytes
+    if isinstance(raw, str):
+        raw = raw.encode("latin-1")
+    # also another type of numbers, which has more bytes
     rows = len(raw) // 3072
-    if rows == 0 or shape != (rows, 3072):
+    if rows == 0 or shape != [rows, 3072]:
         raise ValueError("data is not rows of 3072 bytes")
     pixels = np.frombuffer(raw, np.uint8)
     return pixels.reshape(3072, rows).T if fortran else pixels.reshape(shape)
-
-
-_NUMPY = {"numpy.ndarray", "numpy.dtype"} | {
-    f"numpy.{core}.{name}"
-    # numpy 1 and 2
-    for core in ("core", "_core")
-    for name in ("multiarray._reconstruct", "numeric._frombuffer")
-}
 
 
 class _Reader(pickle._Unpickler):
@@ -285,41 +271,36 @@ class _Reader(pickle._Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        # for bytes in protocols that have none; always with Latin-1
+        # makes bytes of a text, which may stay one
         if (module, name) == ("_codecs", "encode"):
-            return lambda text, encoding: text.encode("latin-1")
-        if f"{module}.{name}" not in _NUMPY:
+            return lambda text, encoding: text
+        if module.partition(".")[0] != "numpy":
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file needs")
-        # A new object each time, since a pickle may set attributes of what it was given.
         return partial(_StandIn, name)
 
 
-def _flat(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns ``load``, which makes a tuple, with a refusal of three tuples inside each other.
+def _list_of(count: int) -> Callable[[Any], None]:
+    """Returns what puts the last ``count`` values into a list."""
 
-    Hashing a million tuples inside each other overflows the stack and ends the process.
-    """
+    def load(reader: Any) -> None:
+        reader.stack[-count:] = [reader.stack[-count:]]
 
-    def checked(reader: Any) -> None:
-        load(reader)
-        inner = [item for item in reader.stack[-1] if isinstance(item, tuple)]
-        if any(isinstance(item, tuple) for item in chain.from_iterable(inner)):
-            raise pickle.UnpicklingError("tuples in tuples in tuples")
-
-    return checked
+    return load
 
 
-_TUPLES = (pickle.TUPLE[0], pickle.TUPLE1[0], pickle.TUPLE2[0], pickle.TUPLE3[0])
-_Reader.dispatch = _Reader.dispatch | {code: _flat(_Reader.dispatch[code]) for code in _TUPLES}
+# Tuples become lists, which have no hash: hashing a million tuples inside each other overflows the
+# stack and ends the process.
+_Reader.dispatch = _Reader.dispatch | {
+    pickle.TUPLE[0]: _Reader.dispatch[pickle.LIST[0]],
+    pickle.TUPLE1[0]: _list_of(1),
+    pickle.TUPLE2[0]: _list_of(2),
+    pickle.TUPLE3[0]: _list_of(3),
+}
 
 
 def _unpickled(content: bytes) -> dict[str, object]:
-    batch = _Reader(io.BytesIO(content), encoding="bytes").load()
+    # Python 2's strings become texts
+    batch = _Reader(io.BytesIO(content), encoding="latin-1").load()
     if not isinstance(batch, dict):
         raise pickle.UnpicklingError("not a dictionary")
-    return {_text(key): value for key, value in batch.items()}
-
-
-def _text(value: Any) -> Any:
-    """Returns ``value``, decoded if Python 2 wrote it as a string."""
-    return value.decode() if isinstance(value, bytes) else value
+    return batch

@@ -11,18 +11,17 @@ import hashlib
 import logging
 import math
 import os
-import queue
-import re
 import threading
 import time
 import urllib.request as web
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError, URLError
+from typing import Any, NoReturn
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from harness.runtime import signals
@@ -41,19 +40,25 @@ _log = logging.getLogger(LOGGER)
 
 
 class _Fault(Exception):
-    """A failed attempt. ``retry``: try again; ``restart``: discard the partial file first."""
+    """A failed attempt."""
 
-    def __init__(self, reason: str, *, retry: bool = False, restart: bool = False) -> None:
-        super().__init__(reason)
-        self.retry = retry
-        self.restart = restart
+
+class _Passing(_Fault):
+    """A failed attempt of which the part is good, and the next may go on."""
+
+
+class _NoFtp(web.FTPHandler):
+    """Refuses the one other protocol to which urllib lets a redirect lead."""
+
+    def ftp_open(self, req: web.Request) -> NoReturn:
+        raise ValueError("the server redirects to an ftp address")
 
 
 def fetch(
     url: str,
     target: Path,
     *,
-    md5: str | None = None,
+    md5: str,
     stall_s: float = 30.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -62,7 +67,8 @@ def fetch(
     The bytes, at most 1 GiB, go to ``<target>.part``, which is also the lock: a second process
     waits, then finds ``target`` there. After a network fault, or ``stall_s`` seconds in which fewer
     than 64 KiB arrive, the next attempt goes on where the part ends if the server can, in this run
-    (three times, with pauses by ``sleep``) or in a later one.
+    (three times, with pauses by ``sleep``) or in a later one. After any other fault the part is
+    discarded, and the fault is believed if there was none.
 
     Raises:
         DataError: the server cannot be reached, refuses, or sends what has not the digest ``md5``.
@@ -90,13 +96,15 @@ def fetch(
         if target.is_file():
             return
         for pause_s in (1.0, 2.0, 4.0, None):
+            here = file.seek(0, os.SEEK_END)
             try:
                 _transfer(file, part, url, md5, stall_s)
                 break
             except _Fault as fault:
-                if fault.restart:
+                passing = isinstance(fault, _Passing)
+                if not passing:
                     file.truncate(0)
-                if pause_s is None or not fault.retry:
+                if pause_s is None or not (passing or here):
                     raise DataError(
                         f"{printable(f'{url}: {fault}')}; check the network and the address "
                         "(data.mirror)"
@@ -193,118 +201,82 @@ def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
         time.sleep(_POLL_S)
 
 
-def _transfer(file: BufferedRandom, part: Path, url: str, md5: str | None, stall_s: float) -> None:
+def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: float) -> None:
     """Completes ``file``, which lies at ``part``."""
     here = file.seek(0, os.SEEK_END)
+    request = web.Request(url, headers={"User-Agent": "wellfed"})
     # Ask for the rest, and believe the reply only in what it says.
-    headers = {"User-Agent": "wellfed"}
     if here:
-        headers["Range"] = f"bytes={here}-"
-    arrivals = _arrivals(web.Request(url, headers=headers), stall_s)
-    reply = next(arrivals)
+        request.add_header("Range", f"bytes={here}-")
+    due_s = time.monotonic() + stall_s
+    opener = web.build_opener(_NoFtp)
+    reply = _waited(lambda: opener.open(request, timeout=stall_s), due_s, stall_s)
     if reply.headers.get_content_type() == "text/html":
         raise _Fault(_PAGE)
     if reply.status != 206:
         here = 0
-    elif not reply.headers.get("Content-Range", "").startswith(f"bytes {here}-"):
-        raise _Fault("the server sent another range than was asked for", retry=True, restart=True)
-    length = reply.headers.get("Content-Length", "")
-    if not re.fullmatch(r"[0-9]+", length) or here + int(length) == 0:
+    if reply.length is None or here + reply.length == 0:
         raise _Fault(
             "the server does not give the file's size (Content-Length), so that a cut-off could "
             "not be told"
         )
-    total = here + int(length)
+    total = here + reply.length
     if total > 1 << 30:
-        raise _Fault(f"the server offers {length} bytes, more than any archive that is known here")
+        raise _Fault(f"the server offers {total} bytes, more than any archive that is known here")
     file.truncate(here)
-    file.seek(here)
+    counted = file.seek(here)
     with progress(f"Downloading {part.stem}", total=total, unit="B") as bar:
         bar.advance(here)
-        for chunk in arrivals:
+        while chunk := _waited(lambda: reply.read1(1 << 18), due_s, stall_s):
             if file.tell() == 0 and chunk.lstrip()[:5].lower() in (b"<!doc", b"<html"):
                 raise _Fault(_PAGE)
             file.write(chunk)
             bar.advance(len(chunk))
+            if file.tell() - counted >= _STALL_BYTES:
+                due_s = time.monotonic() + stall_s
+                counted = file.tell()
     file.flush()
     if file.tell() != total:
-        raise _Fault(f"the connection closed after {file.tell()} of {total} bytes", retry=True)
+        raise _Passing(f"the connection closed after {file.tell()} of {total} bytes")
     digest = md5_of(part)
-    if md5 is not None and digest != md5.lower():
-        # only a part may have come from elsewhere
+    if digest != md5:
         raise _Fault(
             f"the md5 digest differs: expected {md5}, got {digest} (set data.md5 if another "
-            "archive is meant)",
-            retry=here > 0,
-            restart=True,
+            "archive is meant)"
         )
 
 
-def _arrivals(request: web.Request, stall_s: float) -> Iterator[Any]:
-    """Yields the HTTPResponse, then the bytes of its body as they come.
+def _waited(call: Callable[[], Any], due_s: float, stall_s: float) -> Any:
+    """Returns what ``call``, which may block, returns until ``due_s``.
 
-    A thread makes the blocking calls, so that a signal is seen in time, and so is a server that
-    sends one byte now and then, be it of its headers or of the body.
+    A thread makes the call, so that a signal is seen in time, and so is a server that sends one
+    byte now and then, be it of its headers or of the body.
     """
-    arrived: queue.Queue[Any] = queue.Queue(maxsize=8)
-    # What urlopen uses, without file and ftp: a redirect may lead to http and https only.
-    opener = web.OpenerDirector()
-    for handler in (
-        web.ProxyHandler,
-        web.UnknownHandler,
-        web.HTTPHandler,
-        web.HTTPSHandler,
-        web.HTTPDefaultErrorHandler,
-        web.HTTPRedirectHandler,
-        web.HTTPErrorProcessor,
-    ):
-        opener.add_handler(handler())
+    outcome: Future[Any] = Future()
 
-    def pump() -> None:
-        # Full: nobody listens any more, the attempt was given up.
-        with suppress(queue.Full):
-            try:
-                with opener.open(request, timeout=stall_s) as reply:
-                    arrived.put(reply, timeout=stall_s)
-                    while chunk := reply.read1(1 << 18):
-                        arrived.put(chunk, timeout=stall_s)
-                    arrived.put(b"", timeout=stall_s)
-            except (OSError, HTTPException, ValueError) as error:
-                arrived.put(_fault(error), timeout=stall_s)
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except (OSError, HTTPException, ValueError) as error:
+            outcome.set_exception(_fault(error))
 
-    threading.Thread(target=pump, name="download", daemon=True).start()
-    due_s = time.monotonic() + stall_s
-    received = 0
-    while True:
+    # Nobody closes the reply of a thread that still reads: closing would wait for it.
+    threading.Thread(target=work, daemon=True).start()
+    while time.monotonic() < due_s:
         signals.check()
-        with suppress(queue.Empty):
-            item = arrived.get(timeout=_POLL_S)
-            if isinstance(item, _Fault):
-                raise item
-            if item == b"":
-                return
-            if isinstance(item, bytes):
-                received += len(item)
-            yield item
-        if received >= _STALL_BYTES:
-            due_s = time.monotonic() + stall_s
-            received = 0
-        elif time.monotonic() > due_s:
-            raise _Fault(
-                f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s", retry=True
-            )
+        with suppress(TimeoutError):
+            return outcome.result(_POLL_S)
+    raise _Passing(f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s")
 
 
 def _fault(error: Exception) -> _Fault:
     if isinstance(error, HTTPError):
         error.close()
-        if error.code == 416:
-            return _Fault("the server cannot go on from there", retry=True, restart=True)
         if error.code < 400:
             return _Fault(f"HTTP {error.code} a redirect that cannot be followed")
         # Codes that speak of now, not of the address.
-        retry = error.code >= 500 or error.code in (408, 425, 429)
-        return _Fault(f"HTTP {error.code} {error.reason}", retry=retry)
-    if isinstance(error, URLError):
-        return _Fault(str(error.reason), retry=True)
-    return _Fault(str(error) or type(error).__name__, retry=not isinstance(error, ValueError))
+        kind = _Passing if error.code >= 500 or error.code in (408, 425, 429) else _Fault
+        return kind(f"HTTP {error.code} {error.reason}")
+    kind = _Fault if isinstance(error, ValueError) else _Passing
+    reason = getattr(error, "reason", error)
+    return kind(str(reason) or type(error).__name__)

@@ -28,7 +28,7 @@ from harness.runtime.files import open_regular, parsed, set_aside, write_whole
 from harness.runtime.folder import LOGGER
 
 # Of the file, and of the rules by which a scan chooses and is trusted: raise it with either.
-_FORMAT = 4
+_FORMAT = 5
 # a folder changed so shortly before its scan may change again without another time of change
 _RACY_NS = 2_000_000_000
 
@@ -37,8 +37,6 @@ _SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .png .webp .bmp .dib .tif .tiff .gif .ppm .pgm .pbm .pnm .pfm".split()
 )
 _BROKEN_LINK = "broken link"
-
-_State = list[int]
 
 _log = logging.getLogger(LOGGER)
 
@@ -66,7 +64,7 @@ class Index:
         facts: dict[str, Any] = parsed(content[-24 - size : -24].tobytes())
         self.folders = tuple(map(os.fsencode, facts["folders"]))
         self.skipped = Counter[str](**facts["skipped"])
-        self._watched: dict[str, _State] = facts["watched"]
+        self._watched: dict[str, list[int]] = facts["watched"]
 
     def __reduce__(self) -> tuple[object, ...]:
         return Index, (self._file,)
@@ -98,8 +96,7 @@ class Index:
         starts = self._names[self._ends - sizes]
         every = b"/".join((b"", *self.folders, self._names.tobytes()))
         if (
-            sizes.shape != self.labels.shape
-            or not (sizes > 0).all()
+            not (sizes > 0).all()
             or sizes.sum() != len(self._names)
             or not np.isin(self.labels, np.arange(len(self.folders))).all()
             or re.search(rb"/[./]|\0", every)
@@ -108,19 +105,18 @@ class Index:
         ):
             raise ValueError("holds what no scan finds")
 
-    def holds(self, root: bytes) -> bool:
-        """Whether every folder below ``root`` is as it was before it was scanned."""
+    def holds(self) -> bool:
+        """Whether every folder is as it was before it was scanned."""
         try:
             return all(
-                _folder_state(os.stat(os.path.join(root, os.fsencode(path)))) == state
-                for path, state in self._watched.items()
+                _folder_state(os.fsencode(path)) == state for path, state in self._watched.items()
             )
         except OSError:
             return False
 
 
 def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
-    """Returns the index of the class folders in ``root``; links may not leave ``limit``.
+    """Returns the index of the class folders in ``root``; links stay in it, or in ``limit``.
 
     A later run finds the index in the folder ``kept``, and only asks every folder of the tree for
     its times of change. Not detected: files written in place, links re-targeted outside the tree.
@@ -139,7 +135,7 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
             raise ValueError("its checksum differs")
         index = Index(file)
         index.check()
-        if index.holds(root):
+        if index.holds():
             return index
     except FileNotFoundError:
         pass
@@ -158,16 +154,16 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
             write_whole(place, packed)
         except OSError as error:
             _log.info("%s: the index is not remembered: %s", place, error.strerror or error)
-    return Index(in_memory("index", packed))
+    return Index(in_memory(packed))
 
 
 class _Scan:
     """One pass over the class folders in ``root``.
 
-    Folders' names and images are sorted, the images' paths relative to their folder. Links may not
-    leave ``limit``, a real path. ``watched`` has the folders by whose ``_folder_state``, as it was
-    before they were read, a change would show: those of the tree by their path in ``root``, and
-    those that links to images lead to by their whole one.
+    Folders' names and images are sorted, the images' paths relative to their folder. Links lead
+    to places in ``root`` or in ``limit``, a real path. ``watched`` has the folders by whose
+    ``_folder_state``, as it was before they were read, a change would show: those of the tree, and
+    those that links to images lead to.
 
     Raises:
         DataError: something cannot be read.
@@ -175,11 +171,10 @@ class _Scan:
 
     def __init__(self, root: bytes, limit: bytes) -> None:
         self.skipped: Counter[str] = Counter()
-        self.watched = {b"": _folder_state(os.stat(root))}
-        self._root = root
-        self._limit = os.path.join(limit, b"")
+        self.watched: dict[bytes, list[int]] = {}
+        # also those of a root that is itself a link out of the limit
+        self._limits = tuple(os.path.join(path, b"") for path in (limit, os.path.realpath(root)))
         self._unreadable: list[bytes] = []
-        self._seen: set[tuple[int, int]] = set()
         self.folders: list[bytes] = []
         for entry in self._entries(root):
             if entry.is_dir(follow_symlinks=False):
@@ -200,7 +195,7 @@ class _Scan:
         """Returns the content of an index's file."""
         names = list(chain.from_iterable(self.images))
         labels = np.repeat(np.arange(len(self.folders)), list(map(len, self.images)))
-        ends = np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))
+        ends = np.cumsum(list(map(len, names)), dtype=np.int64)
         facts = json.dumps({
             "folders": list(map(os.fsdecode, self.folders)),
             "watched": {os.fsdecode(path): state for path, state in self.watched.items()},
@@ -215,15 +210,7 @@ class _Scan:
         found = []
         pending = [folder]
         while pending:
-            current = pending.pop()
-            status = os.stat(current)
-            # a bind mount can lead back as a link can
-            if (status.st_dev, status.st_ino) in self._seen:
-                continue
-            self._seen.add((status.st_dev, status.st_ino))
-            self.watched[os.path.relpath(current, self._root)] = _folder_state(status)
-            folders = []
-            for entry in self._entries(current):
+            for entry in self._entries(pending.pop()):
                 try:
                     reason = self._unfit(entry)
                 except OSError:
@@ -232,13 +219,13 @@ class _Scan:
                 if reason is not None:
                     self.skipped[reason] += 1
                 elif entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
+                    pending.append(entry.path)
                 else:
                     found.append(entry.path[start:])
-            pending += sorted(folders)
         return sorted(found)
 
     def _entries(self, folder: bytes) -> list[os.DirEntry[bytes]]:
+        self.watched[folder] = _folder_state(folder)
         try:
             with os.scandir(folder) as entries:
                 every = list(entries)
@@ -262,16 +249,14 @@ class _Scan:
             if os.path.isdir(entry.path):
                 return "link to a folder"
             target = os.path.realpath(entry.path)
-            if not target.startswith(self._limit):
+            if not target.startswith(self._limits):
                 return "link out of the data set"
             beside = os.path.dirname(target)
-            if beside not in self.watched:
-                self.watched[beside] = _folder_state(os.stat(beside))
+            self.watched.setdefault(beside, _folder_state(beside))
         if not entry.is_file():
             return "not a regular file"
-        # asked for the user that files are opened as, if the system can
-        by_user = os.access in os.supports_effective_ids
-        if not os.access(entry.path, os.R_OK, effective_ids=by_user):
+        # asked for the user that files are opened as
+        if not os.access(entry.path, os.R_OK, effective_ids=True):
             raise PermissionError
         if named_image:
             return None
@@ -279,11 +264,12 @@ class _Scan:
             return None if reader(file.read(HEAD_BYTES)) else "not an image"
 
 
-def _folder_state(status: os.stat_result) -> _State:
+def _folder_state(path: bytes) -> list[int]:
     """Returns a folder's number and times, which change with its entries' names.
 
     The second of the times cannot be set by a program, as ``rsync -a`` and ``tar`` set the first.
     """
+    status = os.stat(path)
     return [status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 

@@ -45,28 +45,28 @@ def _opened(path: str, writable: bool, inode: tuple[int, ...]) -> MappedFile:
     return found
 
 
-def in_memory(name: str, content: bytes) -> MappedFile:
-    """Returns a file in memory that holds ``content``, for reading; ``/proc`` shows ``name``."""
+def in_memory(content: bytes) -> MappedFile:
+    """Returns a file in memory that holds ``content``, for reading."""
     # nothing at all cannot be mapped
-    fd = memory(name, max(1, len(content)))
+    fd = memory(max(1, len(content)))
     with open(fd, "wb", closefd=False) as stream:
         stream.write(content)
     return MappedFile(fd)
 
 
-def memory(name: str, size: int) -> int:
-    """Returns the descriptor of ``size`` zero bytes of memory; ``/proc`` shows ``name``.
+def memory(size: int) -> int:
+    """Returns the descriptor of ``size`` zero bytes of memory.
 
     They take no memory until they are written. Unlike files in /dev/shm they have no limit of their
     own, and no name that could be left behind.
     """
-    fd = os.memfd_create(name)
+    fd = os.memfd_create("wellfed")
     os.ftruncate(fd, size)
     return fd
 
 
-def checksum(content: np.ndarray) -> int:
-    """Returns 63 bits that follow from all bytes of ``content`` (C-contiguous) and its shape."""
-    digest = xxhash.xxh3_64(repr(content.shape).encode())
+def checksum(content: np.ndarray, *facts: int) -> int:
+    """Returns 63 bits of all bytes of ``content`` (C-contiguous), its shape and ``facts``."""
+    digest = xxhash.xxh3_64(repr((*content.shape, *facts)).encode())
     digest.update(content.data)
     return digest.intdigest() >> 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import random
 from collections.abc import Iterable
@@ -40,8 +41,8 @@ class FolderSource:
     """The images below ``root``, by name, with one folder for each class: ``root/class/**/file``.
 
     Hidden entries, everything that is not a regular file, folders named like images, links to
-    folders and links that leave ``within`` (None: ``root``) are left out and counted by reason in
-    ``skipped``. The list of names is remembered (``Index``).
+    folders and links that leave both ``root`` and ``within`` (None: no other) are left out and
+    counted by reason in ``skipped``. The list of names is remembered (``Index``).
 
     Raises:
         DataError: ``root`` is missing, has no images, a class without images, or something that may
@@ -99,12 +100,11 @@ class FolderSource:
         """
         try:
             return read_regular(self._path(i)), int(self.labels[i])
-        except FileNotFoundError as error:
-            raise BadSample(
-                self.where(i), "the file is gone; it was there when the folder was read"
-            ) from error
         except OSError as error:
-            raise BadSample(self.where(i), f"cannot be read: {error.strerror or error}") from error
+            reason = f"cannot be read: {error.strerror or error}"
+            if isinstance(error, FileNotFoundError):
+                reason = "the file is gone; it was there when the folder was read"
+            raise BadSample(self.where(i), reason) from error
 
 
 def _check_folder(path: str) -> None:
@@ -130,10 +130,15 @@ class ArraySource:
         self.name = name
 
     def __getstate__(self) -> dict[str, Any]:
-        if not isinstance(self.images, np.memmap):
+        images = self.images
+        # A part of a map says the offset of the whole one, and is sent as a copy.
+        if not (
+            isinstance(images, np.memmap)
+            and isinstance(images.base, mmap.mmap)
+            and images.flags.c_contiguous
+        ):
             return self.__dict__
         # a worker maps the file too: a pickled map would be a copy of all pixels
-        images = self.images
         place = (images.filename, np.uint8, "r", images.offset, images.shape)
         return {**self.__dict__, "images": place}
 
@@ -158,16 +163,16 @@ class Subset:
     """The samples of ``source`` at ``indices``, int64 ``[N]``; workers map the numbers."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
-        numbers = np.stack([indices, source.labels[indices]]).astype(np.int64)
-        self.__setstate__((source, in_memory("subset", numbers.tobytes())))
+        file = in_memory(np.asarray(indices, np.int64).tobytes())
+        self.__setstate__((source, file))
 
     def __setstate__(self, state: tuple[Source, MappedFile]) -> None:
         source, file = state
         self.source = source
         self.classes = source.classes
         self._file = file
-        numbers = np.frombuffer(file.map, np.int64, len(file.map) // 16 * 2)
-        self.indices, self.labels = numbers.reshape(2, -1)
+        self.indices = np.frombuffer(file.map, np.int64, len(file.map) // 8)
+        self.labels = source.labels[self.indices]
 
     def __getstate__(self) -> tuple[Source, MappedFile]:
         return self.source, self._file
@@ -247,25 +252,16 @@ def open_folder_splits(
     if split_fraction is not None:
         reason = f"has no effect: {shown} has train and {present[0]}; set it to null"
         raise ConfigError(f"data.split_fraction={split_fraction:g} {reason}")
-    sources: list[FolderSource] = []
-    for name in ("train", present[0]):
-        # links may lead anywhere in ``base``; of a folder that is itself a link elsewhere, only
-        # into that folder
-        within = os.path.realpath(base)
-        folder = os.path.realpath(base / name)
-        if os.path.commonpath((within, folder)) != within:
-            within = folder
-        sources.append(FolderSource(base / name, within))
-    train, val = sources
+    train = FolderSource(base / "train", base)
+    val = FolderSource(base / present[0], base)
     if train.classes != val.classes:
-        only = [
-            (part.root, sorted({*part.classes} - {*other.classes}))
-            for part, other in ((train, val), (val, train))
-        ]
-        text = "; ".join(
-            f"only in {printable(path)}: {listed(names)}" for path, names in only if names
+        only = []
+        for part, other in ((train, val), (val, train)):
+            if names := sorted({*part.classes} - {*other.classes}):
+                only.append(f"only in {printable(part.root)}: {listed(names)}")
+        raise DataError(
+            f"the training and the validation set have different classes: {'; '.join(only)}"
         )
-        raise DataError(f"the training and the validation set have different classes: {text}")
     return train, val
 
 

@@ -14,7 +14,7 @@ from harness.data.mapped import MappedFile, checksum, in_memory, memory
 
 def test_a_pickled_file_is_the_same_file() -> None:
     """Whoever unpickles it maps the same bytes, however many they are, and sees what is written."""
-    file = MappedFile(memory("test", 1 << 20), writable=True)
+    file = MappedFile(memory(1 << 20), writable=True)
     sent = pickle.dumps(file)
     twin = pickle.loads(sent)
     file.map[5] = 77
@@ -32,11 +32,11 @@ def test_a_file_needs_no_name(tmp_path: Path) -> None:
 
 def test_a_closed_file_is_no_other() -> None:
     """A descriptor that was closed and given to another file is refused."""
-    file = in_memory("first", b"first")
+    file = in_memory(b"first")
     sent = pickle.dumps(file)
     number = file.fd
     del file
-    other = in_memory("other", b"other")
+    other = in_memory(b"other")
     assert other.fd == number
     with pytest.raises(FileNotFoundError, match="closed before it was opened here"):
         pickle.loads(sent)
@@ -49,7 +49,7 @@ import atexit, os
 # the first to register is the last to be called
 atexit.register(lambda: print(os.fstat(file.fd).st_size))
 from harness.data.mapped import in_memory
-file = in_memory("test", b"content")
+file = in_memory(b"content")
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
@@ -59,14 +59,14 @@ file = in_memory("test", b"content")
 
 def test_a_file_for_reading_cannot_be_written() -> None:
     """What is shared for reading stays as it is, in every process."""
-    file = in_memory("test", b"content")
+    file = in_memory(b"content")
     with pytest.raises(TypeError):
         pickle.loads(pickle.dumps(file)).map[0] = 1
 
 
 def test_memory_is_taken_as_it_is_written() -> None:
     """A file in memory may be larger than the machine's memory."""
-    file = MappedFile(memory("test", 1 << 40), writable=True)
+    file = MappedFile(memory(1 << 40), writable=True)
     file.map[1 << 39] = 1
     assert os.fstat(file.fd).st_blocks * 512 < 1 << 22
 

@@ -5,7 +5,7 @@ import pickle
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -369,6 +369,27 @@ def test_arrays_are_read_as_they_are() -> None:
     pixels, label = source.read(2)
     assert np.shares_memory(pixels, images)
     assert (label, source.where(2), source.labels.dtype.name) == (1, "numbers[2]", "int64")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(lambda images: images, id="whole"),
+        pytest.param(lambda images: images[2:], id="end"),
+        pytest.param(lambda images: images[::2], id="every second"),
+    ],
+)
+def test_a_pickled_map_has_the_same_pixels(
+    tmp_path: Path, part: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    """Of a mapped file, and of a part of it, a worker reads what the trainer reads."""
+    images = np.arange(4 * 2 * 2 * 3, dtype=np.uint8).reshape(4, 2, 2, 3)
+    for number, content in enumerate((images, np.asfortranarray(images))):
+        np.save(tmp_path / f"{number}.npy", content)
+        mapped = part(np.load(tmp_path / f"{number}.npy", mmap_mode="r"))
+        source = ArraySource(mapped, np.zeros(len(mapped)), ["a"], "map")
+        twin = pickle.loads(pickle.dumps(source))
+        assert np.array_equal(twin.images, source.images)
 
 
 def test_a_subset_counts_from_zero() -> None:

@@ -35,16 +35,14 @@ def cache_of(
     source: Source, budget_bytes: int = 1 << 22, max_side: int | None = None
 ) -> PixelCache:
     """An empty cache in memory."""
-    fd = memory("test", 0)
-    cache.set_budget(fd, FACTS, len(source), budget_bytes)
+    fd = memory(0)
+    cache.set_budget(fd, FACTS, len(source), 0, budget_bytes)
     return over(MappedFile(fd, writable=True), source, max_side)
 
 
 def over(file: MappedFile, source: Source, max_side: int | None = None) -> PixelCache:
     """What a run that begins now has of ``file``."""
-    return PixelCache(
-        file, MappedFile(memory("checked", len(source)), writable=True), 0, source, max_side
-    )
+    return PixelCache(file, MappedFile(memory(len(source)), writable=True), 0, source, max_side)
 
 
 def put_all(kept: PixelCache, indices: Sequence[int]) -> None:
