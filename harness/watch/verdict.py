@@ -218,10 +218,13 @@ def more_in_flight(r: StallBreakdown) -> tuple[str | None, str]:
     wanted = min(wanted, e.most_workers or max(8, int(4 * e.cores)))
     if not r.has_room() or wanted <= r.workers or e.settings.backend == "arrays":
         return None, ""
-    why = "Loading has no workers"
+    why = f"Loading runs in the trainer itself. The {e.cores:g} cores have room for workers"
     if r.workers:
-        why = f"A sample takes one of the {r.workers} workers {1e3 * cost.wall_s:.3g} ms"
-    return f"loader.num_workers={wanted}", f"{why}. The {e.cores:g} cores have room for more"
+        why = (
+            f"A sample takes one of the {r.workers} workers {1e3 * cost.wall_s:.3g} ms. "
+            f"The {e.cores:g} cores have room for more"
+        )
+    return f"loader.num_workers={wanted}", why
 
 
 def copied(r: StallBreakdown) -> Finding:
