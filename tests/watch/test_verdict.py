@@ -255,7 +255,7 @@ CASES = [
             sampled={Tag.CPU_CORES: 0.9},
         ),
         "workers",
-        "Too few workers. Training waited for data 40% of the time. Loading has no workers. The 2 "
+        "Too few workers. Training waited for data 40% of the time. Loading runs in the trainer "
         "cores have room for "
         "more. Faster loading gives at most 1.67x, and less where it takes processors from the "
         "step. Try: "
