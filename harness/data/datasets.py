@@ -31,7 +31,7 @@ from harness.data.storage import (
     open_folder_splits,
     split,
 )
-from harness.data.transforms import EvalTransform, TrainTransform
+from harness.data.transforms import TrainTransform, eval_transform
 from harness.runtime import parts
 from harness.runtime.errors import DataError
 from harness.watch.console import say
@@ -220,9 +220,9 @@ def load(
     kept, val_kept = caches or (None, None)
     # augment
     transform = TrainTransform.from_config(augment, size, data.eval_resize)
-    eval_transform = EvalTransform(size, data.eval_resize)
+    centred = eval_transform(size, data.eval_resize)
     images = ImageDataset(first, transform, options, size, seed, kept)
-    val_images = ImageDataset(second, eval_transform, options, size, seed, val_kept)
+    val_images = ImageDataset(second, centred, options, size, seed, val_kept)
     if data.cache_max_side is not None:
         error = crop_error(images, data.cache_max_side)
         change = "no image was larger"

@@ -9,7 +9,7 @@ import numpy as np
 from harness.data.cache import PixelCache
 from harness.data.decode import DecodeOptions, Undecodable, decode
 from harness.data.storage import Source
-from harness.data.transforms import Transform
+from harness.data.transforms import TrainTransform
 from harness.runtime.errors import BadSample
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
@@ -20,7 +20,7 @@ class ImageDataset:
     """A source, decoded and transformed; a sample depends on (seed, epoch, index) alone."""
 
     source: Source
-    transform: Transform
+    transform: TrainTransform
     options: DecodeOptions
     image_size: int
     seed: int
