@@ -34,20 +34,6 @@ class ImageDataset:
         """The names that ``fill`` gives its laps, in order."""
         return ("read", "decode", *self.transform.stages)
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The classes of ``source``."""
-        return self.source.classes
-
-    @property
-    def labels(self) -> np.ndarray:
-        """The labels of ``source``, which may hold them in memory that workers share."""
-        return self.source.labels
-
-    def where(self, i: int) -> str:
-        """Returns where sample ``i`` lies, for messages."""
-        return self.source.where(i)
-
     def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
         """Writes sample ``index`` of ``epoch`` into ``out``; returns its label.
 
@@ -62,8 +48,6 @@ class ImageDataset:
         Raises:
             BadSample: the sample cannot be read, for any reason.
         """
-        assert 0 <= index < len(self.source.labels)
-        assert out.dtype == np.uint8 and out.shape == (3, self.image_size, self.image_size)
         try:
             # looking into the cache is part of the first stage; cached pixels are not decoded
             pixels = None
@@ -80,7 +64,7 @@ class ImageDataset:
                 if lap is not None:
                     lap("decode")
             self.transform(pixels, SampleRng(self.seed, epoch, index), out, lap)
-            return int(self.labels[index])
+            return int(self.source.labels[index])
         except (BadSample, MemoryError):
             raise
         except Exception as error:
@@ -88,4 +72,4 @@ class ImageDataset:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, Undecodable):
                 reason = str(error)
-            raise BadSample(self.where(index), reason) from error
+            raise BadSample(self.source.where(index), reason) from error

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from harness.config import ConfigError, DataCache, DataConfig
+from harness.config import ConfigError, DataConfig
 from harness.data.storage import ArraySource, FolderSource, Source, Subset
 from harness.runtime import parts
 from harness.runtime.errors import BadSample
@@ -158,10 +158,6 @@ def open_own(
     if not isinstance(pair, Sequence) or len(pair) != 2:
         raise ConfigError(
             f"{begin} returned {_kind(splits)}; it must return two sets, training and validation"
-        )
-    if data.cache is not DataCache.none:
-        raise ConfigError(
-            f"data.cache={data.cache.name}: has no effect with {data.name}; set it to none"
         )
     wheres = f"{begin} the training set", f"{begin} the validation set"
     kinds = [hasattr(part, "read") for part in pair]

@@ -12,7 +12,6 @@ a team of threads for each thread that decodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,12 +23,8 @@ from harness.config import AugmentConfig
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
-# uint8 [H, W, 3]
-Pixels = np.ndarray
 # left, top, width and height in pixels
 Box = tuple[int, int, int, int]
-# from uint8 [h, w, 3] into uint8 [H, W, 3], both contiguous
-_Kernel = Callable[[np.ndarray, np.ndarray], None]
 
 
 def random_crop_box(
@@ -81,9 +76,9 @@ class TrainTransform:
         return cls(size, crop, augment.scale, augment.ratio, augment.pad, augment.hflip, resize)
 
     def __call__(
-        self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
+        self, image: np.ndarray, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
     ) -> None:
-        """Writes the result into ``out``, uint8 ``[3, S, S]`` of any strides.
+        """Writes ``image``, uint8 ``[H, W, 3]``, into ``out``, uint8 ``[3, S, S]`` of any strides.
 
         Everything random comes from ``rng``: the crop first, then the flip. ``image`` is not
         changed. ``lap`` is called at the end of each of the ``stages``, with its name. Several
@@ -99,7 +94,7 @@ class TrainTransform:
         if self.crop == "random_resized":
             box = random_crop_box(rng, width, height, self.scale, self.ratio)
         elif self.crop == "center":
-            new_size = self._resized(width, height)
+            new_size = self._whole_size(width, height)
         else:
             side = size + 2 * self.pad
             canvas = np.zeros((side, side, 3), np.uint8)
@@ -112,7 +107,7 @@ class TrainTransform:
         if lap is not None:
             lap("resize")
 
-    def _resized(self, width: int, height: int) -> tuple[int, int]:
+    def _whole_size(self, width: int, height: int) -> tuple[int, int]:
         """Returns the width and height of an image before a center crop."""
         if self.resize is None and width == height == self.size:
             return width, height
@@ -156,9 +151,8 @@ def resize_into(
     side = len(rows)
     new_width, new_height = size or (side, side)
     # Most training crops: straight into the batch.
-    is_whole = new_width == new_height == side
-    if rows.flags.c_contiguous and not flip and is_whole and part.shape != rows.shape:
-        _kernel(_plain(part), rows)
+    if rows.flags.c_contiguous and not flip and size is None and part.shape != rows.shape:
+        _resize(part, rows)
         return
     # Else by a copy, of which the centre is wanted.
     x = round((new_width - side) / 2)
@@ -182,40 +176,24 @@ def resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     if pixels.shape == (height, width, 3):
         return pixels
     result = np.empty((height, width, 3), np.uint8)
-    _kernel(_plain(pixels), result)
+    _resize(pixels, result)
     return result
 
 
-def _plain(pixels: np.ndarray) -> np.ndarray:
-    """Returns ``pixels`` contiguous, as the kernel needs them, and writable, or torch warns."""
-    return np.require(pixels, requirements=("C", "W"))
+def _resize(pixels: np.ndarray, out: np.ndarray) -> None:
+    """Writes ``pixels``, resized, into ``out``, uint8 ``[H, W, 3]`` in order."""
+    # in order, as the kernel needs them, and writable, or torch warns
+    source = _planes(np.require(pixels, requirements=("C", "W")))
+    size = out.shape[:2]
+    try:
+        in_place = torch.ops.aten._upsample_bilinear2d_aa.out
+        in_place(source, size, False, None, None, out=_planes(out))
+    except (AttributeError, RuntimeError, TypeError):
+        # another torch than ours
+        result = F.interpolate(source, size, mode="bilinear", antialias=True)
+        out[...] = result[0].permute(1, 2, 0).numpy()
 
 
-def _tensor(pixels: np.ndarray) -> torch.Tensor:
+def _planes(pixels: np.ndarray) -> torch.Tensor:
     # numpy turns axes in a third of torch's time
     return torch.from_numpy(pixels.transpose(2, 0, 1)[None])
-
-
-def _resize_in_place(source: np.ndarray, target: np.ndarray) -> None:
-    resize = torch.ops.aten._upsample_bilinear2d_aa.out
-    resize(_tensor(source), target.shape[:2], False, None, None, out=_tensor(target))
-
-
-def _resize_public(source: np.ndarray, target: np.ndarray) -> None:
-    result = F.interpolate(_tensor(source), target.shape[:2], mode="bilinear", antialias=True)
-    target[...] = result[0].permute(1, 2, 0).numpy()
-
-
-def _select_kernel() -> _Kernel:
-    """Returns torch's in-place kernel if it agrees with ``F.interpolate``, else the latter's."""
-    source = np.arange(75, dtype=np.uint8).reshape(5, 5, 3)
-    targets = np.zeros((2, 3, 3, 3), np.uint8)
-    _resize_public(source, targets[0])
-    try:
-        _resize_in_place(source, targets[1])
-    except (AttributeError, RuntimeError, TypeError):
-        return _resize_public
-    return _resize_in_place if np.array_equal(*targets) else _resize_public
-
-
-_kernel = _select_kernel()

@@ -92,7 +92,7 @@ class InMemoryImages:
                     memory.free / 1e9,
                 )
         self.on_device = self._memory is not None
-        self._labels = torch.from_numpy(np.array(dataset.labels, np.int64))
+        self._labels = torch.from_numpy(np.array(dataset.source.labels, np.int64))
         if self.on_device:
             self._labels = self._labels.to(self._own.device)
         self._there = np.zeros(len(dataset), bool)

@@ -99,9 +99,9 @@ def test_labels_go_to_a_worker_as_the_source_sends_them() -> None:
     images = dataset(source=Mapped(source.images, source.labels, source.classes, "mapped"))
     assert len(pickle.dumps(images)) < 2000
     assert (
-        len(images.labels) == len(images) == 10_000
-        and images.where(5) == "mapped[5]"
-        and images.classes == ("a", "b", "c")
+        len(images.source.labels) == len(images) == 10_000
+        and images.source.where(5) == "mapped[5]"
+        and images.source.classes == ("a", "b", "c")
     )
 
 
@@ -121,7 +121,9 @@ TRANSFORMS: dict[str, TrainTransform] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_cached_pixels_give_the_same_samples(folder: FolderSource, transform: TrainTransform) -> None:
+def test_cached_pixels_give_the_same_samples(
+    folder: FolderSource, transform: TrainTransform
+) -> None:
     """A sample is decoded once and kept; from then on its files may be gone, and every epoch is as
     without a cache.
     """
@@ -134,7 +136,7 @@ def test_cached_pixels_give_the_same_samples(folder: FolderSource, transform: Tr
         Path(folder.where(index)).unlink()
     later = [filled(cached, epoch, index) for epoch in range(1, 3) for index in range(5)]
     assert np.array_equal(begun + later, expected)
-    assert cached.fill(1, 4, np.empty((3, 32, 32), np.uint8)) == plain.labels[4]
+    assert cached.fill(1, 4, np.empty((3, 32, 32), np.uint8)) == plain.source.labels[4]
 
 
 def test_a_cached_sample_is_read_and_not_decoded(folder: FolderSource) -> None:
@@ -166,7 +168,9 @@ def test_what_a_cache_makes_of_an_image_holds_from_the_first_epoch_on(folder: Fo
 
 @pytest.mark.parametrize("kind", ["files", "cached files", "arrays"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_many_threads_fill_one_batch(folder: FolderSource, transform: TrainTransform, kind: str) -> None:
+def test_many_threads_fill_one_batch(
+    folder: FolderSource, transform: TrainTransform, kind: str
+) -> None:
     """Any number of threads at once give what one gives."""
     source = numbers(5) if kind == "arrays" else folder
     samples = [(epoch, index) for epoch in range(12) for index in range(5)]
@@ -181,7 +185,7 @@ def test_many_threads_fill_one_batch(folder: FolderSource, transform: TrainTrans
                 lambda row, sample: images.fill(*sample, batch[row]), range(len(samples)), samples
             )
         )
-    assert labels == [alone.labels[index] for _, index in samples]
+    assert labels == [alone.source.labels[index] for _, index in samples]
     assert np.array_equal(batch, [filled(alone, *sample) for sample in samples])
 
 
@@ -283,7 +287,7 @@ def test_laps_are_told_in_order_and_change_nothing(folder: FolderSource, encoded
     images = dataset(source=folder if encoded else None)
     told: list[str] = []
     out = np.empty((3, 8, 8), np.uint8)
-    assert images.fill(1, 4, out, told.append) == images.labels[4]
+    assert images.fill(1, 4, out, told.append) == images.source.labels[4]
     assert tuple(told) == images.stages == ("read", "decode", "resize")
     assert np.array_equal(out, filled(images, 1, 4))
 

@@ -31,9 +31,7 @@ def planes(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(image).permute(2, 0, 1)
 
 
-def applied(
-    transform: TrainTransform, image: np.ndarray, seed: int = 0
-) -> np.ndarray:
+def applied(transform: TrainTransform, image: np.ndarray, seed: int = 0) -> np.ndarray:
     batch = np.full((2, transform.size, transform.size, 3), 77, np.uint8).transpose(0, 3, 1, 2)
     before = image.copy()
     transform(image, SampleRng(seed, 0, 0), batch[0])
