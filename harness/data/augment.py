@@ -67,11 +67,11 @@ class BatchAugment:
 
         ``batch`` has the ``epoch`` and the samples' ``indices``, int64 ``[N]`` on the host.
         """
-        ends = np.cumsum([part.draws for part in self._parts])
-        indices = batch.indices.numpy()
-        draws = uniforms(self._seed, batch.epoch, indices, int(ends[-1]), stream=BATCH)
-        for part, own in zip(self._parts, np.split(draws, ends[:-1], axis=1), strict=True):
-            images = part(images, own)
+        count = sum(part.draws for part in self._parts)
+        draws = uniforms(self._seed, batch.epoch, batch.indices.numpy(), count, stream=BATCH)
+        for part in self._parts:
+            images = part(images, draws[:, : part.draws])
+            draws = draws[:, part.draws :]
         return images
 
 

@@ -23,7 +23,6 @@ from PIL import Image
 
 # float32
 Plane = NDArray[Any]
-Figure = Callable[[Plane, Plane], Plane]
 
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
@@ -41,7 +40,7 @@ def _star(u: Plane, v: Plane, points: int, inner: float) -> Plane:
 
 
 # Signed distances, positive inside, roughly in units of the figure's radius: u to the right, v up.
-FIGURES: dict[str, Figure] = {
+FIGURES: dict[str, Callable[[Plane, Plane], Plane]] = {
     "circle": lambda u, v: 0.92 - hypot(u, v),
     "square": partial(_star, points=4, inner=math.cos(math.pi / 4)),
     "triangle": partial(_star, points=3, inner=math.cos(math.pi / 3)),
@@ -70,10 +69,10 @@ FILLS = {
     "twisted": (0, 0, 6, 8),
 }
 # Five twelfths of the colour wheel from one to the next, so that few of them lie far apart.
-_HUES = "red mint magenta lime blue orange cyan pink green violet yellow azure"
+_HUES = "red mint magenta lime blue orange cyan pink green violet yellow azure".split()
 # What tells classes apart, in this order: only as many of them as the number of classes needs; the
 # rest is chance.
-_TRAITS = ([*FIGURES], [*FILLS], _HUES.split(), [f"{hue}-rim" for hue in _HUES.split()])
+_TRAITS = ([*FIGURES], [*FILLS], _HUES, [f"{hue}-rim" for hue in _HUES])
 
 
 class Look(NamedTuple):

@@ -40,6 +40,9 @@ class Mix:
         """Returns what ``augment`` sets, or None; ``classes`` may be None if nothing is mixed."""
         if not (augment.random_erasing or augment.mixup or augment.cutmix):
             return None
+        assert classes is not None or not (augment.mixup or augment.cutmix), (
+            "mixed labels have a place for each class"
+        )
         return cls(augment, classes or 0, seed)
 
     def choose(self, batch: Any) -> tuple[str, float, np.random.Generator]:

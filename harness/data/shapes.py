@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import multiprocessing
@@ -35,7 +34,7 @@ from harness.watch.console import progress, say
 _VERSION = 2
 _MARKER = "shapes.json"
 # images that a process draws at a time: a signal waits for them
-_CHUNK = 4
+_CHUNK = 8
 
 _log = logging.getLogger(LOGGER)
 
@@ -123,8 +122,6 @@ def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
         free_mb = shutil.disk_usage(part).free / 1e6
         if free_mb < needed_mb:
             raise DiskError(f"{shown}: {free_mb:.0f} MB are free, {advice}")
-        for split, label in itertools.product(("train", "val"), range(generate.classes)):
-            (part / split / drawing.look(label, generate.classes).name).mkdir(parents=True)
         processes = _processes(pixels * len(images))
         context = multiprocessing.get_context("forkserver")
         pool = ProcessPoolExecutor(processes, context, workers.enter_worker)
@@ -169,4 +166,5 @@ def _write(part: Path, generate: GenerateConfig, image: tuple[str, int]) -> None
     what = drawing.look(index % generate.classes, generate.classes)
     pixels = drawing.draw(what, generate.width, generate.height, rng)
     path = part / split / what.name / f"{index:07d}.jpg"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(drawing.encode(pixels, generate.quality))
