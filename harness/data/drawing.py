@@ -69,10 +69,10 @@ FILLS = {
     "twisted": (0, 0, 6, 8),
 }
 # Five twelfths of the colour wheel from one to the next, so that few of them lie far apart.
-_HUES = "red mint magenta lime blue orange cyan pink green violet yellow azure".split()
+_HUES = "red mint magenta lime blue orange cyan pink green violet yellow azure"
 # What tells classes apart, in this order: only as many of them as the number of classes needs; the
 # rest is chance.
-_TRAITS = ([*FIGURES], [*FILLS], _HUES, [f"{hue}-rim" for hue in _HUES])
+_TRAITS = ([*FIGURES], [*FILLS], _HUES.split(), [f"{hue}-rim" for hue in _HUES.split()])
 
 
 class Look(NamedTuple):
