@@ -211,7 +211,7 @@ def pixels(root: str) -> Found:
         for index in range(0, len(dataset), max(1, len(dataset) // _COMPARED)):
             dataset.fill(0, index, out)
             rng = SampleRng(dataset.seed, 0, index)
-            picture = Image.open(dataset.where(index)).convert("RGB")
+            picture = Image.open(dataset.source.where(index)).convert("RGB")
             left, top, width, height = random_crop_box(
                 rng, *picture.size, transform.scale, transform.ratio
             )
@@ -270,7 +270,7 @@ def per_item(folder: str, workers: int, seconds: float, pictures: bool) -> Found
 def array_feeds(folder: str, form: str, workers: int = 0) -> Iterator[tuple[Feeds, FeedSettings]]:
     """Feeds over the small arrays with CIFAR-10's settings."""
     dataset = cifar_like(Path(folder))
-    splits = Splits(dataset, dataset, dataset.classes, "cifar-like", "")
+    splits = Splits(dataset, dataset, dataset.source.classes, "cifar-like", "")
     with feeds("data=cifar10", *of_form(form, workers), splits=splits) as made:
         yield made
 

@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Protocol
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,6 @@ from harness.runtime.seeding import BATCH, uniforms
 
 # as torchvision's ColorJitter numbers them
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-# uint8 pixels that a CPU works on at a time: their float32 forms then stay in its caches
-_CACHED_BYTES = 1 << 20
 
 _BINS = 31
 # in torchvision's order, in which those that are done together are neighbours
@@ -40,20 +39,6 @@ _GROUPS = (
     Op.ShearX, Op.Brightness, Op.Sharpness, Op.Posterize, Op.Solarize, Op.AutoContrast, Op.Equalize,
     len(Op),
 )  # fmt: skip
-
-
-class SampleKeys(Protocol):
-    """What the random numbers of a batch depend on, besides the seed."""
-
-    @property
-    def epoch(self) -> int:
-        """The number of the pass."""
-        ...
-
-    @property
-    def indices(self) -> Tensor:
-        """The samples' places in the data set, int64 ``[N]`` on the host."""
-        ...
 
 
 class BatchAugment:
@@ -77,23 +62,17 @@ class BatchAugment:
             parts.append(ColorJitter(*augment.color_jitter))
         return cls(parts, seed) if parts else None
 
-    def __call__(self, images: Tensor, batch: SampleKeys) -> Tensor:
-        """Returns ``images``, uint8 ``[N, 3, H, W]``, augmented, in new memory on their device."""
-        ends = np.cumsum([part.draws for part in self._parts])
-        draws = uniforms(
-            self._seed, batch.epoch, batch.indices.numpy(), int(ends[-1]), stream=BATCH
-        )
-        chunk = len(images)
-        if images.device.type == "cpu":
-            chunk = max(1, _CACHED_BYTES // images[0].numel())
-        done = []
-        for begin in range(0, len(images), chunk):
-            some = images[begin : begin + chunk]
-            drawn = np.split(draws[begin : begin + chunk], ends[:-1], axis=1)
-            for part, own in zip(self._parts, drawn, strict=True):
-                some = part(some, own)
-            done.append(some)
-        return done[0] if len(done) == 1 else torch.cat(done)
+    def __call__(self, images: Tensor, batch: Any) -> Tensor:
+        """Returns ``images``, uint8 ``[N, 3, H, W]``, augmented, in new memory on their device.
+
+        ``batch`` has the ``epoch`` and the samples' ``indices``, int64 ``[N]`` on the host.
+        """
+        count = sum(part.draws for part in self._parts)
+        draws = uniforms(self._seed, batch.epoch, batch.indices.numpy(), count, stream=BATCH)
+        for part in self._parts:
+            images = part(images, draws[:, : part.draws])
+            draws = draws[:, part.draws :]
+        return images
 
 
 class ColorJitter:
@@ -139,9 +118,8 @@ class RandAugment:
     """Does ``operations`` random ones of torchvision's ``v2.RandAugment`` to each image.
 
     From Cubuk et al. 2019, arXiv:1909.13719. torchvision's defaults hold: a moved pixel comes from
-    the nearest one, and black from outside. The images are sorted by their operation, so that it
-    works on all of them at once; shears, shifts and rotations are one operation with different
-    matrices.
+    the nearest one, and black from outside. The images of an operation are worked on at once;
+    shears, shifts and rotations are one operation with different matrices.
 
     Args:
         operations: how many, one after the other.
@@ -166,17 +144,13 @@ class RandAugment:
         """Returns the augmented images; an operation takes two ``draws``: kind and direction."""
         ops = (len(Op) * draws[:, ::2]).astype(np.int64)
         signs = np.where(draws[:, 1::2] < 0.5, -1.0, 1.0)
-        # which image each row holds
-        held = np.arange(len(images))
-        for k in range(ops.shape[1]):
-            order = ops[held, k].argsort(kind="stable")
-            held = held[order]
-            images = images[to_device(order, images.device)]
-            self._operate(images, ops[held, k], signs[held, k])
-        return images[to_device(held.argsort(), images.device)]
+        images = images.clone()
+        for kinds, directions in zip(ops.T, signs.T, strict=True):
+            self._operate(images, kinds, directions)
+        return images
 
     def _operate(self, images: Tensor, ops: np.ndarray, signs: np.ndarray) -> None:
-        """Does to each of ``images`` what the sorted ``ops`` say, in place."""
+        """Does to each of ``images`` what ``ops`` says, in place."""
         height, width = images.shape[2:]
         # where a pixel is found, by sign and by operation
         matrices = np.empty((2, 5, 2, 3), np.float32)
@@ -194,12 +168,12 @@ class RandAugment:
                 ((math.cos(angle), -math.sin(angle), 0), (math.sin(angle), math.cos(angle), 0)),
             )
         factors = 1.0 + signs * self._level(0.9)
-        ends = np.searchsorted(ops, _GROUPS)
-        for first, begin, end in zip(_GROUPS, ends, ends[1:], strict=False):
-            if begin == end:
+        for first, end in pairwise(_GROUPS):
+            at = np.flatnonzero((first <= ops) & (ops < end))
+            if not len(at):
                 continue
-            at = slice(begin, end)
-            part = images[at]
+            rows = to_device(at, images.device)
+            part = images[rows]
             kinds = ops[at] - first
             match first:
                 case Op.ShearX:
@@ -211,7 +185,7 @@ class RandAugment:
                     part = adjust_sharpness(part, factors[at])
                 case _:
                     part = self._same_for_all[Op(first)](part)
-            images[at] = part
+            images[rows] = part
 
     def _level(self, end: float, start: float = 0.0) -> float:
         """Returns the magnitude's place between ``start`` and ``end``, rounded as torchvision's."""

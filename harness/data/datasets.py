@@ -6,7 +6,6 @@ A new data set is a function from ``DataConfig`` to two sources, a line in ``DAT
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from harness.data.storage import (
     open_folder_splits,
     split,
 )
-from harness.data.transforms import EvalTransform, TrainTransform
+from harness.data.transforms import TrainTransform, eval_transform
 from harness.runtime import parts
 from harness.runtime.errors import DataError
 from harness.watch.console import say
@@ -115,8 +114,7 @@ _LOOKED_AT = 400
 
 def _spread(length: int, most: int) -> list[int]:
     """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
-    ends = np.linspace(0, length - 1, min(length, most))
-    places: list[int] = np.unique(ends.astype(np.int64)).tolist()
+    places: list[int] = np.linspace(0, length - 1, min(length, most)).astype(int).tolist()
     return places
 
 
@@ -164,23 +162,18 @@ DATASETS: dict[str, Callable[[DataConfig], tuple[Source, Source]]] = {
 # has no source: load makes it
 FAKE = "fake"
 
-# The settings that have an effect for some data sets alone; a user's own may use any.
-_FILES = "imagefolder imagenet shapes"
-_ONLY_FOR = {
-    "background": _FILES,
-    "cache": _FILES,
-    "cache_gb": _FILES,
-    "cache_max_side": _FILES,
-    "download": "cifar10 cifar100",
-    "exif_orientation": _FILES,
-    "generate": "shapes fake",
-    "max_pixels": _FILES,
-    "md5": "cifar10 cifar100",
-    "mirror": "cifar10 cifar100",
-    "root": f"{_FILES} cifar10 cifar100",
-    "split_fraction": "imagefolder imagenet",
+# The settings that have an effect for some of our data sets alone.
+_FILES = "root background cache cache_gb cache_max_side exif_orientation max_pixels"
+_CIFAR = "root download md5 mirror"
+_SETTINGS = {
+    "shapes": f"{_FILES} generate",
+    "digits": "",
+    "cifar10": _CIFAR,
+    "cifar100": _CIFAR,
+    "imagefolder": f"{_FILES} split_fraction",
+    "imagenet": f"{_FILES} split_fraction",
+    FAKE: "generate",
 }
-_KNOWN = f"{_FILES} cifar10 cifar100 digits fake"
 
 
 def load(
@@ -192,10 +185,10 @@ def load(
     cache that they share.
 
     Raises:
-        ConfigError: an unknown name, a setting without effect, or one that is missing.
+        ConfigError: a setting without effect, or one that is missing.
         DataError: the data set is missing, incomplete or unreadable.
     """
-    _check(data)
+    _check_settings(data)
     root = data.root or ""
     size = data.image_size
     if data.name == FAKE:
@@ -209,20 +202,24 @@ def load(
         if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
             assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
             return Splits(first, second, first.classes, data.name, root)
-    else:
+    elif data.name in DATASETS:
         first, second = DATASETS[data.name](data)
+    else:
+        # of a checkpoint; the command line's is known
+        raise ConfigError(
+            f"data.name={data.name}: no such data set; choose from {', '.join(DATASETS)}"
+        )
     # decode, and keep what is decoded
-    red, green, blue = data.background
-    options = DecodeOptions(data.exif_orientation, (red, green, blue), data.max_pixels)
+    options = DecodeOptions(data.exif_orientation, data.background, data.max_pixels)
     caches = None
     if data.cache is not DataCache.none:
         caches = open_caches((first, second), data, options, gathered)
     kept, val_kept = caches or (None, None)
     # augment
     transform = TrainTransform.from_config(augment, size, data.eval_resize)
-    eval_transform = EvalTransform(size, data.eval_resize)
+    centred = eval_transform(size, data.eval_resize)
     images = ImageDataset(first, transform, options, size, seed, kept)
-    val_images = ImageDataset(second, eval_transform, options, size, seed, val_kept)
+    val_images = ImageDataset(second, centred, options, size, seed, val_kept)
     if data.cache_max_side is not None:
         error = crop_error(images, data.cache_max_side)
         change = "no image was larger"
@@ -232,22 +229,18 @@ def load(
             f"data.cache_max_side={data.cache_max_side}: of some training images looked at, "
             f"{change}"
         )
-    return Splits(images, val_images, images.classes, data.name, root)
+    return Splits(images, val_images, first.classes, data.name, root)
 
 
-def _check(data: DataConfig) -> None:
-    names = [*DATASETS, FAKE]
-    if data.name not in names and not parts.is_own(data.name):
-        near = difflib.get_close_matches(data.name, names, n=1)
-        hint = "".join(f"; did you mean {name}?" for name in near)
-        raise ConfigError(
-            f"data.name={data.name}: no such data set; choose from {', '.join(names)}{hint}"
-        )
+def _check_settings(data: DataConfig) -> None:
     default = DataConfig()
-    for setting, names_with in _ONLY_FOR.items():
+    every = " ".join(_SETTINGS.values())
+    idle = set(every.split()) - set(_SETTINGS.get(data.name, every).split())
+    if parts.is_own(data.name):
+        idle = {"cache"}
+    for setting in sorted(idle):
         value = getattr(data, setting)
-        has_effect = data.name in names_with.split() or data.name not in _KNOWN.split()
-        if value != getattr(default, setting) and not has_effect:
+        if value != getattr(default, setting):
             raise ConfigError(
                 f"data.{setting}={getattr(value, 'name', value)} has no effect with "
                 f"data={data.name}; leave it out"

@@ -181,9 +181,9 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
         # line refuses anyway.
         image = plugin(io.BytesIO(data))
         _check_size(*image.size, options)
-        if isinstance(image, TiffImageFile):
-            # Width and height of a tile, which may be larger than the image.
-            _check_size(image.tag_v2.get(322, 0), image.tag_v2.get(323, 0), options)
+        # Width and height of a TIFF's tile, which may be larger than the image.
+        tags = getattr(image, "tag_v2", {})
+        _check_size(tags.get(322, 0), tags.get(323, 0), options)
         rgb = Image.fromarray(pixels) if pixels is not None else _to_rgb(image, options.background)
         turn = None
         if options.exif_orientation:
@@ -219,7 +219,7 @@ def _to_rgb(image: ImageFile, background: tuple[int, int, int]) -> Image.Image:
         # Grey of 16 bits or of fractions 0..1, scaled: Pillow's own conversion saturates.
         values = np.asarray(image)
         white = 1.0 if image.mode == "F" else 65535.0
-        tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+        tags = getattr(image, "tag_v2", {})
         if tags.get(BITSPERSAMPLE) == (12,):
             white = 4095.0
         # so that NaN is refused too

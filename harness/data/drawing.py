@@ -23,7 +23,6 @@ from PIL import Image
 
 # float32
 Plane = NDArray[Any]
-Figure = Callable[[Plane, Plane], Plane]
 
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
@@ -41,7 +40,7 @@ def _star(u: Plane, v: Plane, points: int, inner: float) -> Plane:
 
 
 # Signed distances, positive inside, roughly in units of the figure's radius: u to the right, v up.
-FIGURES: dict[str, Figure] = {
+FIGURES: dict[str, Callable[[Plane, Plane], Plane]] = {
     "circle": lambda u, v: 0.92 - hypot(u, v),
     "square": partial(_star, points=4, inner=math.cos(math.pi / 4)),
     "triangle": partial(_star, points=3, inner=math.cos(math.pi / 3)),
@@ -137,7 +136,7 @@ def draw(what: Look, width: int, height: int, rng: np.random.Generator) -> NDArr
     pattern = sin(sum(map(mul, waves, (u, v, hypot(u, v), np.arctan2(u, v)))))
     surface = _colour(luma, _hue(what.hue, rng), rng.uniform(0.1, 0.25))
     surface = surface + rng.choice((-1, 1)) * rng.uniform(0.05, 0.12) * pattern
-    surface += rng.uniform(0.03, 0.08) * grain[::-1, ::-1][place[1:]]
+    surface += rng.uniform(0.03, 0.08) * grain[::-1, ::-1][place]
     rim = _colour(luma * rng.uniform(0.4, 0.8), _hue(what.rim, rng), 0.2)
     surface += (rim - surface) * _cover(0.09 - distance, radius)
     canvas[place] += (surface - canvas[place]) * _cover(distance, radius)
@@ -176,17 +175,15 @@ def _hue(fixed: int | None, rng: np.random.Generator) -> float:
     return (5 * fixed + rng.uniform(-0.25, 0.25)) / 12
 
 
-def _patch(
-    canvas: Plane, x: float, y: float, size: float, turn: float
-) -> tuple[tuple[slice, slice, slice], Plane, Plane]:
-    """Returns the part of ``canvas`` around a figure, and its u and v there."""
+def _patch(canvas: Plane, x: float, y: float, size: float, turn: float) -> tuple[Any, Plane, Plane]:
+    """Returns the index of the part of ``canvas`` around a figure, and its u and v there."""
     reach = 1.3 * size
     rows = slice(max(0, int(y - reach)), int(y + reach) + 2)
     columns = slice(max(0, int(x - reach)), int(x + reach) + 2)
     v, u = np.ogrid[: canvas.shape[1], : canvas.shape[2]]
     up = (y - v[rows]).astype(np.float32) / size
     right = (u[:, columns] - x).astype(np.float32) / size
-    place = (slice(None), rows, columns)
+    place = (..., rows, columns)
     return place, cos(turn) * right + sin(turn) * up, cos(turn) * up - sin(turn) * right
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from harness.data.cache import PixelCache
 from harness.data.decode import DecodeOptions, Undecodable, decode
 from harness.data.storage import Source
-from harness.data.transforms import Transform
+from harness.data.transforms import TrainTransform
 from harness.runtime.errors import BadSample
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
@@ -20,7 +20,7 @@ class ImageDataset:
     """A source, decoded and transformed; a sample depends on (seed, epoch, index) alone."""
 
     source: Source
-    transform: Transform
+    transform: TrainTransform
     options: DecodeOptions
     image_size: int
     seed: int
@@ -33,20 +33,6 @@ class ImageDataset:
     def stages(self) -> tuple[str, ...]:
         """The names that ``fill`` gives its laps, in order."""
         return ("read", "decode", *self.transform.stages)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The classes of ``source``."""
-        return self.source.classes
-
-    @property
-    def labels(self) -> np.ndarray:
-        """The labels of ``source``, which may hold them in memory that workers share."""
-        return self.source.labels
-
-    def where(self, i: int) -> str:
-        """Returns where sample ``i`` lies, for messages."""
-        return self.source.where(i)
 
     def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
         """Writes sample ``index`` of ``epoch`` into ``out``; returns its label.
@@ -62,8 +48,6 @@ class ImageDataset:
         Raises:
             BadSample: the sample cannot be read, for any reason.
         """
-        assert 0 <= index < len(self.source.labels)
-        assert out.dtype == np.uint8 and out.shape == (3, self.image_size, self.image_size)
         try:
             # looking into the cache is part of the first stage; cached pixels are not decoded
             pixels = None
@@ -80,7 +64,7 @@ class ImageDataset:
                 if lap is not None:
                     lap("decode")
             self.transform(pixels, SampleRng(self.seed, epoch, index), out, lap)
-            return int(self.labels[index])
+            return int(self.source.labels[index])
         except (BadSample, MemoryError):
             raise
         except Exception as error:
@@ -88,4 +72,4 @@ class ImageDataset:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, Undecodable):
                 reason = str(error)
-            raise BadSample(self.where(index), reason) from error
+            raise BadSample(self.source.where(index), reason) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.config import AugmentConfig
-from harness.data.augment import SampleKeys, to_device
+from harness.data.augment import to_device
 from harness.runtime.seeding import uniforms
 
 # streams of random numbers, as seeding's
@@ -44,20 +45,20 @@ class Mix:
         )
         return cls(augment, classes or 0, seed)
 
-    def choose(self, batch: SampleKeys) -> tuple[str, float, np.random.Generator]:
+    def choose(self, batch: Any) -> tuple[str, float, np.random.Generator]:
         """Returns how a batch is mixed: the mixer, an image's own share, more chance."""
         key = _MIX << 112 | self._seed << 80 | batch.epoch << 48 | int(batch.indices[0])
         rng = np.random.Generator(np.random.Philox(key))
         name, alpha = self._mixers[rng.integers(len(self._mixers))]
         return name, rng.beta(alpha, alpha), rng
 
-    def __call__(self, images: Tensor, labels: Tensor, batch: SampleKeys) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, labels: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         """Returns the images and labels, mixed in new memory.
 
         Args:
             images: normalised, float ``[N, 3, H, W]``.
             labels: int64 ``[N]``; mixed ones are float32 ``[N, classes]``.
-            batch: says which images they are.
+            batch: has the ``epoch`` and ``indices``, as for ``BatchAugment``.
         """
         height, width = images.shape[2:]
         # One comparison for the batch: the device waits for no list of rectangles.

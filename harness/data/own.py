@@ -9,13 +9,14 @@ example of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from harness.config import ConfigError, DataCache, DataConfig
+from harness.config import ConfigError, DataConfig
 from harness.data.storage import ArraySource, FolderSource, Source, Subset
 from harness.runtime import parts
 from harness.runtime.errors import BadSample
@@ -83,6 +84,7 @@ class OwnSource:
         )
 
 
+@dataclass(eq=False)
 class OwnDataset:
     """A ``torch.utils.data.Dataset`` of (image, label), with transforms of its own, for a feed.
 
@@ -93,23 +95,24 @@ class OwnDataset:
         ConfigError: it is no data set, or empty.
     """
 
-    def __init__(
-        self, given: Any, where: str, classes: tuple[str, ...], image_size: int, seed: int
-    ) -> None:
-        if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+    given: Any
+    # names it in messages
+    where: str
+    classes: tuple[str, ...]
+    image_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not (hasattr(self.given, "__len__") and hasattr(self.given, "__getitem__")):
             raise ConfigError(
-                f"{where} is {_kind(given)}; it must be a source, or have __len__ and __getitem__"
+                f"{self.where} is {_kind(self.given)}; it must be a source, or have __len__ and "
+                "__getitem__"
             )
-        if not len(given):
-            raise ConfigError(f"{where} is empty")
-        self._given = given
-        self._where = where
-        self.classes = classes
-        self.image_size = image_size
-        self.seed = seed
+        if not len(self.given):
+            raise ConfigError(f"{self.where} is empty")
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self.given)
 
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
         """Writes sample ``index`` into ``out``, uint8 ``[3, S, S]``; returns its label.
@@ -117,10 +120,10 @@ class OwnDataset:
         Raises:
             BadSample: the data set failed, or gave no image of that size with its label.
         """
-        where = f"{self._where}, sample {index}"
+        where = f"{self.where}, sample {index}"
         try:
             with seeded(self.seed, epoch, index):
-                image, label = self._given[index]
+                image, label = self.given[index]
         # no sample's fault
         except MemoryError:
             raise
@@ -158,10 +161,6 @@ def open_own(
     if not isinstance(pair, Sequence) or len(pair) != 2:
         raise ConfigError(
             f"{begin} returned {_kind(splits)}; it must return two sets, training and validation"
-        )
-    if data.cache is not DataCache.none:
-        raise ConfigError(
-            f"data.cache={data.cache.name}: has no effect with {data.name}; set it to none"
         )
     wheres = f"{begin} the training set", f"{begin} the validation set"
     kinds = [hasattr(part, "read") for part in pair]

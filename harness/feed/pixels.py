@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, Source, Subset
-from harness.data.transforms import EvalTransform, TrainTransform, mirror_into
+from harness.data.transforms import TrainTransform, mirror_into
 from harness.feed.interface import HostBatch
 from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER
@@ -32,9 +32,7 @@ def why_not_in_memory(dataset: object) -> str | None:
     if not isinstance(dataset, ImageDataset):
         return f"{type(dataset).__name__} is no data set of images"
     transform = dataset.transform
-    if isinstance(transform, EvalTransform) or (
-        isinstance(transform, TrainTransform) and transform.crop in ("pad", "center")
-    ):
+    if isinstance(transform, TrainTransform) and transform.crop in ("pad", "center"):
         return None
     return "crops are cut from whole images, which have no common size"
 
@@ -94,7 +92,7 @@ class InMemoryImages:
                     memory.free / 1e9,
                 )
         self.on_device = self._memory is not None
-        self._labels = torch.from_numpy(np.array(dataset.labels, np.int64))
+        self._labels = torch.from_numpy(np.array(dataset.source.labels, np.int64))
         if self.on_device:
             self._labels = self._labels.to(self._own.device)
         self._there = np.zeros(len(dataset), bool)

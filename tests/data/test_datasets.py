@@ -44,9 +44,13 @@ def test_a_folder_is_loaded(tmp_path: Path, name: str) -> None:
     assert isinstance(splits.train, ImageDataset)
     assert isinstance(splits.val, ImageDataset)
     assert (splits.name, splits.root, splits.classes) == (name, str(tmp_path), ("cat", "dog"))
-    assert (len(splits.train), len(splits.val), splits.train.classes) == (10, 10, ("cat", "dog"))
-    assert splits.train.labels.tolist() == [0] * 5 + [1] * 5
-    assert splits.val.where(9).endswith("val/dog/4.png")
+    assert (len(splits.train), len(splits.val), splits.train.source.classes) == (
+        10,
+        10,
+        ("cat", "dog"),
+    )
+    assert splits.train.source.labels.tolist() == [0] * 5 + [1] * 5
+    assert splits.val.source.where(9).endswith("val/dog/4.png")
     assert (splits.train.seed, splits.train.image_size, splits.train.options.max_pixels) == (
         3,
         16,
@@ -66,7 +70,7 @@ def test_one_tree_is_split_the_same_for_every_seed(tmp_path: Path) -> None:
             seed,
         ).val
         assert isinstance(val, ImageDataset)
-        parts.append([val.where(i) for i in range(len(val))])
+        parts.append([val.source.where(i) for i in range(len(val))])
     assert parts[0] == parts[1]
     assert len(parts[0]) == 4
 
@@ -92,7 +96,9 @@ def test_digits() -> None:
     }
     assert np.max(train) == 255
     assert (
-        np.abs(np.bincount(splits.val.labels) / np.bincount(splits.train.labels) - 0.25).max()
+        np.abs(
+            np.bincount(splits.val.source.labels) / np.bincount(splits.train.source.labels) - 0.25
+        ).max()
         < 0.01
     )
     pixels = filled(splits.val, 0, 0)
@@ -133,14 +139,6 @@ def test_a_new_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "text"),
     [
         (
-            {"name": "cifar"},
-            (
-                r"data\.name=cifar: no such data set; choose from shapes, .*fake; did you mean "
-                r"cifar10\?"
-            ),
-        ),
-        ({"name": "zzz"}, r"data\.name=zzz: no such data set; choose from shapes, .*fake$"),
-        (
             {"name": "imagefolder"},
             r"data\.root: .* needs it, for example data\.root=/data/imagefolder",
         ),
@@ -174,7 +172,7 @@ def test_a_new_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda value: " ".join(map(str, value.values()))[:30] if isinstance(value, dict) else "",
 )
 def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], text: str) -> None:
-    """An unknown name, a missing root and a setting without effect are named with the way out."""
+    """A missing root and a setting without effect are named with the way out."""
     with pytest.raises(ConfigError, match=text):
         load(DataConfig(**settings), AugmentConfig(), 0)
 

@@ -16,13 +16,13 @@ from samples import numbers
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource
-from harness.data.transforms import EvalTransform, TrainTransform, Transform, resized
+from harness.data.transforms import TrainTransform, eval_transform, resized
 from harness.runtime.errors import BadSample
 
 OPTIONS = DecodeOptions()
 
 
-def dataset(transform: Transform | None = None, source: Any = None, seed: int = 0) -> ImageDataset:
+def dataset(transform: Any = None, source: Any = None, seed: int = 0) -> ImageDataset:
     return ImageDataset(source or numbers(), transform or TrainTransform(8), OPTIONS, 8, seed)
 
 
@@ -99,29 +99,31 @@ def test_labels_go_to_a_worker_as_the_source_sends_them() -> None:
     images = dataset(source=Mapped(source.images, source.labels, source.classes, "mapped"))
     assert len(pickle.dumps(images)) < 2000
     assert (
-        len(images.labels) == len(images) == 10_000
-        and images.where(5) == "mapped[5]"
-        and images.classes == ("a", "b", "c")
+        len(images.source.labels) == len(images) == 10_000
+        and images.source.where(5) == "mapped[5]"
+        and images.source.classes == ("a", "b", "c")
     )
 
 
 def test_a_row_of_a_batch_is_filled() -> None:
     """Fill writes its own row alone and returns the label."""
     batch = np.full((3, 3, 8, 8), 77, np.uint8)
-    assert dataset(EvalTransform(8, 8)).fill(0, 4, batch[1]) == 1
+    assert dataset(eval_transform(8, 8)).fill(0, 4, batch[1]) == 1
     assert np.array_equal(batch[1].transpose(1, 2, 0), resized(numbers().images[4], 8, 8))
     assert (batch[[0, 2]] == 77).all()
 
 
-TRANSFORMS: dict[str, Transform] = {
+TRANSFORMS: dict[str, TrainTransform] = {
     "random_resized": TrainTransform(32),
     "pad": TrainTransform(32, crop="pad"),
-    "eval": EvalTransform(32),
+    "eval": eval_transform(32),
 }
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_cached_pixels_give_the_same_samples(folder: FolderSource, transform: Transform) -> None:
+def test_cached_pixels_give_the_same_samples(
+    folder: FolderSource, transform: TrainTransform
+) -> None:
     """A sample is decoded once and kept; from then on its files may be gone, and every epoch is as
     without a cache.
     """
@@ -134,7 +136,7 @@ def test_cached_pixels_give_the_same_samples(folder: FolderSource, transform: Tr
         Path(folder.where(index)).unlink()
     later = [filled(cached, epoch, index) for epoch in range(1, 3) for index in range(5)]
     assert np.array_equal(begun + later, expected)
-    assert cached.fill(1, 4, np.empty((3, 32, 32), np.uint8)) == plain.labels[4]
+    assert cached.fill(1, 4, np.empty((3, 32, 32), np.uint8)) == plain.source.labels[4]
 
 
 def test_a_cached_sample_is_read_and_not_decoded(folder: FolderSource) -> None:
@@ -156,17 +158,19 @@ class Shrinking(Kept):
 
 def test_what_a_cache_makes_of_an_image_holds_from_the_first_epoch_on(folder: FolderSource) -> None:
     """A sample does not depend on whether it was in the cache already."""
-    images = ImageDataset(folder, EvalTransform(32), OPTIONS, 32, 0, Shrinking())
+    images = ImageDataset(folder, eval_transform(32), OPTIONS, 32, 0, Shrinking())
     first = filled(images, 0, 1)
     assert not np.array_equal(
-        first, filled(ImageDataset(folder, EvalTransform(32), OPTIONS, 32, 0), 0, 1)
+        first, filled(ImageDataset(folder, eval_transform(32), OPTIONS, 32, 0), 0, 1)
     )
     assert np.array_equal(first, filled(images, 0, 1))
 
 
 @pytest.mark.parametrize("kind", ["files", "cached files", "arrays"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_many_threads_fill_one_batch(folder: FolderSource, transform: Transform, kind: str) -> None:
+def test_many_threads_fill_one_batch(
+    folder: FolderSource, transform: TrainTransform, kind: str
+) -> None:
     """Any number of threads at once give what one gives."""
     source = numbers(5) if kind == "arrays" else folder
     samples = [(epoch, index) for epoch in range(12) for index in range(5)]
@@ -181,7 +185,7 @@ def test_many_threads_fill_one_batch(folder: FolderSource, transform: Transform,
                 lambda row, sample: images.fill(*sample, batch[row]), range(len(samples)), samples
             )
         )
-    assert labels == [alone.labels[index] for _, index in samples]
+    assert labels == [alone.source.labels[index] for _, index in samples]
     assert np.array_equal(batch, [filled(alone, *sample) for sample in samples])
 
 
@@ -244,7 +248,7 @@ def test_a_bad_sample_keeps_its_reason(folder: FolderSource) -> None:
     Path(folder.where(0)).write_bytes(b"\xff\xd8\xff and no more")
     cache = Kept()
     with pytest.raises(BadSample, match=r"cat/0\.jpg: cannot be decoded"):
-        filled(ImageDataset(folder, EvalTransform(8), OPTIONS, 8, 0, cache), 0, 0)
+        filled(ImageDataset(folder, eval_transform(8), OPTIONS, 8, 0, cache), 0, 0)
     assert not cache.pixels
 
 
@@ -283,7 +287,7 @@ def test_laps_are_told_in_order_and_change_nothing(folder: FolderSource, encoded
     images = dataset(source=folder if encoded else None)
     told: list[str] = []
     out = np.empty((3, 8, 8), np.uint8)
-    assert images.fill(1, 4, out, told.append) == images.labels[4]
+    assert images.fill(1, 4, out, told.append) == images.source.labels[4]
     assert tuple(told) == images.stages == ("read", "decode", "resize")
     assert np.array_equal(out, filled(images, 1, 4))
 

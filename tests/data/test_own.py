@@ -107,7 +107,7 @@ def test_sources_are_decoded_and_augmented_as_ours(
     splits = opened(make(Rows(), Rows([1, 1, 1, 0])))
     assert isinstance(splits.train, ImageDataset)
     assert (splits.classes, splits.name, len(splits.val)) == (("a", "b"), NAME, 4)
-    assert splits.train.labels.tolist() == [0, 1, 1, 0]
+    assert splits.train.source.labels.tolist() == [0, 1, 1, 0]
     assert filled(splits.val, 0, 0)[1] == 1
     assert isinstance(pickle.loads(pickle.dumps(splits.train)), ImageDataset)
 
@@ -302,6 +302,6 @@ def test_a_mistake_is_one_line(
 def test_a_cache_has_no_effect(opened: Callable[..., Splits], splits: Any) -> None:
     """It keeps files of folders, and is refused beside anything else."""
     with pytest.raises(
-        ConfigError, match=f"^data.cache=ram: has no effect with {NAME}; set it to none$"
+        ConfigError, match=f"^data.cache=ram has no effect with data={NAME}; leave it out$"
     ):
         opened(splits, cache=DataCache.ram)

@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tvf
 
 from harness.config import AugmentConfig, Crop
-from harness.data.transforms import EvalTransform, TrainTransform, random_crop_box
+from harness.data.transforms import TrainTransform, eval_transform, random_crop_box
 from harness.runtime.seeding import SampleRng, uniforms
 
 SCALE = (0.08, 1.0)
@@ -31,9 +31,7 @@ def planes(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(image).permute(2, 0, 1)
 
 
-def applied(
-    transform: TrainTransform | EvalTransform, image: np.ndarray, seed: int = 0
-) -> np.ndarray:
+def applied(transform: TrainTransform, image: np.ndarray, seed: int = 0) -> np.ndarray:
     batch = np.full((2, transform.size, transform.size, 3), 77, np.uint8).transpose(0, 3, 1, 2)
     before = image.copy()
     transform(image, SampleRng(seed, 0, 0), batch[0])
@@ -165,7 +163,7 @@ def test_centre_crops_are_torchvisions(
     )
     theirs = tvf.hflip(theirs) if hflip else theirs
     ours = (
-        EvalTransform(size, resize)
+        eval_transform(size, resize)
         if hflip is None
         else TrainTransform(size, "center", hflip=hflip, resize=resize)
     )
@@ -176,7 +174,7 @@ def test_centre_crops_are_torchvisions(
 def test_images_of_the_right_size_stay_as_they_are(crop: str) -> None:
     """Pixels that fit are neither enlarged nor cut in evaluation."""
     image = noise(32, 32)
-    transform = EvalTransform(32) if crop == "eval" else TrainTransform(32, crop=crop, hflip=0.0)
+    transform = eval_transform(32) if crop == "eval" else TrainTransform(32, crop=crop, hflip=0.0)
     assert np.array_equal(applied(transform, image), image.transpose(2, 0, 1))
 
 
@@ -184,7 +182,7 @@ def test_an_explicit_resize_holds_for_images_of_the_right_size_too() -> None:
     """data.eval_resize is never passed over in silence."""
     image = noise(32, 32)
     theirs = v2.Compose([v2.Resize(40), v2.CenterCrop(32)])(planes(image))
-    assert np.array_equal(applied(EvalTransform(32, 40), image), theirs.numpy())
+    assert np.array_equal(applied(eval_transform(32, 40), image), theirs.numpy())
 
 
 def test_a_thread_of_an_image_is_refused() -> None:
@@ -193,7 +191,7 @@ def test_a_thread_of_an_image_is_refused() -> None:
         ValueError,
         match="1x10000 pixels are too narrow: resized, the longer side would have 2560000",
     ):
-        applied(EvalTransform(224), noise(1, 10000))
+        applied(eval_transform(224), noise(1, 10000))
 
 
 @pytest.mark.parametrize("pad", [0, 4])
@@ -281,7 +279,7 @@ def test_equal_seeds_give_equal_pixels(crop: Crop) -> None:
 @pytest.mark.parametrize("crop", [*Crop, "eval"], ids=str)
 def test_laps_are_told_in_order_and_change_nothing(crop: Crop | str, size: tuple[int, int]) -> None:
     """Each transform tells the end of the stages that it names, in order."""
-    transform = EvalTransform(24) if crop == "eval" else TrainTransform(24, crop=Crop(crop).name)
+    transform = eval_transform(24) if crop == "eval" else TrainTransform(24, crop=Crop(crop).name)
     image = noise(*size)
     told = list[str]()
     out = np.empty((3, 24, 24), np.uint8)
@@ -293,7 +291,7 @@ def test_laps_are_told_in_order_and_change_nothing(crop: Crop | str, size: tuple
 @pytest.mark.parametrize("crop", [*Crop, "eval"], ids=str)
 def test_any_layout_of_the_batch_does(crop: Crop | str) -> None:
     """A batch of planes gets the pixels that one in channels_last gets."""
-    transform = EvalTransform(24) if crop == "eval" else TrainTransform(24, crop=Crop(crop).name)
+    transform = eval_transform(24) if crop == "eval" else TrainTransform(24, crop=Crop(crop).name)
     for seed in range(4):  # some of them mirrored
         out = np.empty((3, 24, 24), np.uint8)
         transform(noise(60, 40), SampleRng(seed, 0, 0), out)

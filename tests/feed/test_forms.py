@@ -24,7 +24,7 @@ from harness.data.datasets import FakeDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
-from harness.data.transforms import EvalTransform, TrainTransform
+from harness.data.transforms import TrainTransform, eval_transform
 from harness.feed import forms
 from harness.feed.arrays import ArrayFeed
 from harness.feed.forms import Feeds
@@ -175,13 +175,13 @@ def small(backend: Backend | None = None, crop: Crop = Crop.pad, **loader: objec
     """Feeds over 20 training and 6 validation images in arrays."""
     config = Config(loader=LoaderConfig(batch_size=4, backend=backend, **loader))  # type: ignore
 
-    def images(length: int, transform: TrainTransform | EvalTransform) -> ImageDataset:
+    def images(length: int, transform: TrainTransform) -> ImageDataset:
         pixels = np.random.default_rng(length).integers(0, 256, (length, 8, 8, 3), np.uint8)
         source = ArraySource(pixels, np.zeros(length), ("a",), "noise")
         return ImageDataset(source, transform, DecodeOptions(), 8, seed=0)
 
     train = images(20, TrainTransform(8, crop=crop.name, pad=2))
-    return Feeds(Splits(train, images(6, EvalTransform(8)), ("a",), "noise", ""), config, CPU)
+    return Feeds(Splits(train, images(6, eval_transform(8)), ("a",), "noise", ""), config, CPU)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from harness.data.datasets import Splits
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource, Source
-from harness.data.transforms import EvalTransform, Pixels, TrainTransform, Transform
+from harness.data.transforms import TrainTransform, eval_transform
 from harness.watch.stages import Lap
 
 # of an image in pixels, where its size does not matter
@@ -120,7 +120,7 @@ class Blur:
         self.stages = (*before.stages, "blur")
 
     def __call__(
-        self, image: Pixels, rng: random.Random, out: np.ndarray, lap: Lap | None = None
+        self, image: np.ndarray, rng: random.Random, out: np.ndarray, lap: Lap | None = None
     ) -> None:
         self.before(image, rng, out, lap)
         time.sleep(self.blur_s)
@@ -170,10 +170,10 @@ class Huge(ImageDataset):
 
 def splits(train: ImageDataset) -> Splits:
     """``train`` beside a small validation set."""
-    val = ImageDataset(Memory(8), EvalTransform(SIDE), OPTIONS, SIDE, 0)
+    val = ImageDataset(Memory(8), eval_transform(SIDE), OPTIONS, SIDE, 0)
     return Splits(train, val, ("a", "b"), "planted", "")
 
 
-def images(source: Source, transform: Transform | None = None) -> Splits:
+def images(source: Source, transform: Any = None) -> Splits:
     """The images of ``source`` as a training set."""
     return splits(ImageDataset(source, transform or TrainTransform(SIDE), OPTIONS, SIDE, 0))
