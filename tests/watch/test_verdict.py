@@ -256,9 +256,8 @@ CASES = [
         ),
         "workers",
         "Too few workers. Training waited for data 40% of the time. Loading runs in the trainer "
-        "itself. The 2 cores have room for workers. Faster loading gives at most 1.67x, and less where it takes processors from the "
-        "step. Try: "
-        "loader.num_workers=2.",
+        "itself. The 2 cores have room for workers. Faster loading gives at most 1.67x, and less "
+        "where it takes processors from the step. Try: loader.num_workers=2.",
         id="no workers",
     ),
     pytest.param(
