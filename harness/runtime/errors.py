@@ -35,12 +35,10 @@ class BadSample(DataError):
     """
 
     def __init__(self, where: str, reason: str) -> None:
-        super().__init__(printable(f"{where}: {reason}"))
-        self.where = where
-        self.reason = reason
+        super().__init__(where, reason)
 
-    def __reduce__(self) -> tuple[type[BadSample], tuple[str, str]]:
-        return BadSample, (self.where, self.reason)
+    def __str__(self) -> str:
+        return printable(": ".join(self.args))
 
 
 class CheckpointError(RunError):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -54,8 +55,14 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     else:
         folder = outputs / name
     if is_first_rank():
-        if goes_on is None:
-            refuse_used(folder)
+        # a second run would mix with the first
+        if goes_on is None and (
+            (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+        ):
+            raise ConfigError(
+                f"{os.path.relpath(folder)}: holds a run; go on with resume=auto, or set another "
+                "run.name"
+            )
         own(folder)
     return str(folder)
 
@@ -117,14 +124,14 @@ def new_folder(base: Path, now: datetime | None = None) -> Path:
     stamp = (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
     try:
         (base / stamp).parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(1000):
+        for attempt in itertools.count():
             folder = base / (f"{stamp}-{attempt}" if attempt else stamp)
             with suppress(FileExistsError):
                 folder.mkdir()
-                return folder
+                break
     except OSError as error:
         raise _unusable(base / stamp, error) from error
-    raise ConfigError(f"run.name=null: a thousand runs have begun in {base / stamp}; set run.name")
+    return folder
 
 
 def own(folder: Path) -> Path:
@@ -175,19 +182,6 @@ def own(folder: Path) -> Path:
     return folder
 
 
-def refuse_used(folder: Path) -> None:
-    """Refuses a folder that holds a run already: a second run would mix with the first.
-
-    Raises:
-        ConfigError: with the ways out.
-    """
-    if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
-        raise ConfigError(
-            f"{os.path.relpath(folder)}: holds a run; go on with resume=auto, or set another "
-            "run.name"
-        )
-
-
 def _unusable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{folder}: cannot be the run's folder: {error.strerror or error}; "
@@ -204,25 +198,20 @@ def logging_failure(folder: Path) -> Iterator[None]:
         text = "".join(traceback.format_exception(error)).rstrip()
         if known := described(error):
             text = known[0]
-        record = logging.LogRecord(LOGGER, logging.ERROR, "", 0, "%s", (text,), None)
-        # the disk may have failed, and the console tells the error too
-        with suppress(OSError), closing(_file(folder, int(os.environ.get("RANK", "0")))) as handler:
-            handler.handle(record)
+        rank = int(os.environ.get("RANK", "0"))
+        # a logger of its own, for the console tells the error too; the disk may have failed
+        with suppress(OSError), logging_to(folder, rank, "failure") as log:
+            log.error("%s", text)
         raise
 
 
-def _file(folder: Path, rank: int) -> logging.FileHandler:
+@contextmanager
+def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterator[logging.Logger]:
+    """Opens a block in which the log goes to ``folder``, to one file for each rank."""
+    logger = logging.getLogger(logger_name)
     name = f"train-rank{rank}.log" if rank else "train.log"
     handler = logging.FileHandler(folder / name, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    return handler
-
-
-@contextmanager
-def logging_to(folder: Path, rank: int = 0) -> Iterator[logging.Logger]:
-    """Opens a block in which the log goes to ``folder``, to one file for each rank."""
-    logger = logging.getLogger(LOGGER)
-    handler = _file(folder, rank)
     former = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

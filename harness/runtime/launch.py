@@ -26,11 +26,11 @@ class ProcessError(RunError):
     """A process of the run failed; the text is its own, or how it died."""
 
     def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
+        super().__init__(text, exit_code)
         self.exit_code = exit_code
 
-    def __reduce__(self) -> tuple[type[ProcessError], tuple[str, int]]:
-        return ProcessError, (str(self), self.exit_code)
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def began_s(stat: Path = Path("/proc/self/stat")) -> float:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from harness.runtime.seeding import random_state, restore_random_state
@@ -23,8 +22,8 @@ class Snapshot:
     still fits.
 
     Args:
-        parts: networks, optimizers, gradient scalers, and other objects with ``state_dict`` and
-            ``load_state_dict``.
+        parts: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``,
+            such as gradient scalers.
         device: whose random state is kept beside the host's.
 
     Raises:
@@ -53,15 +52,7 @@ class Snapshot:
                 for group in part.param_groups:
                     self._undo.append(partial(group.update, dict(group)))
                 for held in (*part.state.values(), *part.param_groups):
-                    tensors += _tensors(held)
-            elif isinstance(part, GradScaler):
-                # not its state_dict: two of its tensors are made when it is first used
-                values = {
-                    key: value if isinstance(value, Tensor) else copy.copy(value)
-                    for key, value in vars(part).items()
-                }
-                self._keep(vars(part), values)
-                tensors += _tensors(values)
+                    tensors += [value for value in held.values() if isinstance(value, Tensor)]
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
                 self._undo.append(partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
             else:
@@ -83,7 +74,3 @@ class Snapshot:
         for tensor, copied in self._copies:
             tensor.copy_(copied)
         restore_random_state(self._random, self._device)
-
-
-def _tensors(values: Mapping[Any, Any]) -> Iterator[Tensor]:
-    return (value for value in values.values() if isinstance(value, Tensor))
