@@ -109,22 +109,20 @@ def _hint(name: str, settings: Sequence[str]) -> str:
 def _meant(name: str, settings: Sequence[str]) -> list[str]:
     """Returns at most three settings that ``name`` may stand for.
 
-    Those of the same last part come first, then other programs' names, then the most similar name
-    of the same group, then of any.
+    Those of the same last part come first, then other programs' names, then the most similar name,
+    with its group or without.
     """
-    group, _, last = name.rpartition(".")
+    last = name.rpartition(".")[2]
     same = [path for path in settings if path.rpartition(".")[2] == last]
     if same:
         depth = min(path.count(".") for path in same)
         return [path for path in same if path.count(".") == depth][:3]
     if last in _OTHER_NAMES:
         return [_OTHER_NAMES[last]]
-    neighbours = [path for path in settings if path.rpartition(".")[0] == group]
-    for paths in (neighbours, settings):
-        by_last = {path.rpartition(".")[2]: path for path in paths}
-        if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.7):
-            return [by_last[near[0]]]
-    return []
+    known = {path.rpartition(".")[2]: path for path in settings}
+    known |= {path: path for path in settings}
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return [known[found] for found in near]
 
 
 def nearest(value: str, known: Sequence[str]) -> str:

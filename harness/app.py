@@ -20,7 +20,6 @@ from harness import __version__, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import printable, tell, tell_crashes, told
-from harness.watch.figures import Tag
 
 # of the jobs in this process
 _failed: list[BaseException] = []
@@ -38,10 +37,7 @@ def command() -> NoReturn:
         # takes 30 ms
         from importlib import metadata
 
-        try:
-            torch = metadata.version("torch")
-        except metadata.PackageNotFoundError:
-            torch = "is not installed"
+        torch = metadata.version("torch")
         print(f"wellfed {__version__}, torch {torch}, Python {platform.python_version()}")
         sys.exit()
     for name in ("page", "compare"):
@@ -133,8 +129,8 @@ def _checked(composed: DictConfig) -> schema.Config:
 
 def _best_top1(place: Path) -> float | None:
     """Returns the highest validation top-1 of the run in ``place``, 0..1; None: not evaluated."""
-    metrics = place / "metrics.jsonl"
-    if not metrics.is_file():
+    report = place / "report.json"
+    if not report.is_file():
         return None
-    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return max((line[Tag.VAL_TOP1] for line in lines if Tag.VAL_TOP1 in line), default=None)
+    best: float | None = json.loads(report.read_text(encoding="utf-8")).get("best_top1")
+    return best
