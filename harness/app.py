@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from harness import __version__, job
+from harness import BEGAN_S, __version__, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import printable, tell, tell_crashes, told
@@ -53,17 +52,15 @@ def cli() -> int:
     An error is one line where its cause is known. Called where signals are caught.
     """
 
-    def run_folder(
-        name: str | None, resume: str | None, mode: schema.Mode, *, _root_: DictConfig
-    ) -> str:
+    def run_folder(*, _root_: DictConfig) -> str:
         # made once the settings are found good; Hydra asks more than once
         if not _only_run:
             config = _checked(_root_)
-            _only_run.append((config, folder.run_folder(name, resume, mode)))
+            place = folder.run_folder(config.run.name, config.resume, config.mode)
+            _only_run.append((config, place))
         return _only_run[0][1]
 
     tell_crashes()
-    _only_run.clear()
     # Hydra then raises what is wrong with the settings
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     schema.register()
@@ -92,7 +89,6 @@ def main(composed: DictConfig) -> float | None:
 
     Returns the best top-1, for sweepers.
     """
-    began_s = time.perf_counter()
     chosen = HydraConfig.get()
     place = Path(chosen.runtime.output_dir)
     name = printable(os.path.relpath(place))
@@ -105,9 +101,9 @@ def main(composed: DictConfig) -> float | None:
         if folder.is_first_rank():
             print(f"run folder: {name}\nloading torch ...", flush=True)
         if not is_sweep:
-            job.run(0, job.Job(config, place, overridden, launch.began_s()))
+            job.run(0, job.Job(config, place, overridden, BEGAN_S))
             return None
-        work = job.Job(config, place, overridden, began_s)
+        work = job.Job(config, place, overridden)
         launch.run_processes(job.run, work, 1, config.checkpoint.grace_s)
     except (Exception, KeyboardInterrupt) as error:
         if not is_sweep:

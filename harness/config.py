@@ -33,6 +33,8 @@ from harness import answers
 class ConfigError(ValueError):
     """A setting that cannot be used: one line with its name, value and way out."""
 
+    exit_code = 2
+
 
 Mode = Enum("Mode", "train evaluate diagnose")
 Crop = Enum("Crop", "random_resized pad center")
@@ -694,8 +696,8 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def explain(error: BaseException) -> str:
-    """Returns one line for a refusal by Hydra or OmegaConf: setting, reason and way out."""
+def explain(error: BaseException) -> str | None:
+    """Returns one line for a refusal by Hydra or OmegaConf, else None."""
     return answers.explain(error, names())
 
 
@@ -852,7 +854,7 @@ def register() -> None:
     ]
     node = HydraConf(
         defaults=[*HydraConf().defaults, *chosen],
-        run=RunDir(dir="${wellfed.run_dir:${run.name},${resume},${mode}}"),
+        run=RunDir(dir="${wellfed.run_dir:}"),
         sweep=SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}"),
         job=JobConf(name="train", chdir=False),
     )

@@ -87,8 +87,7 @@ class World:
             return list(values)
         box = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(box, op=dist.ReduceOp.MAX)
-        found: list[float] = box.tolist()
-        return found
+        return list(box.tolist())
 
     def smallest(self, value: float) -> float:
         """Returns the smallest ``value`` of all ranks."""

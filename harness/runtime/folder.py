@@ -48,10 +48,13 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     if name is None and goes_on not in (None, "auto") and Path(goes_on, "checkpoints").is_dir():
         folder = Path(goes_on)
     elif name is None:
-        return shared(
-            lambda before: str(own(Path(before) if before else new_folder(outputs))),
-            lasting=goes_on == "auto",
-        )
+
+        def make(before: str | None) -> str:
+            if before is not None and goes_on == "auto":
+                return str(own(Path(before)))
+            return str(own(new_folder(outputs)))
+
+        return shared(make)
     else:
         folder = outputs / name
     if is_first_rank():
@@ -67,11 +70,11 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     return str(folder)
 
 
-def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
+def shared(make: Callable[[str | None], str]) -> str:
     """Returns what ``make`` returned in the first rank of torchrun; without torchrun, here.
 
     The value goes through the store that torchrun itself keeps, under another key for each restart
-    of the workers. ``make`` is given None, or if ``lasting`` what it returned before the restart.
+    of the workers. ``make`` is given what it returned before a restart, else None.
 
     Raises:
         ConfigError: the first rank failed, or torchrun keeps no store.
@@ -93,17 +96,16 @@ def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
     )
     kept = f"wellfed/folder/{run_id}"
     key = f"{kept}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if os.environ["RANK"] == "0":
+    if is_first_rank():
         before = None
-        if lasting and store.check([kept]):
+        if store.check([kept]):
             before = store.get(kept).decode()
         try:
             made = make(before)
         except Exception as error:
             store.set(key, f"!{error}")
             raise
-        if lasting:
-            store.set(kept, made)
+        store.set(kept, made)
         store.set(key, f"={made}")
         return made
     said = store.get(key).decode()
@@ -119,9 +121,9 @@ def sweep_folder(name: str | None) -> str:
     return f"multirun/{name}"
 
 
-def new_folder(base: Path, now: datetime | None = None) -> Path:
+def new_folder(base: Path) -> Path:
     """Returns a new folder ``base/<date>/<time>``, with a suffix if two start in one second."""
-    stamp = (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
+    stamp = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
     try:
         (base / stamp).parent.mkdir(parents=True, exist_ok=True)
         for attempt in itertools.count():

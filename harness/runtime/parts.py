@@ -8,7 +8,6 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -67,21 +66,19 @@ def told(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {text}{where}")
 
 
-def _found(setting: str, name: str) -> Callable[..., Any]:
+def _found(setting: str, name: str) -> Any:
     """Returns the function ``name``, of the environment or the current folder."""
     module, _, path = name.partition(":")
     # at the end, so that a user's file hides no library; workers are given the same places
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found: Any = import_module(module)
+        found = import_module(module)
     except Exception as error:
-        missing = getattr(error, "name", None)
-        is_missing = isinstance(error, ModuleNotFoundError)
-        if is_missing and missing and f"{module}.".startswith(f"{missing}."):
-            reason = f"no module {missing} in the current folder or the environment"
-        else:
-            reason = f"importing {module} failed with {told(error)}"
+        reason = f"importing {module} failed with {told(error)}"
+        # that module, and none that it imports
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            reason = f"no module {error.name} in the current folder or the environment"
         raise ConfigError(f"{setting}={name}: {reason}") from error
     where = getattr(found, "__file__", module)
     for part in path.split("."):
@@ -92,5 +89,4 @@ def _found(setting: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         kind = type(found).__name__
         raise ConfigError(f"{setting}={name}: {path} is of type {kind}, not a function ({where})")
-    function: Callable[..., Any] = found
-    return function
+    return found

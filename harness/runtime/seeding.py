@@ -139,11 +139,11 @@ def random_state(device: torch.device | None = None) -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": {
-            "kind": str(kind),
+            "kind": kind,
             "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
         },
         "torch": torch.get_rng_state(),
         "cuda": cuda,
@@ -152,8 +152,7 @@ def random_state(device: torch.device | None = None) -> dict[str, Any]:
 
 def restore_random_state(state: dict[str, Any], device: torch.device | None = None) -> None:
     """Sets all global random states, and that of a GPU, to what ``random_state`` returned."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate(state["python"])
     kept = state["numpy"]
     keys = kept["keys"].numpy().astype(np.uint32)
     np.random.set_state((kept["kind"], keys, kept["position"], kept["has_gauss"], kept["cached"]))
