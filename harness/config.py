@@ -847,13 +847,13 @@ def register() -> None:
     store.store(name="schema", node=Config)
     OmegaConf.register_new_resolver("wellfed.help", help_page, replace=True)
     store.store(group="hydra/help", name="wellfed", node={"template": "${wellfed.help:}"})
-    chosen = [
-        {"override help": "wellfed"},
-        {"override job_logging": "none"},
-        {"override hydra_logging": "none"},
-    ]
     node = HydraConf(
-        defaults=[*HydraConf().defaults, *chosen],
+        defaults=[
+            *HydraConf().defaults,
+            {"override help": "wellfed"},
+            {"override job_logging": "none"},
+            {"override hydra_logging": "none"},
+        ],
         run=RunDir(dir="${wellfed.run_dir:}"),
         sweep=SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}"),
         job=JobConf(name="train", chdir=False),

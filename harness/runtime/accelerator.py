@@ -184,7 +184,7 @@ class Cuda(Accelerator):
         return _stream(self.device, -1)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        return torch.cuda.stream(stream)
 
     def delay(self, seconds: float) -> None:
         with torch.cuda.device(self.device):
@@ -228,9 +228,9 @@ class Cuda(Accelerator):
             torch.cuda.set_rng_state(state, self.device)
 
 
-# each from its first use on: making one starts CUDA
 @functools.cache
 def _stream(device: torch.device, priority: int) -> Any:
+    # from its first use on: making one starts CUDA
     return torch.cuda.Stream(device, priority=priority)
 
 

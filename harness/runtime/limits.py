@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 
 import psutil
@@ -59,8 +58,8 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
     together = math.ceil(local_ranks / tasks)
     ranks = together * tasks
 
-    cores, cores_from = min(_cores(groups, together, ranks), key=itemgetter(0))
-    free_bytes, free_from = min(_memory(groups, ranks), key=itemgetter(0))
+    cores, cores_from = min(_cores(groups, together, ranks))
+    free_bytes, free_from = min(_memory(groups, ranks))
     memory = _over(ranks, (free_bytes - reserved_bytes, free_from))
     shm = root / "dev/shm"
     shm_bytes = None
@@ -171,9 +170,7 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
             if name in ("", "cpu", "memory"):
                 base = root / "sys/fs/cgroup" / name
                 folder = base / inside.lstrip("/")
-                found += [
-                    group for group in (folder, *folder.parents) if group.is_relative_to(base)
-                ]
+                found += [each for each in (folder, *folder.parents) if each.is_relative_to(base)]
     return found
 
 
