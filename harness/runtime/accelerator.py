@@ -234,7 +234,7 @@ def _stream(device: torch.device, priority: int) -> Any:
     return torch.cuda.Stream(device, priority=priority)
 
 
-_KINDS: dict[str, type[Accelerator]] = {"cuda": Cuda, "mps": Mps}
+_KINDS = {"cuda": Cuda, "mps": Mps}
 
 
 def of(device: torch.device | str) -> Accelerator:
