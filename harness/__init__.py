@@ -33,6 +33,7 @@ For a loop of your own: ``DataPrefetcher``, ``StepClock`` and ``tune``, from her
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DataPrefetcher", "StepClock", "tune"]
 __version__ = "0.1.0"
+# on ``time.perf_counter``, before anything heavy is imported: when a command began
+BEGAN_S = time.perf_counter()
 
 _ROOMS = {"DataPrefetcher": "feed.prefetcher", "StepClock": "watch.clock", "tune": "tuning.library"}
 

@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Sequence
 
-from hydra.errors import HydraException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 _LONG_FLAGS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
@@ -109,43 +109,37 @@ def _hint(name: str, settings: Sequence[str]) -> str:
 def _meant(name: str, settings: Sequence[str]) -> list[str]:
     """Returns at most three settings that ``name`` may stand for.
 
-    Those of the same last part come first, then other programs' names, then the most similar name
-    of the same group, then of any.
+    Those of the same last part come first, then other programs' names, then the most similar name,
+    with its group or without.
     """
-    group, _, last = name.rpartition(".")
+    last = name.rpartition(".")[2]
     same = [path for path in settings if path.rpartition(".")[2] == last]
     if same:
         depth = min(path.count(".") for path in same)
         return [path for path in same if path.count(".") == depth][:3]
     if last in _OTHER_NAMES:
         return [_OTHER_NAMES[last]]
-    neighbours = [path for path in settings if path.rpartition(".")[0] == group]
-    for paths in (neighbours, settings):
-        by_last = {path.rpartition(".")[2]: path for path in paths}
-        if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.7):
-            return [by_last[near[0]]]
-    return []
+    known = {path.rpartition(".")[2]: path for path in settings}
+    known |= {path: path for path in settings}
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return [known[found] for found in near]
 
 
 def nearest(value: str, known: Sequence[str]) -> str:
     """Returns ``"; did you mean ...?"`` with the most similar names, else nothing."""
-    plain = {re.sub(r"[-_.]", "", name).lower(): name for name in known}
-    near = difflib.get_close_matches(re.sub(r"[-_.]", "", value).lower(), plain, n=3)
+    near = difflib.get_close_matches(value.lower(), known, n=3)
     if not near:
         return ""
-    return f"; did you mean {', '.join(plain[name] for name in near)}?"
+    return f"; did you mean {', '.join(near)}?"
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Says whether Hydra or OmegaConf refused the settings."""
-    return isinstance(error, HydraException | OmegaConfBaseException)
-
-
-def explain(error: BaseException, settings: Sequence[str]) -> str:
+def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
     """Returns one line for a refusal by Hydra or OmegaConf: setting, reason and way out.
 
-    ``settings`` are the dotted names of all settings.
+    ``settings`` are the dotted names of all settings. None: another error.
     """
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return None
     if isinstance(error, OverrideParseException):
         name, equals, value = error.override.partition("=")
         if not equals and name in settings:
@@ -155,26 +149,20 @@ def explain(error: BaseException, settings: Sequence[str]) -> str:
         plain = value.replace("'", "")
         return f"""{name}={value}: the value cannot be read; quote it twice: "{name}='{plain}'\""""
 
-    # OmegaConf gives the setting's whole name as an attribute or in a line of its own
-    text = str(error).strip()
-    full_key = _first(r"full_key: (\S+)", text)
-    name = getattr(error, "full_key", None) or full_key
-    unknown = _first(r"(?:Could not override|Key) '([^']+)'(?:\.| (?:is )?not in)", text)
     # what Hydra wraps says more
-    if isinstance(error, HydraException) and isinstance(error.__cause__, Exception) and not unknown:
-        return explain(error.__cause__, settings)
-    if unknown:
-        if not name.endswith(unknown):
-            name = unknown
+    if isinstance(error, HydraException) and (wrapped := explain(error.__cause__, settings)):
+        return wrapped
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, value = str(error.missing_cfg_file).rpartition("/")
+        return _no_choice(group, value, error.options)
+    name = getattr(error, "full_key", None) or ""
+    if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return f"{name}: unknown setting{_hint(name, settings)}"
-    if required := _first(r"field '([^']+)' is not Optional", text):
-        return f"{required}=null: needs a value"
-    choice = r"Could not find '([^']+)/([^/']+)'(?:.*?Available options in '[^']+':(.*?))?"
-    if found := re.search(rf"{choice}(?:Config search path|$)", text, re.S):
-        return _no_choice(found[1], found[2], (found[3] or "").split())
-
     # any other text, without the lines that name Python's types
-    said = " ".join(re.sub(r"(?m)^\s*(full_key|object_type|reference_type)\b.*", "", text).split())
+    text = re.sub(r"(?m)^\s*(full_key|object_type|reference_type)\b.*", "", str(error))
+    said = " ".join(text.split())
+    if "is not Optional" in said:
+        return f"{name}=null: needs a value"
     if mistyped := re.search(r"Invalid value '([^']+)', expected one of \[(.*?)\]", said):
         said += nearest(mistyped[1], mistyped[2].split(", "))
     elif name.startswith("loader.") and "'auto'" in said:
@@ -200,9 +188,3 @@ def _no_choice(group: str, value: str, options: Sequence[str]) -> str:
             "hydra-optuna-sweeper"
         )
     return f"{group}={value}: no such choice; {listed}{more}"
-
-
-def _first(pattern: str, text: str) -> str:
-    """Returns the first group of ``pattern`` in ``text``; empty: not found."""
-    match = re.search(pattern, text)
-    return match[1] if match else ""

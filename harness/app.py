@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -16,11 +15,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from harness import __version__, job
+from harness import BEGAN_S, __version__, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import printable, tell, tell_crashes, told
-from harness.watch.figures import Tag
 
 # of the jobs in this process
 _failed: list[BaseException] = []
@@ -38,10 +36,7 @@ def command() -> NoReturn:
         # takes 30 ms
         from importlib import metadata
 
-        try:
-            torch = metadata.version("torch")
-        except metadata.PackageNotFoundError:
-            torch = "is not installed"
+        torch = metadata.version("torch")
         print(f"wellfed {__version__}, torch {torch}, Python {platform.python_version()}")
         sys.exit()
     for name in ("page", "compare"):
@@ -57,17 +52,15 @@ def cli() -> int:
     An error is one line where its cause is known. Called where signals are caught.
     """
 
-    def run_folder(
-        name: str | None, resume: str | None, mode: schema.Mode, *, _root_: DictConfig
-    ) -> str:
+    def run_folder(*, _root_: DictConfig) -> str:
         # made once the settings are found good; Hydra asks more than once
         if not _only_run:
             config = _checked(_root_)
-            _only_run.append((config, folder.run_folder(name, resume, mode)))
+            place = folder.run_folder(config.run.name, config.resume, config.mode)
+            _only_run.append((config, place))
         return _only_run[0][1]
 
     tell_crashes()
-    _only_run.clear()
     # Hydra then raises what is wrong with the settings
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     schema.register()
@@ -103,7 +96,6 @@ def main(composed: DictConfig) -> float | None:
 
     Returns the best top-1, for sweepers.
     """
-    began_s = time.perf_counter()
     chosen = HydraConfig.get()
     place = Path(chosen.runtime.output_dir)
     name = printable(os.path.relpath(place))
@@ -116,15 +108,15 @@ def main(composed: DictConfig) -> float | None:
         if folder.is_first_rank():
             print(f"run folder: {name}\nloading torch ...", flush=True)
         if not is_sweep:
-            job.run(0, job.Job(config, place, overridden, launch.began_s()))
+            job.run(0, job.Job(config, place, overridden, BEGAN_S))
             return None
-        work = job.Job(config, place, overridden, began_s)
+        work = job.Job(config, place, overridden)
         launch.run_processes(job.run, work, 1, config.checkpoint.grace_s)
     except (Exception, KeyboardInterrupt) as error:
         if not is_sweep:
             _failed.append(error)
             if folder.is_first_rank():
-                folder.put_settings_back(place, time.time() - time.perf_counter() + began_s)
+                folder.put_settings_back(place)
             return None
         text, code = told(error)
         failure = launch.ProcessError(f"{name}: {text}", code)
@@ -142,8 +134,8 @@ def _checked(composed: DictConfig) -> schema.Config:
 
 def _best_top1(place: Path) -> float | None:
     """Returns the highest validation top-1 of the run in ``place``, 0..1; None: not evaluated."""
-    metrics = place / "metrics.jsonl"
-    if not metrics.is_file():
+    report = place / "report.json"
+    if not report.is_file():
         return None
-    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return max((line[Tag.VAL_TOP1] for line in lines if Tag.VAL_TOP1 in line), default=None)
+    best: float | None = json.loads(report.read_text(encoding="utf-8")).get("best_top1")
+    return best

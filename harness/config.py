@@ -16,7 +16,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -32,6 +32,8 @@ from harness import answers
 
 class ConfigError(ValueError):
     """A setting that cannot be used: one line with its name, value and way out."""
+
+    exit_code = 2
 
 
 Mode = Enum("Mode", "train evaluate diagnose")
@@ -60,9 +62,9 @@ def setting(default: Any, text: str, **limits: Any) -> Any:
         default: the value when no file in ``conf/`` says otherwise.
         text: one sentence, with the unit.
         **limits: any of ``ge``, ``gt``, ``le``, ``lt`` (bounds of a number, or of every number of a
-            tuple), ``increasing`` (a tuple whose values may not fall), ``each`` (the exact number
-            of values in a tuple) and ``no_effect_with`` (other settings, as they are typed: beside
-            any of these entries a value other than the default is refused).
+            tuple), ``increasing`` (a tuple whose values may not fall) and ``no_effect_with`` (other
+            settings, as they are typed: beside any of these entries a value other than the default
+            is refused).
     """
     return field(default=default, metadata={"text": text, "default": default, **limits})
 
@@ -118,14 +120,13 @@ class DataConfig:
         ge=8,
     )
     mean: tuple[float, float, float] = setting(
-        (0.485, 0.456, 0.406), "Mean of each channel, as fractions of 255.", ge=0.0, le=1.0, each=3
+        (0.485, 0.456, 0.406), "Mean of each channel, as fractions of 255.", ge=0.0, le=1.0
     )
     std: tuple[float, float, float] = setting(
         (0.229, 0.224, 0.225),
         "Standard deviation of each channel, as fractions of 255.",
         gt=0.0,
         le=1.0,
-        each=3,
     )
     split_fraction: float | None = setting(
         None,
@@ -135,7 +136,7 @@ class DataConfig:
     )
     exif_orientation: bool = setting(False, "Turn images as their EXIF orientation says.")
     background: tuple[int, int, int] = setting(
-        (255, 255, 255), "Colour under transparent pixels, red, green, blue.", ge=0, le=255, each=3
+        (255, 255, 255), "Colour under transparent pixels, red, green, blue.", ge=0, le=255
     )
     max_pixels: int = setting(
         50_000_000,
@@ -175,14 +176,12 @@ class AugmentConfig:
         "Share of the image's area that a random_resized crop takes.",
         gt=0.0,
         le=1.0,
-        each=2,
         increasing=True,
     )
     ratio: tuple[float, float] = setting(
         (3 / 4, 4 / 3),
         "Width over height of a random_resized crop.",
         gt=0.0,
-        each=2,
         increasing=True,
     )
     pad: int = setting(
@@ -196,7 +195,6 @@ class AugmentConfig:
         (0.0, 0.0, 0.0, 0.0),
         "Most change of brightness, contrast, saturation and hue; hue at most 0.5.",
         ge=0.0,
-        each=4,
     )
     rand_augment: int = setting(0, "RandAugment: operations on each image; 0: none.", ge=0, le=10)
     rand_augment_magnitude: int = setting(
@@ -344,7 +342,7 @@ class OptimConfig:
     momentum: float = setting(0.9, "Momentum (sgd).", ge=0.0, lt=1.0)
     nesterov: bool = setting(False, "Nesterov momentum (sgd).")
     betas: tuple[float, float] = setting(
-        (0.9, 0.999), "Decay of the two averages (adamw).", ge=0.0, lt=1.0, each=2
+        (0.9, 0.999), "Decay of the two averages (adamw).", ge=0.0, lt=1.0
     )
     eps: float = setting(1e-8, "Term added to the denominator (adamw).", gt=0.0)
     weight_decay: float = setting(1e-4, "Weight decay.", ge=0.0)
@@ -533,8 +531,8 @@ def load(composed: DictConfig) -> Config:
     for path, value, meta in settings:
         given = f"{path}={shown(value)}"
         numbers = value if isinstance(value, tuple) else (value,)
-        if len(numbers) != meta.get("each", len(numbers)):
-            raise ConfigError(f"{given}: takes exactly {meta['each']} numbers")
+        if isinstance(value, tuple) and len(value) != len(meta["default"]):
+            raise ConfigError(f"{given}: takes exactly {len(meta['default'])} numbers")
         for number in numbers:
             # bool is an int too
             if type(number) not in (int, float):
@@ -656,17 +654,15 @@ def saved(text: bytes) -> dict[str, Any]:
         ConfigError: it is not YAML.
     """
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
+        plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
     # YAML's own, which has no base that Python has; omegaconf's
     except Exception as error:
         raise ConfigError(str(error)) from error
     # a list, in a file that is not ours
-    if not isinstance(plain, dict):
-        return {}
-    return cast("dict[str, Any]", plain)
+    return plain if isinstance(plain, dict) else {}
 
 
-def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """Yields every leaf of a tree of settings: dotted name, value, and its declaration."""
     for item in dataclasses.fields(config):
         path = f"{prefix}{item.name}"
@@ -674,7 +670,7 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dict[str, An
         if dataclasses.is_dataclass(value):
             yield from walk(value, f"{path}.")
         else:
-            yield path, value, dict(item.metadata)
+            yield path, value, item.metadata
 
 
 def form_asked_for(loader: LoaderConfig) -> Backend | None:
@@ -700,8 +696,8 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def explain(error: BaseException) -> str:
-    """Returns one line for a refusal by Hydra or OmegaConf: setting, reason and way out."""
+def explain(error: BaseException) -> str | None:
+    """Returns one line for a refusal by Hydra or OmegaConf, else None."""
     return answers.explain(error, names())
 
 
@@ -713,9 +709,8 @@ def names() -> list[str]:
 def prepared(arguments: list[str]) -> list[str]:
     """Returns the command line's ``arguments`` as Hydra takes them.
 
-    A ``--config-path`` is in the current folder, or beside ``conf/``; Hydra would look beside its
-    caller.
-    ``model=`` takes torchvision's names too.
+    A ``--config-path`` is in the current folder; Hydra would look beside its caller. ``model=``
+    takes torchvision's names too.
 
     Raises:
         ConfigError: a flag that there is not, such as ``--lr 0.1``.
@@ -727,11 +722,7 @@ def prepared(arguments: list[str]) -> list[str]:
     known, rest = parser.parse_known_args(arguments)
     # pkg://... is Hydra's
     if known.config_path is not None and "://" not in known.config_path:
-        place = Path.cwd() / known.config_path
-        beside = CONF.parent / known.config_path
-        if beside.is_dir() and not place.is_dir():
-            place = beside
-        arguments = [f"--config-path={place}", *rest]
+        arguments = [f"--config-path={Path.cwd() / known.config_path}", *rest]
     # Hydra copies what is stored for each group that it lists: 0.4 s of --help
     if any(text.startswith("model=") for text in arguments):
         for name in set(classifiers()).difference(choices("model")):
@@ -856,14 +847,14 @@ def register() -> None:
     store.store(name="schema", node=Config)
     OmegaConf.register_new_resolver("wellfed.help", help_page, replace=True)
     store.store(group="hydra/help", name="wellfed", node={"template": "${wellfed.help:}"})
-    chosen = {"help": "wellfed", "job_logging": "none", "hydra_logging": "none"}
     node = HydraConf(
         defaults=[
-            {group: chosen.get(group, name)}
-            for item in HydraConf().defaults
-            for group, name in item.items()
+            *HydraConf().defaults,
+            {"override help": "wellfed"},
+            {"override job_logging": "none"},
+            {"override hydra_logging": "none"},
         ],
-        run=RunDir(dir="${wellfed.run_dir:${run.name},${resume},${mode}}"),
+        run=RunDir(dir="${wellfed.run_dir:}"),
         sweep=SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}"),
         job=JobConf(name="train", chdir=False),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,10 +58,12 @@ def check(config: Config) -> None:
 
 
 def _needs_processes(config: Config) -> bool:
-    """Says whether worker processes are likely to start.
+    """Says whether worker processes of a fork server are likely to start.
 
     With the data sets here, threads and tuner=auto may do without.
     """
+    if config.loader.start_method is not StartMethod.forkserver:
+        return False
     is_own = ":" in config.data.name
     searched = config.loader.autotune and config.tuner.name is TunerName.grid
     return is_own or searched or schema.form_asked_for(config.loader) is Backend.processes
@@ -69,11 +72,11 @@ def _needs_processes(config: Config) -> bool:
 def main_worker(local_rank: int, job: Job) -> None:
     """Does one rank of a run, in its own process or in this one."""
     config = job.config
-    if config.loader.start_method is StartMethod.forkserver:
-        workers.plan_server(["hydra", "harness.feed.processes", "harness.data.datasets"])
-        if _needs_processes(config):
-            # while torch is imported here
-            workers.start_server()
+    # for the fork server, whenever it starts
+    forkserver.set_forkserver_preload(["hydra", "harness.feed.processes", "harness.data.datasets"])
+    if _needs_processes(config):
+        # while torch is imported here
+        workers.start_server()
     from harness.runtime import distributed
     from harness.watch import station
 

@@ -22,6 +22,7 @@ import torch
 from archives import write_cifar10
 from commands import ran, trained
 from emulated import GB, Gpu
+from emulator import emulated
 from loopback import files, site
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -31,7 +32,6 @@ from torch import nn
 from harness import app, job
 from harness.config import Config, ConfigError
 from harness.feed import forms
-from harness.runtime import accelerator
 from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.runtime.limits import Limits
 from harness.training import checkpoint
@@ -226,7 +226,7 @@ def test_images_take_of_a_gpu_what_a_step_leaves(
     )
     given = (f"loader.backend={backend}", "loader.num_workers=0", "loader.pin_memory=false")
     config = composed("data=digits", "trainer.max_steps=1", *given)
-    with accelerator.emulate(Gpu()) if gpu else nullcontext():
+    with emulated(Gpu()) if gpu else nullcontext():
         report = run_here(config, tmp_path / "run")
     assert (made, report["steps"]) == (expected, 1)
 
@@ -274,7 +274,7 @@ def test_tuning_that_made_steps_needs_no_other(
         "loader.pin_memory=false",
         "trainer.max_steps=1",
     )
-    with accelerator.emulate(Gpu()):
+    with emulated(Gpu()):
         run_here(config, tmp_path / "run")
     assert made == expected
 
@@ -290,7 +290,7 @@ def test_the_peaks_of_a_gpus_memory_are_told(
     of what the GPU has.
     """
     monkeypatch.setattr(Gpu, "has_streams", False)
-    with accelerator.emulate(Gpu(21 * GB, 22 * GB, 25 * GB)):
+    with emulated(Gpu(21 * GB, 22 * GB, 25 * GB)):
         report = run_here(
             composed(*FAKE, "trainer.epochs=1", "watch.window_steps=2"), tmp_path / "run"
         )
@@ -705,18 +705,11 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
 
 def test_a_job_returns_its_best_top1(tmp_path: Path) -> None:
     """A sweeper is given the highest of all evaluations, and None of a run that had none or, as a
-    diagnosis, logged nothing.
+    diagnosis, has no report.
     """
     assert app._best_top1(tmp_path) is None
-    logged = (
-        {"step": 1, "val/top1": 0.5},
-        {"step": 2, "train/loss": 1.0},
-        {"step": 3, "val/top1": 0.25},
-    )
-    for windows, best in (logged, 0.5), (logged[1:2], None):
-        (tmp_path / "metrics.jsonl").write_text(
-            "".join(f"{json.dumps(window)}\n" for window in windows)
-        )
+    for report, best in ({"best_top1": 0.5, "top1": 0.25}, 0.5), ({"steps": 1}, None):
+        (tmp_path / "report.json").write_text(json.dumps(report))
         assert app._best_top1(tmp_path) == best
 
 

@@ -2,12 +2,13 @@
 
 On CUDA the host runs ahead: work is queued on streams, and events tell when the device has done it.
 Elsewhere nothing is queued that we could time, and the methods for streams do nothing. Tests put an
-emulated device in place with ``emulate``.
+emulated device in the place of ``of``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import queue
 import threading
@@ -50,7 +51,6 @@ class Accelerator:
     kind = "cpu"
     has_streams = False
     collective = "gloo"
-    place: torch.device | None = None
     # seconds, monotonic
     now: Callable[[], float] = staticmethod(time.perf_counter)
     # between a thread of ``start`` and its consumer
@@ -58,6 +58,7 @@ class Accelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.place = device if device.type == "cuda" else None
 
     @property
     def name(self) -> str:
@@ -153,12 +154,6 @@ class Cuda(Accelerator):
     has_streams = True
     collective = "nccl"
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.place = device
-        # by priority, from their first use on: making one starts CUDA
-        self._streams: dict[int, Any] = {}
-
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name(self.device)
@@ -182,22 +177,19 @@ class Cuda(Accelerator):
         return torch.cuda.current_stream(self.device)
 
     def side_stream(self) -> Any:
-        return self._stream(0)
+        return _stream(self.device, 0)
 
     def idle_stream(self) -> Any:
         # with a priority, or the stream might wait in a queue with others' work
-        return self._stream(-1)
+        return _stream(self.device, -1)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        return torch.cuda.stream(stream)
 
     def delay(self, seconds: float) -> None:
         with torch.cuda.device(self.device):
             # cycles of a GPU's processors, within a third
             torch.cuda._sleep(int(seconds * 1.8e9))
-
-    def holds(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda and self.device.index in (None, tensor.device.index)
 
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -226,8 +218,7 @@ class Cuda(Accelerator):
     def release(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
-        if hasattr(torch._C, "_host_emptyCache"):
-            torch._C._host_emptyCache()
+        torch._C._host_emptyCache()
 
     def random_state(self) -> Tensor | None:
         return torch.cuda.get_rng_state(self.device)
@@ -236,37 +227,24 @@ class Cuda(Accelerator):
         if state is not None:
             torch.cuda.set_rng_state(state, self.device)
 
-    def _stream(self, priority: int) -> Any:
-        if priority not in self._streams:
-            self._streams[priority] = torch.cuda.Stream(self.device, priority=priority)
-        return self._streams[priority]
+
+@functools.cache
+def _stream(device: torch.device, priority: int) -> Any:
+    # from its first use on: making one starts CUDA
+    return torch.cuda.Stream(device, priority=priority)
 
 
-_KINDS: dict[str, type[Accelerator]] = {"cuda": Cuda, "mps": Mps}
-_known: dict[torch.device, Accelerator] = {}
-_emulated: list[Accelerator] = []
+_KINDS = {"cuda": Cuda, "mps": Mps}
 
 
 def of(device: torch.device | str) -> Accelerator:
     """Returns the accelerator behind ``device``; CUDA without an index is the current GPU."""
     device = torch.device(device)
-    if _emulated and device.type in ("cpu", "cuda"):
-        return _emulated[-1]
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    return _known.setdefault(device, _KINDS.get(device.type, Accelerator)(device))
+    return _KINDS.get(device.type, Accelerator)(device)
 
 
 def count() -> int:
     """Returns the number of GPUs that this process sees."""
-    return 1 if _emulated else torch.cuda.device_count()
-
-
-@contextlib.contextmanager
-def emulate(accelerator: Accelerator) -> Any:
-    """Opens a block in which ``accelerator`` is the only GPU; for tests."""
-    _emulated.append(accelerator)
-    try:
-        yield accelerator
-    finally:
-        _emulated.remove(accelerator)
+    return torch.cuda.device_count()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,9 +30,8 @@ def _together() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        if signals.received():
-            raise signals.interrupted() from error
+    except RuntimeError:
+        signals.check()
         raise
 
 
@@ -67,14 +67,9 @@ class World:
         dist.all_reduce(summed)
         return summed
 
-    @_together()
     def agreed(self, value: Any) -> Any:
         """Returns rank 0's ``value`` (any picklable object) on every rank."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=accelerator.of(self.device).place)
-        return box[0]
+        return self.gathered(value)[0]
 
     @_together()
     def gathered(self, value: Any) -> list[Any]:
@@ -92,8 +87,7 @@ class World:
             return list(values)
         box = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(box, op=dist.ReduceOp.MAX)
-        found: list[float] = box.tolist()
-        return found
+        return list(box.tolist())
 
     def smallest(self, value: float) -> float:
         """Returns the smallest ``value`` of all ranks."""
@@ -147,7 +141,7 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
     """
     kind = config.dist.name
     if kind is DistName.torchrun:
-        if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:
+        if "RANK" not in os.environ:
             raise ConfigError(
                 "dist=torchrun: not started by torchrun; use `torchrun --nproc-per-node N train.py "
                 "...`"
@@ -206,10 +200,9 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if accelerator.count() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device={name}: unknown; use auto, cpu, cuda, cuda:N or mps") from error
+    if not re.fullmatch(r"(cpu|cuda|mps)(:\d{1,2})?", name):
+        raise ConfigError(f"device={name}: unknown; use auto, cpu, cuda, cuda:N or mps")
+    device = torch.device(name)
     if device.type == "cuda":
         count = accelerator.count()
         if count == 0:
@@ -227,8 +220,6 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
         return accelerator.of(torch.device("cuda", index)).device
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps: torch sees no Apple GPU; use device=cpu or device=auto")
-    if device.type not in ("cpu", "mps"):
-        raise ConfigError(f"device={name}: not supported; use auto, cpu, cuda, cuda:N or mps")
     return device
 
 

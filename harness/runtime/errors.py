@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from harness.answers import is_refusal
 from harness.config import ConfigError, explain
 
 
@@ -35,12 +34,12 @@ class BadSample(DataError):
     """
 
     def __init__(self, where: str, reason: str) -> None:
-        super().__init__(printable(f"{where}: {reason}"))
+        super().__init__(where, reason)
         self.where = where
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type[BadSample], tuple[str, str]]:
-        return BadSample, (self.where, self.reason)
+    def __str__(self) -> str:
+        return printable(f"{self.where}: {self.reason}")
 
 
 class CheckpointError(RunError):
@@ -91,13 +90,11 @@ def described(error: BaseException) -> tuple[str, int] | None:
     cause: BaseException | None = error
     # libraries wrap what a callback of ours raised
     while cause is not None:
-        if isinstance(cause, RunError):
+        if isinstance(cause, RunError | ConfigError):
             return str(cause), cause.exit_code
-        if isinstance(cause, ConfigError):
-            return str(cause), 2
         cause = cause.__cause__ or cause.__context__
-    if is_refusal(error):
-        return explain(error), 2
+    if refusal := explain(error):
+        return refusal, 2
     if isinstance(error, KeyboardInterrupt):
         return "stopped by signal 2", 130
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

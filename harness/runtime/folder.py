@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
-from datetime import datetime, timedelta
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 
 from harness.config import ConfigError, Mode
@@ -49,10 +50,13 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     if name is None and goes_on not in (None, "auto") and Path(goes_on, "checkpoints").is_dir():
         folder = Path(goes_on)
     elif name is None:
-        return shared(
-            lambda before: str(own(Path(before) if before else new_folder(outputs))),
-            lasting=goes_on == "auto",
-        )
+
+        def make(before: str | None) -> str:
+            if before is not None and goes_on == "auto":
+                return str(own(Path(before)))
+            return str(own(new_folder(outputs)))
+
+        return shared(make)
     else:
         folder = outputs / name
     if is_first_rank():
@@ -63,11 +67,11 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     return str(folder)
 
 
-def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
+def shared(make: Callable[[str | None], str]) -> str:
     """Returns what ``make`` returned in the first rank of torchrun; without torchrun, here.
 
     The value goes through the store that torchrun itself keeps, under another key for each restart
-    of the workers. ``make`` is given None, or if ``lasting`` what it returned before the restart.
+    of the workers. ``make`` is given what it returned before a restart, else None.
 
     Raises:
         ConfigError: the first rank failed, or torchrun keeps no store.
@@ -81,25 +85,19 @@ def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
         )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=60),
-    )
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     kept = f"wellfed/folder/{run_id}"
     key = f"{kept}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if os.environ["RANK"] == "0":
+    if is_first_rank():
         before = None
-        if lasting and store.check([kept]):
+        if store.check([kept]):
             before = store.get(kept).decode()
         try:
             made = make(before)
         except Exception as error:
             store.set(key, f"!{error}")
             raise
-        if lasting:
-            store.set(kept, made)
+        store.set(kept, made)
         store.set(key, f"={made}")
         return made
     said = store.get(key).decode()
@@ -115,19 +113,19 @@ def sweep_folder(name: str | None) -> str:
     return f"multirun/{name}"
 
 
-def new_folder(base: Path, now: datetime | None = None) -> Path:
+def new_folder(base: Path) -> Path:
     """Returns a new folder ``base/<date>/<time>``, with a suffix if two start in one second."""
-    stamp = (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
+    stamp = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
     try:
         (base / stamp).parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(1000):
+        for attempt in itertools.count():
             folder = base / (f"{stamp}-{attempt}" if attempt else stamp)
             with suppress(FileExistsError):
                 folder.mkdir()
-                return folder
+                break
     except OSError as error:
         raise unusable(base / stamp, error) from error
-    raise ConfigError(f"run.name=null: a thousand runs have begun in {base / stamp}; set run.name")
+    return folder
 
 
 def own(folder: Path) -> Path:
@@ -192,20 +190,21 @@ def refuse_used(folder: Path) -> None:
 
 
 def keep_settings(folder: Path) -> None:
-    """Remembers the settings of the run in ``folder``, for ``put_settings_back``."""
+    """Remembers the settings and the report of the run in ``folder``, for ``put_settings_back``."""
     _former.clear()
-    for path in folder.glob(".hydra/*.yaml"):
+    folder = folder.resolve()
+    for path in (folder / "report.json", *folder.glob(".hydra/*.yaml")):
         with suppress(OSError):
             _former[path] = read_regular(path)
 
 
-def put_settings_back(folder: Path, began: float) -> None:
-    """Puts back what ``keep_settings`` remembers, if the run that began since has done nothing.
-
-    A run that has done something has left a report. ``began`` is a time of ``time.time``.
-    """
-    report = folder / "report.json"
-    if not report.exists() or report.stat().st_mtime < began:
+def put_settings_back(folder: Path) -> None:
+    """Puts back what ``keep_settings`` remembers, unless a run has left another report since."""
+    report = folder.resolve() / "report.json"
+    now = None
+    with suppress(OSError):
+        now = read_regular(report)
+    if now == _former.pop(report, None):
         for path, content in _former.items():
             with suppress(OSError):
                 write_whole(path, content)
@@ -228,25 +227,20 @@ def logging_failure(folder: Path) -> Iterator[None]:
         text = "".join(traceback.format_exception(error)).rstrip()
         if known := described(error):
             text = known[0]
-        record = logging.LogRecord(LOGGER, logging.ERROR, "", 0, "%s", (text,), None)
-        # the disk may have failed, and the console tells the error too
-        with suppress(OSError), closing(_file(folder, int(os.environ.get("RANK", "0")))) as handler:
-            handler.handle(record)
+        rank = int(os.environ.get("RANK", "0"))
+        # a logger of its own, for the console tells the error too; the disk may have failed
+        with suppress(OSError), logging_to(folder, rank, "failure") as log:
+            log.error("%s", text)
         raise
 
 
-def _file(folder: Path, rank: int) -> logging.FileHandler:
+@contextmanager
+def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterator[logging.Logger]:
+    """Opens a block in which the log goes to ``folder``, to one file for each rank."""
+    logger = logging.getLogger(logger_name)
     name = f"train-rank{rank}.log" if rank else "train.log"
     handler = logging.FileHandler(folder / name, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    return handler
-
-
-@contextmanager
-def logging_to(folder: Path, rank: int = 0) -> Iterator[logging.Logger]:
-    """Opens a block in which the log goes to ``folder``, to one file for each rank."""
-    logger = logging.getLogger(LOGGER)
-    handler = _file(folder, rank)
     former = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

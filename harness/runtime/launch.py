@@ -26,33 +26,21 @@ class ProcessError(RunError):
     """A process of the run failed; the text is its own, or how it died."""
 
     def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
+        super().__init__(text, exit_code)
         self.exit_code = exit_code
 
-    def __reduce__(self) -> tuple[type[ProcessError], tuple[str, int]]:
-        return ProcessError, (str(self), self.exit_code)
-
-
-def began_s(stat: Path = Path("/proc/self/stat")) -> float:
-    """Returns when this process started, on ``time.perf_counter``; now if the system hides it."""
-    try:
-        fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        age_s = 0.0
-    return time.perf_counter() - age_s
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def command(ranks: str | None = None) -> list[str]:
     """Returns the words that start such a run again; ``ranks`` is an option for torchrun."""
     called = Path(sys.argv[0])
     installed = called.name == "wellfed" or called.parts[-2:] == ("harness", "__main__.py")
-    if ranks is not None:
-        return (
-            ["torchrun", ranks, "-m", "harness"] if installed else ["torchrun", ranks, "train.py"]
-        )
     if installed:
-        return ["wellfed"]
+        return ["wellfed"] if ranks is None else ["torchrun", ranks, "-m", "harness"]
+    if ranks is not None:
+        return ["torchrun", ranks, "train.py"]
     if "UV" in os.environ:
         return ["uv", "run", "train.py"]
     return ["python", "train.py"]
@@ -138,15 +126,13 @@ def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> Pr
             if code < 0:
                 text = f"was killed by signal {-code} ({signal.Signals(-code).name})"
                 found = ProcessError(f"{process.name} {text}", 128 - code)
-            said = None
             # a process may die before it can say why
             with suppress(EOFError):
                 if pipe.poll():
-                    said = pipe.recv()
-                    found = ProcessError(*said)
+                    found = ProcessError(*pipe.recv())
             if signals.received():
-                if said is None or found.exit_code == 1:
-                    # others fail as well once one is gone
+                # others fail as well once one is gone
+                if not 1 < found.exit_code < 128:
                     end = signals.interrupted()
                     found = ProcessError(str(end), end.exit_code)
                 # a failure tells more than the signal

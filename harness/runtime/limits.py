@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 
 import psutil
@@ -55,12 +54,12 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
     groups = control_groups(root)
     # Under srun each rank has cores of its own, and affinity is that of one rank. Under torchrun or
     # in a batch script, which is no step of srun, all local ranks share what this process sees.
-    tasks = _slurm("STEP_TASKS_PER_NODE")
-    together = math.ceil(local_ranks / (tasks or 1))
-    ranks = together * (tasks or 1)
+    tasks = max(1, _slurm("STEP_TASKS_PER_NODE"))
+    together = math.ceil(local_ranks / tasks)
+    ranks = together * tasks
 
-    cores, cores_from = min(_cores(groups, together, ranks), key=itemgetter(0))
-    free_bytes, free_from = min(_memory(groups, ranks), key=itemgetter(0))
+    cores, cores_from = min(_cores(groups, together, ranks))
+    free_bytes, free_from = min(_memory(groups, ranks))
     memory = _over(ranks, (free_bytes - reserved_bytes, free_from))
     shm = root / "dev/shm"
     shm_bytes = None
@@ -128,12 +127,11 @@ def _memory(groups: list[Path], ranks: int) -> Iterator[_Figure]:
                 cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))
                 left = int(limit[0]) - max(0, int(used[0]) - cache)
                 yield left, f"limit less use in {folder / limit_name}"
-                break
 
     # Slurm may count memory without a control group; ranks like this one have some already
     granted = {
         "SLURM_MEM_PER_NODE": _slurm("MEM_PER_NODE"),
-        "SLURM_MEM_PER_CPU": (_slurm("MEM_PER_CPU") or 0) * (_slurm("CPUS_ON_NODE") or 0),
+        "SLURM_MEM_PER_CPU": _slurm("MEM_PER_CPU") * _slurm("CPUS_ON_NODE"),
     }
     for source, mib in granted.items():
         if mib:
@@ -147,10 +145,10 @@ def _over(ranks: int, figure: _Figure) -> _Figure:
     return total / ranks, source
 
 
-def _slurm(name: str) -> int | None:
-    """Returns the number in ``SLURM_<name>``, such as 4 in ``4(x2)``; None for zero or a list."""
+def _slurm(name: str) -> int:
+    """Returns the number in ``SLURM_<name>``, such as 4 in ``4(x2)``; 0 for none or a list."""
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(f"SLURM_{name}", ""))
-    return int(match[1]) or None if match else None
+    return int(match[1]) if match else 0
 
 
 def control_groups(root: Path = Path("/")) -> list[Path]:
@@ -168,10 +166,11 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
     for line in lines:
         _, controllers, inside = line.split(":", 2)
         # version 2 names no controllers
-        wanted = [c for c in controllers.split(",") if c in ("", "cpu", "memory")]
-        for base in (root / "sys/fs/cgroup" / name for name in wanted):
-            folder = base / inside.lstrip("/")
-            found += [f for f in (folder, *folder.parents) if f == base or base in f.parents]
+        for name in controllers.split(","):
+            if name in ("", "cpu", "memory"):
+                base = root / "sys/fs/cgroup" / name
+                folder = base / inside.lstrip("/")
+                found += [each for each in (folder, *folder.parents) if each.is_relative_to(base)]
     return found
 
 

@@ -8,7 +8,6 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -81,17 +80,16 @@ def told(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {text}{where}")
 
 
-def _found(setting: str, name: str) -> Callable[..., Any]:
+def _found(setting: str, name: str) -> Any:
     """Returns the function ``name``, of the environment or the current folder."""
     module, _, path = name.partition(":")
     _look_here()
     try:
-        found: Any = import_module(module)
+        found = import_module(module)
     except Exception as error:
-        missing = getattr(error, "name", None)
-        is_missing = isinstance(error, ModuleNotFoundError)
-        if is_missing and missing and f"{module}.".startswith(f"{missing}."):
-            raise _missing(setting, name, missing) from error
+        # that module, and none that it imports
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise _missing(setting, name, error.name) from error
         reason = f"importing {module} failed with {told(error)}"
         raise ConfigError(f"{setting}={name}: {reason}") from error
     where = getattr(found, "__file__", module)
@@ -103,8 +101,7 @@ def _found(setting: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         kind = type(found).__name__
         raise ConfigError(f"{setting}={name}: {path} is of type {kind}, not a function ({where})")
-    function: Callable[..., Any] = found
-    return function
+    return found
 
 
 def _look_here() -> None:

@@ -126,37 +126,32 @@ def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
         restore_random_state(former)
 
 
-def random_state(device: torch.device | None = None) -> dict[str, Any]:
+def random_state(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Returns all global random states, in a form for ``torch.load(weights_only=True)``.
 
     Of the GPUs, that is the state of ``device`` alone. Ranks start from one seed and draw alike, so
     the first rank's state serves all.
     """
-    cuda = None
-    if device is not None:
-        cuda = accelerator.of(device).random_state()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": {
-            "kind": str(kind),
+            "kind": kind,
             "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
         },
         "torch": torch.get_rng_state(),
-        "cuda": cuda,
+        "cuda": accelerator.of(device).random_state(),
     }
 
 
-def restore_random_state(state: dict[str, Any], device: torch.device | None = None) -> None:
+def restore_random_state(state: dict[str, Any], device: torch.device | str = "cpu") -> None:
     """Sets all global random states, and that of a GPU, to what ``random_state`` returned."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate(state["python"])
     kept = state["numpy"]
     keys = kept["keys"].numpy().astype(np.uint32)
     np.random.set_state((kept["kind"], keys, kept["position"], kept["has_gauss"], kept["cached"]))
     torch.set_rng_state(state["torch"])
-    if device is not None:
-        accelerator.of(device).set_random_state(state["cuda"])
+    accelerator.of(device).set_random_state(state["cuda"])

@@ -94,15 +94,12 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def caught(grace_s: float = 25.0) -> Iterator[None]:
-    """Opens a block in which signals set a flag; the former handlers come back.
+    """Opens a block of the main thread in which signals set a flag; the former handlers come back.
 
     A handler that is there already, such as a launcher's, stays. ``grace_s`` is as in
     ``set_grace``. Call ``leave`` inside the block: after it, a repeated signal would cut short what
     the process clears up.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     _received.clear()
     set_grace(grace_s)
     own = [number for number in _HANDLED if signal.getsignal(number) in _FREE]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from harness.runtime.seeding import random_state, restore_random_state
@@ -23,8 +22,8 @@ class Snapshot:
     still fits.
 
     Args:
-        parts: networks, optimizers, gradient scalers, and other objects with ``state_dict`` and
-            ``load_state_dict``.
+        parts: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``,
+            such as gradient scalers.
         device: whose random state is kept beside the host's.
 
     Raises:
@@ -36,32 +35,21 @@ class Snapshot:
         self._random = random_state(device)
         # puts back the structure, in order: which tensors are held where, and plain values
         self._undo: list[Callable[[], object]] = []
-        tensors: list[Tensor] = []
+        self._tensors: list[Tensor] = []
         for part in parts:
             if isinstance(part, nn.Module):
                 for module in part.modules():
                     self._undo.append(partial(setattr, module, "training", module.training))
                     # some modules put new buffers in their place
-                    self._keep(module._buffers, dict(module._buffers))
+                    self._keep(module._buffers)
                 for parameter in part.parameters():
                     self._undo.append(partial(setattr, parameter, "grad", parameter.grad))
+                    self._tensors.append(parameter)
                     if parameter.grad is not None:
-                        tensors.append(parameter.grad)
-                tensors += [*part.parameters(), *part.buffers()]
+                        self._tensors.append(parameter.grad)
             elif isinstance(part, Optimizer):
-                self._keep(part.state, {key: dict(values) for key, values in part.state.items()})
-                for group in part.param_groups:
-                    self._undo.append(partial(group.update, dict(group)))
-                for held in (*part.state.values(), *part.param_groups):
-                    tensors += _tensors(held)
-            elif isinstance(part, GradScaler):
-                # not its state_dict: two of its tensors are made when it is first used
-                values = {
-                    key: value if isinstance(value, Tensor) else copy.copy(value)
-                    for key, value in vars(part).items()
-                }
-                self._keep(vars(part), values)
-                tensors += _tensors(values)
+                for held in (part.state, *part.state.values(), *part.param_groups):
+                    self._keep(held)
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
                 self._undo.append(partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
             else:
@@ -69,21 +57,18 @@ class Snapshot:
                     f"{type(part).__name__} has no state_dict and load_state_dict; it cannot be "
                     "put back"
                 )
-        self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+        self._copies = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
 
-    def _keep(self, held: dict[Any, Any], values: dict[Any, Any]) -> None:
-        """Has ``restore`` put ``values`` back into ``held``, in place."""
-        self._undo += [held.clear, partial(held.update, values)]
+    def _keep(self, held: dict[Any, Any]) -> None:
+        """Has ``restore`` put back what ``held`` has now, in place."""
+        self._undo += [held.clear, partial(held.update, dict(held))]
+        self._tensors += [value for value in held.values() if isinstance(value, Tensor)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts everything back; may be called once."""
         for put_back in self._undo:
             put_back()
-        for tensor, copied in self._copies:
+        for tensor, copied in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copied)
         restore_random_state(self._random, self._device)
-
-
-def _tensors(values: Mapping[Any, Any]) -> Iterator[Tensor]:
-    return (value for value in values.values() if isinstance(value, Tensor))

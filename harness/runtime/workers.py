@@ -15,31 +15,21 @@ from harness.runtime import signals
 # how often a watchdog looks
 _LOOK_S = 0.5
 
-# whether a fork server of ours is to serve
-_planned = False
 
-
-def plan_server(preload: Sequence[str]) -> None:
-    """Has the fork server import ``preload`` when it starts, with the first worker.
+def start_server(preload: Sequence[str] = ()) -> None:
+    """Starts the fork server, which imports ``preload``, unless there is one already.
 
     A worker is then a fork of a process that has these modules and no threads: 0.1 s for the first
     batch instead of seconds, and none of the locks that a forked trainer's threads may hold.
+
+    The server imports beside the trainer, which takes a processor for some seconds: start it only
+    for workers, and not beside a measurement.
+
+    Args:
+        preload: names of modules; none: those that ``forkserver.set_forkserver_preload`` was told.
     """
-    global _planned
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
-    _planned = True
-
-
-def start_server(preload: Sequence[str] | None = None) -> None:
-    """Starts the fork server, if one is planned or ``preload`` is given.
-
-    The server then imports beside the trainer, which takes a processor for some seconds: start it
-    only for workers, and not beside a measurement.
-    """
-    if preload is not None:
-        plan_server(preload)
-    if not _planned:
-        return
+    if preload:
+        forkserver.set_forkserver_preload(list(preload))
     # the server lives as long as the trainer, whatever its process group is sent, and so does
     # Python's tracker of shared memory
     with signals.unheard():

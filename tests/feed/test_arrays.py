@@ -15,6 +15,7 @@ import pytest
 import samples
 import torch
 from emulated import Gpu
+from emulator import emulated
 from PIL import Image, ImageOps
 from samples import random_states
 
@@ -29,7 +30,6 @@ from harness.feed.interface import HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.pixels import InMemoryImages, pixel_bytes, why_not_in_memory
 from harness.feed.processes import ProcessFeed
-from harness.runtime import accelerator
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.seeding import SampleRng
 
@@ -158,7 +158,7 @@ def test_a_device_s_way_makes_the_same_batches(source: Callable[[], Source]) -> 
     """
     images = dataset(source())
     expected = epochs(feed(images), 0, 3)
-    with accelerator.emulate(Gpu()) as gpu:
+    with emulated(Gpu()) as gpu:
         made = feed(images, pixels=InMemoryImages(images, gpu.device))
         assert made.on_device
         assert_same(epochs(made, 0, 3), expected)
@@ -174,7 +174,7 @@ def test_the_device_holds_what_half_of_its_free_memory_takes(
     """
     images = dataset(arrays())
     with (
-        accelerator.emulate(Gpu(free=2 * pixel_bytes(images) - less)) as gpu,
+        emulated(Gpu(free=2 * pixel_bytes(images) - less)) as gpu,
         caplog.at_level("INFO", "wellfed"),
     ):
         made = feed(images, pixels=InMemoryImages(images, gpu.device))
@@ -185,7 +185,7 @@ def test_the_device_holds_what_half_of_its_free_memory_takes(
 
 def test_a_feed_s_own_images_are_the_host_s() -> None:
     """Without pixels that were made for a device nothing is put there."""
-    with accelerator.emulate(Gpu()):
+    with emulated(Gpu()):
         assert not feed(dataset(arrays())).on_device
 
 
@@ -460,7 +460,7 @@ def test_a_gpu_that_is_full_after_all_leaves_it_to_the_host(
     images = dataset(arrays())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", refuse)
-        with accelerator.emulate(Gpu()) as gpu:
+        with emulated(Gpu()) as gpu:
             shared = InMemoryImages(images, gpu.device)
     assert not shared.on_device
     assert_same(epochs(feed(images, pixels=shared), 0), epochs(feed(images), 0))

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import oddities
 import pytest
@@ -33,9 +34,10 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         folder._owned.popitem()[1].close()
 
 
-def test_two_runs_in_one_second_have_two_folders() -> None:
+def test_two_runs_in_one_second_have_two_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second and the third run of a second get a suffix."""
-    made = [folder.new_folder(Path("outputs"), NOW) for _ in range(3)]
+    monkeypatch.setattr(folder, "datetime", SimpleNamespace(now=lambda: NOW))
+    made = [folder.new_folder(Path("outputs")) for _ in range(3)]
     assert [str(path) for path in made] == [
         f"outputs/2024-02-03/04-05-06{suffix}" for suffix in ("", "-1", "-2")
     ]
@@ -84,9 +86,7 @@ def test_an_owner_may_ask_again() -> None:
     assert len(folder._owned) == 1
 
 
-@pytest.mark.parametrize(
-    "make", [folder.own, lambda path: folder.new_folder(path, NOW)], ids=["own", "new"]
-)
+@pytest.mark.parametrize("make", [folder.own, folder.new_folder], ids=["own", "new"])
 def test_a_folder_that_cannot_be_made_is_refused(make: object) -> None:
     """A file in the folder's place is a ConfigError that names the folder, the reason and the way
     out.

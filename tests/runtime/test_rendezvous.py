@@ -89,7 +89,7 @@ def test_what_lasts_is_given_to_the_restart(torchrun: pytest.MonkeyPatch) -> Non
                 if restart == "1"
                 else nullcontext()
             ):
-                made = shared(make if rank == "0" else never, lasting=True)
+                made = shared(make if rank == "0" else never)
         assert restart == "1" or made == f"folder {len(given)}"
     assert given == [None, "folder 1", "folder 1"]
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -190,21 +189,6 @@ def test_a_new_block_begins_without_a_signal() -> None:
         send(signal.SIGTERM)
     with signals.caught():
         signals.check()
-
-
-def test_another_thread_changes_no_handler() -> None:
-    """Python lets the main thread alone set handlers; elsewhere the block does nothing."""
-    former = signal.getsignal(signal.SIGINT)
-    seen = []
-
-    def inside() -> None:
-        with signals.caught():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=inside)
-    thread.start()
-    thread.join()
-    assert seen == [former]
 
 
 def test_a_worker_is_deaf() -> None:

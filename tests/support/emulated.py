@@ -11,7 +11,7 @@ GB = 10**9
 
 
 class Gpu(EmulatedDevice):
-    """For ``accelerator.emulate``, on the wall clock.
+    """For ``emulated``, on the wall clock.
 
     Attributes:
         peaks: what of its memory is allocated at most, in turn for each reading; the last one

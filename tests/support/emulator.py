@@ -496,14 +496,19 @@ class EmulatedDevice(accelerator.Accelerator):
 
 
 @contextlib.contextmanager
-def emulated(
-    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch | None = None
-) -> Iterator[EmulatedDevice]:
+def emulated(device: Any, monkeypatch: pytest.MonkeyPatch | None = None) -> Iterator[Any]:
     """Makes ``device`` the only GPU in a block.
 
     With ``monkeypatch`` torch's own pinning goes to the device too.
     """
-    with accelerator.emulate(device):
+    known = accelerator.of
+
+    def of(asked: torch.device | str) -> accelerator.Accelerator:
+        return device if torch.device(asked).type in ("cpu", "cuda") else known(asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "of", of)
+        patch.setattr(accelerator, "count", lambda: 1)
         if monkeypatch is not None:
             monkeypatch.setattr(
                 torch.Tensor, "pin_memory", lambda tensor, device_=None: device.pin(tensor)

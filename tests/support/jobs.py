@@ -158,6 +158,7 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
 def join_on_one_gpu(local_rank: int, job: tuple[Config, Path]) -> None:
     """Join with a GPU that all ranks have, and leave in a file what came of it."""
     import torch
+    from emulator import emulated
 
     from harness.runtime import accelerator
     from harness.runtime.distributed import joined
@@ -167,7 +168,7 @@ def join_on_one_gpu(local_rank: int, job: tuple[Config, Path]) -> None:
 
     config, folder = job
     try:
-        with accelerator.emulate(Gpu(torch.device("cpu"))), joined(local_rank, config):
+        with emulated(Gpu(torch.device("cpu"))), joined(local_rank, config):
             told = f"joined: {torch.distributed.is_initialized()}"
     except ConfigError as error:
         told = f"{error}{' in a group' if torch.distributed.is_initialized() else ''}"

@@ -170,7 +170,7 @@ def everything(step: Step) -> dict[str, Any]:
         "modes": [module.training for module in state.network.modules()],
         "optimizer": state.optimizer.state_dict(),
         "schedule": state.schedule.state_dict(),
-        "scaler": vars(state.scaler),
+        "scaler": state.scaler.state_dict(),
         "counts": [state.epoch, state.step],
         "figures": [step._losses, step._found_inf, step._streak],
         "random": random_state(DEVICE),
