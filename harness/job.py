@@ -64,7 +64,7 @@ def _needs_processes(config: Config) -> bool:
     """
     if config.loader.start_method is not StartMethod.forkserver:
         return False
-    is_own = ":" in config.data.name
+    is_own = parts.is_own(config.data.name)
     searched = config.loader.autotune and config.tuner.name is TunerName.grid
     return is_own or searched or schema.form_asked_for(config.loader) is Backend.processes
 
@@ -73,7 +73,11 @@ def main_worker(local_rank: int, job: Job) -> None:
     """Does one rank of a run, in its own process or in this one."""
     config = job.config
     # for the fork server, whenever it starts
-    forkserver.set_forkserver_preload(["hydra", "harness.feed.processes", "harness.data.datasets"])
+    preload = ["hydra", "harness.feed.processes", "harness.data.datasets"]
+    if parts.is_own(config.data.name):
+        # for its transforms: each worker would import that, the next epoch's too
+        preload.append("torchvision")
+    forkserver.set_forkserver_preload(preload)
     if _needs_processes(config):
         # while torch is imported here
         workers.start_server()
