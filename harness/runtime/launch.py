@@ -140,8 +140,7 @@ def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> Pr
                     failure = found
             elif failure is None:
                 failure = found
-                deadline_s = time.monotonic() + _GRACE_S
                 # at these ends the first rank saves
-                if found.exit_code in (3, 6):
-                    deadline_s = time.monotonic() + max(_GRACE_S, grace_s)
+                rest_s = max(_GRACE_S, grace_s) if found.exit_code in (3, 6) else _GRACE_S
+                deadline_s = time.monotonic() + rest_s
     return failure

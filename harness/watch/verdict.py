@@ -94,8 +94,7 @@ def judge(evidence: Evidence) -> Verdict:
     ways = [way for way in (found.next_step, found.advice) if way]
     if ways:
         sentences.append(f"Try: {', or '.join(ways)}")
-    sentence = ". ".join(sentences) + "."
-    return Verdict(kind, ceiling, sentence, found.next_step, r.told(kind))
+    return Verdict(kind, ceiling, ". ".join(sentences) + ".", found.next_step, r.told(kind))
 
 
 def straggler(r: StallBreakdown) -> Finding | None:
