@@ -116,6 +116,9 @@ class PixelCache:
         content = np.ascontiguousarray(pixels)
         size = content.nbytes
         head = self._head[0]
+        # most often once it is full, and then without the lock
+        if head["used"] + size > head["limit"]:
+            return pixels
         # not by the file itself, which the run has locked against others
         with _alone_with(self._lock):
             start = int(head["used"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from harness.runtime.seeding import random_state, restore_random_state
@@ -23,7 +24,7 @@ class Snapshot:
 
     Args:
         parts: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``,
-            such as gradient scalers.
+            such as schedules. Gradient scalers too.
         device: whose random state is kept beside the host's.
 
     Raises:
@@ -50,6 +51,10 @@ class Snapshot:
             elif isinstance(part, Optimizer):
                 for held in (part.state, *part.state.values(), *part.param_groups):
                     self._keep(held)
+            elif isinstance(part, GradScaler):
+                # not its state_dict: a step may have ended amid an update, out of memory
+                self._keep(vars(part))
+                self._undo.append(partial(vars(part).update, _copied(vars(part))))
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
                 self._undo.append(partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
             else:
@@ -72,3 +77,8 @@ class Snapshot:
         for tensor, copied in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copied)
         restore_random_state(self._random, self._device)
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns copies of what is no tensor."""
+    return {key: copy.copy(value) for key, value in values.items() if not isinstance(value, Tensor)}

@@ -262,9 +262,14 @@ class FiniteCheck(GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Notes whether a gradient is not finite."""
-        none = torch.zeros_like(self._one)
-        found = self._unscale_grads_(optimizer, self._one, none, allow_fp16=True)
-        self._found = found[self._one.device]
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        self._found = torch.zeros_like(self._one)
+        for gradients in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
 
     def step(self, optimizer: Any) -> None:
         """Updates, if all gradients that ``unscale_`` has seen were finite."""

@@ -173,6 +173,7 @@ def test_spawned_ranks_on_one_gpu_are_refused(
         ("cuda:3", 2, 1, "device=cuda:3: there is no device 3; torch sees 2"),
         ("cuda:0", 2, 2, "device=cuda:0: one device for 2 ranks; use device=cuda"),
         ("meta", 0, 1, "device=meta: unknown; use auto, cpu"),
+        ("cuda:01", 0, 1, "device=cuda:01: unknown; use auto, cpu"),
     ],
 )
 def test_a_device_that_cannot_be_had_is_refused(

@@ -22,6 +22,7 @@ from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World, launch
 from harness.runtime.errors import Interrupted, LoaderError
 from harness.runtime.seeding import random_state
+from harness.runtime.snapshot import Snapshot
 from harness.training.state import state_of
 from harness.training.step import Step, device_batches
 from harness.training.trial import StepTrials
@@ -575,3 +576,16 @@ def test_a_compiled_network_is_not_compiled_again() -> None:
         ends.append(everything(step)["weights"])
     assert counters["stats"]["unique_graphs"] == graphs
     assert ends[0] == ends[1]
+
+
+def test_a_scaler_whose_update_was_cut_off_goes_on() -> None:
+    """Out of memory between ``unscale_`` and ``update``: the next update begins anew."""
+    network = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(2):
+        snapshot = Snapshot((network, optimizer, scaler), torch.device("cpu"))
+        scaler.scale(network(torch.ones(4, 3)).sum()).backward()
+        # refuses a second call before an update
+        scaler.unscale_(optimizer)
+        snapshot.restore()
