@@ -89,7 +89,7 @@ def _found(setting: str, name: str) -> Any:
     except Exception as error:
         # that module, and none that it imports
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise _missing(setting, name, error.name) from error
+            raise _missing(setting, name, str(error.name)) from error
         reason = f"importing {module} failed with {told(error)}"
         raise ConfigError(f"{setting}={name}: {reason}") from error
     where = getattr(found, "__file__", module)
