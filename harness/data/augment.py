@@ -26,6 +26,9 @@ from harness.runtime.seeding import BATCH, uniforms
 # as torchvision's ColorJitter numbers them
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 
+# uint8 pixels that a CPU works on at a time: their float32 forms then stay in its caches
+_CACHED_BYTES = 1 << 20
+
 _BINS = 31
 # in torchvision's order, in which those that are done together are neighbours
 Op = IntEnum(
@@ -69,10 +72,18 @@ class BatchAugment:
         """
         count = sum(part.draws for part in self._parts)
         draws = uniforms(self._seed, batch.epoch, batch.indices.numpy(), count, stream=BATCH)
-        for part in self._parts:
-            images = part(images, draws[:, : part.draws])
-            draws = draws[:, part.draws :]
-        return images
+        chunk = len(images)
+        if images.device.type == "cpu":
+            chunk = max(1, _CACHED_BYTES // images[0].numel())
+        done = []
+        for begin in range(0, len(images), chunk):
+            some = images[begin : begin + chunk]
+            drawn = draws[begin : begin + chunk]
+            for part in self._parts:
+                some = part(some, drawn[:, : part.draws])
+                drawn = drawn[:, part.draws :]
+            done.append(some)
+        return done[0] if len(done) == 1 else torch.cat(done)
 
 
 class ColorJitter:

@@ -245,17 +245,21 @@ def _pixels(value: object) -> NDArray[np.uint8]:
     """Returns the array uint8 ``[N, 3072]`` that ``value`` stands for."""
     match value:
         # as numpy pickles it up to protocol 4
-        case _StandIn(name="_reconstruct", state=[1, shape, _, fortran, raw]):
+        case _StandIn(
+            name="_reconstruct",
+            state=[1, shape, _StandIn(name="dtype", args=["u1", *_]), fortran, raw],
+        ):
             pass
         # and from 5 on
-        case _StandIn(name="_frombuffer", args=[raw, _, shape, order]):
+        case _StandIn(
+            name="_frombuffer", args=[raw, _StandIn(name="dtype", args=["u1", *_]), shape, order]
+        ):
             fortran = order == "F"
         case _:
-            raise ValueError("data is not an array")
+            raise ValueError("data is not an array of bytes")
     # protocols before 3 have text for bytes
     if isinstance(raw, str):
         raw = raw.encode("latin-1")
-    # also another type of numbers, which has more bytes
     rows = len(raw) // 3072
     if rows == 0 or shape != [rows, 3072]:
         raise ValueError("data is not rows of 3072 bytes")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
+import math
 import multiprocessing
 import shutil
 from concurrent.futures import ProcessPoolExecutor
@@ -33,8 +35,8 @@ from harness.watch.console import progress, say
 # Of the pictures: raise it when a pixel changes, so that old trees are left alone.
 _VERSION = 2
 _MARKER = "shapes.json"
-# images that a process draws at a time: a signal waits for them
-_CHUNK = 8
+# 0.1 to 0.2 s of one core: how long a signal waits
+_CHUNK_PIXELS = 1_000_000
 
 _log = logging.getLogger(LOGGER)
 
@@ -114,22 +116,26 @@ def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
     images = [("train", i) for i in range(generate.train_images)]
     images += [("val", i) for i in range(generate.val_images)]
     pixels = generate.width * generate.height
-    # what a file has at the usual qualities, and what it leaves empty of a file system's block
-    needed_mb = len(images) * (0.7 * pixels + 4096) / 1e6
+    # a little more than the largest of a few, in whole blocks of a file system
+    most = max(len(_picture(generate, "train", i)) for i in range(min(4, generate.train_images)))
+    needed_mb = len(images) * math.ceil(1.1 * most / 4096) * 4096 / 1e6
     advice = f"about {needed_mb:.0f} MB are needed; free space, or set data.root to another disk"
 
     def write(part: Path) -> None:
         free_mb = shutil.disk_usage(part).free / 1e6
         if free_mb < needed_mb:
             raise DiskError(f"{shown}: {free_mb:.0f} MB are free, {advice}")
-        processes = _processes(pixels * len(images))
+        for split, label in itertools.product(("train", "val"), range(generate.classes)):
+            (part / split / drawing.look(label, generate.classes).name).mkdir(parents=True)
+        chunk = max(1, min(128, _CHUNK_PIXELS // pixels))
+        processes = _processes(pixels * len(images), math.ceil(len(images) / chunk))
         context = multiprocessing.get_context("forkserver")
         pool = ProcessPoolExecutor(processes, context, workers.enter_worker)
         draw = functools.partial(_write, part, generate)
         with progress("Generating shapes", total=len(images), unit="images") as bar:
             try:
                 done = (
-                    pool.map(draw, images, chunksize=_CHUNK) if processes > 1 else map(draw, images)
+                    pool.map(draw, images, chunksize=chunk) if processes > 1 else map(draw, images)
                 )
                 for _ in done:
                     bar.advance()
@@ -148,23 +154,27 @@ def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
         ) from error
 
 
-def _processes(pixels: int) -> int:
-    """Returns how many processes may draw; they start as there is work for them.
+def _processes(pixels: int, chunks: int) -> int:
+    """Returns how many processes draw.
 
     Not threads: the interpreter takes half the time of a picture of 80x80 pixels.
     """
     # Below this, starting processes takes longer than drawing.
     if pixels < 2_000_000:
         return 1
-    return max(1, int(limits.measure().cores))
+    return max(1, min(int(limits.measure().cores), chunks))
 
 
 def _write(part: Path, generate: GenerateConfig, image: tuple[str, int]) -> None:
     """Writes one image of a split as a JPEG file; classes take turns."""
     split, index = image
+    what = drawing.look(index % generate.classes, generate.classes)
+    path = part / split / what.name / f"{index:07d}.jpg"
+    path.write_bytes(_picture(generate, split, index))
+
+
+def _picture(generate: GenerateConfig, split: str, index: int) -> bytes:
     rng = np.random.default_rng((generate.seed, split == "val", index))
     what = drawing.look(index % generate.classes, generate.classes)
     pixels = drawing.draw(what, generate.width, generate.height, rng)
-    path = part / split / what.name / f"{index:07d}.jpg"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(drawing.encode(pixels, generate.quality))
+    return drawing.encode(pixels, generate.quality)

@@ -14,6 +14,7 @@ from scipy.stats import chisquare, ks_2samp
 from torchvision.transforms import v2
 
 from harness.config import AugmentConfig
+from harness.data import augment
 from harness.data.augment import HUE, BatchAugment, ColorJitter
 from harness.runtime.seeding import BATCH, uniforms
 
@@ -92,11 +93,15 @@ def test_randaugment_comes_before_jitter() -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_an_image_depends_on_nothing_but_its_place(layout: torch.memory_format) -> None:
-    """The batch changes neither an image nor its layout."""
+@pytest.mark.parametrize("cached_bytes", [1, 5000, 1 << 30])
+def test_an_image_depends_on_nothing_but_its_place(
+    layout: torch.memory_format, cached_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the batch nor the CPU's chunk changes an image or its layout."""
     images = pictures(20, 24, 16, layout)
     indices = torch.arange(100, 120)
     whole = made(EVERYTHING)(images, numbered(indices))
+    monkeypatch.setattr(augment, "_CACHED_BYTES", cached_bytes)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
     parts = [made(EVERYTHING)(images[rows], numbered(indices[rows])) for rows in order.split(7)]
     assert torch.equal(torch.cat(parts), whole[order])

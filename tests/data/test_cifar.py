@@ -311,7 +311,7 @@ DATA = np.zeros((20, 3072), np.uint8)
             BATCH, {"data": DATA[:0], "labels": []}, "not rows of 3072 bytes", id="no rows"
         ),
         pytest.param(
-            BATCH, {"data": DATA.astype(np.float32)}, "not rows of 3072 bytes", id="other dtype"
+            BATCH, {"data": DATA.astype(np.int8)}, "not an array of bytes", id="other dtype"
         ),
         pytest.param(BATCH, {"data": "pixels"}, "not an array", id="text for pixels"),
         pytest.param(

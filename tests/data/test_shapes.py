@@ -193,8 +193,8 @@ def test_the_tree_is_what_the_settings_say(tmp_path: Path) -> None:
 def test_bytes_do_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes in small chunks write what one process writes in a row."""
     shapes.open_shapes(config(tmp_path / "one"))
-    monkeypatch.setattr(shapes, "_processes", lambda pixels: 2)
-    monkeypatch.setattr(shapes, "_CHUNK", 2)
+    monkeypatch.setattr(shapes, "_processes", lambda pixels, chunks: 2)
+    monkeypatch.setattr(shapes, "_CHUNK_PIXELS", 2 * TINY.width * TINY.height)
     shapes.open_shapes(config(tmp_path / "two"))
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
@@ -246,7 +246,7 @@ def start_run(root: Path, images: int) -> subprocess.Popen[str]:
         "from harness.config import DataConfig, GenerateConfig\n"
         "from harness.data import shapes\n"
         "if __name__ == '__main__':\n"
-        "    shapes._processes = lambda pixels: 2\n"
+        "    shapes._processes = lambda pixels, chunks: 2\n"
         f"    generate = GenerateConfig(classes=2, train_images={images}, val_images=2, width=64, "
         "height=64)\n"
         f"    shapes.open_shapes(DataConfig(root={str(root)!r}, generate=generate))\n"
@@ -299,7 +299,7 @@ def test_a_signal_leaves_nothing_half_made(
             raise Interrupted(signal.SIGINT)
 
     monkeypatch.setattr(signals, "check", raise_interrupted)
-    monkeypatch.setattr(shapes, "_processes", lambda pixels: processes)
+    monkeypatch.setattr(shapes, "_processes", lambda pixels, chunks: processes)
     with pytest.raises(Interrupted):
         shapes.open_shapes(config(tmp_path / "tree"))
     assert list(tmp_path.iterdir()) == []
@@ -391,15 +391,15 @@ def test_fewer_images_than_classes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("images", "cores", "processes"),
-    [(100, 8.0, 1), (50_000, 8.0, 8), (50_000, 0.5, 1)],
-    ids=["small", "large", "quota"],
+    [(100, 8.0, 1), (50_000, 8.0, 8), (50_000, 0.5, 1), (50_000, 64.0, 13)],
+    ids=["small", "large", "quota", "few chunks"],
 )
 def test_processes_follow_cores_and_work(
     monkeypatch: pytest.MonkeyPatch, images: int, cores: float, processes: int
 ) -> None:
-    """As many processes as cores; one if there is little to draw."""
+    """As many processes as cores or chunks; one if there is little to draw."""
     monkeypatch.setattr(limits, "measure", lambda: limits.Limits(cores, 1 << 30, None, 1024))
-    assert shapes._processes(80 * 80 * images) == processes
+    assert shapes._processes(80 * 80 * images, 13) == processes
 
 
 @pytest.mark.timeout(60)
