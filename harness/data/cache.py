@@ -80,9 +80,6 @@ class PixelCache:
             return None
         height = int(self._heights[i])
         width = int(self._widths[i])
-        # the sides may be those of its next place
-        if self._places[i] != start:
-            return None
         end = start + height * width * 3
         pixels = None
         # else it is damaged, or in a part by which another run made the file longer
