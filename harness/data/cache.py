@@ -64,6 +64,7 @@ class PixelCache:
         rows = slice(first, first + len(source))
         self._places, self._heights, self._widths, self._sums = self._table[:, rows]
         self._checked = np.frombuffer(checked.map, np.uint8)[rows]
+        # not the file itself, which the run has locked against others
         self._lock = checked.fd
         self._pixels = np.frombuffer(file.map, np.uint8)
         self._pixels.flags.writeable = False
@@ -119,7 +120,6 @@ class PixelCache:
         # most often once it is full, and then without the lock
         if head["used"] + size > head["limit"]:
             return pixels
-        # not by the file itself, which the run has locked against others
         with _alone_with(self._lock):
             start = int(head["used"])
             if start + size > head["limit"]:

@@ -141,8 +141,7 @@ def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
                     bar.advance()
                     signals.check()
             finally:
-                # Waits for the chunks in progress: nobody writes after this.
-                pool.shutdown(cancel_futures=True)
+                pool.shutdown(cancel_futures=True)  # waits: nobody writes after this
         (part / _MARKER).write_text(json.dumps(facts, indent=1), encoding="utf-8")
         say(f"Generated {generate.train_images} + {generate.val_images} images in {tree}")
 

@@ -51,9 +51,8 @@ def run_processes(
 ) -> None:
     """Runs ``work(i, job)`` in ``count`` fresh processes, i from 0, and waits for all.
 
-    A signal to this process is passed on, and all then have ``grace_s`` seconds. When one process
-    fails by itself, the others have five, or ``grace_s`` if they may be saving; then they are
-    ended.
+    A signal to this process is passed on, and all then have ``grace_s`` seconds. After a failure
+    the others have five, or ``grace_s`` if they may be saving, and are then ended.
 
     Raises:
         ProcessError: with the text and the exit code of the first process that failed; after a
