@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -82,10 +83,11 @@ def cli() -> int:
             if name == "hydra.run.dir" and folder.is_first_rank():
                 folder.keep_settings(Path(value))
         composing(main)()
-    except OSError as error:
-        # of Hydra, which makes the folder of hydra.run.dir
-        return tell([folder.unusable(Path(error.filename or "hydra.run.dir"), error)])
     except (Exception, KeyboardInterrupt) as error:
+        is_ours = bool(_failed) or isinstance(error, HydraException | BrokenPipeError)
+        if isinstance(error, OSError) and error.filename and not is_ours:
+            # of Hydra, which makes the folder of hydra.run.dir
+            return tell([folder.unusable(Path(error.filename), error)])
         # a job's own error says more
         return tell(_failed or [error])
     return tell(_failed)

@@ -902,6 +902,14 @@ def test_a_refused_run_changes_nothing(
     assert content() == before
 
 
+def test_a_wrong_choice_is_told_by_the_whole_command(tmp_path: Path) -> None:
+    """Hydra's error for it is an OSError, and is no error of a folder."""
+    done = trained(tmp_path, "model=resnet-18")
+    assert done.returncode == 2
+    assert "model=resnet-18: no such choice" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     """A second run with the same name exits with 9 and names the owner; the first one is not
     disturbed.

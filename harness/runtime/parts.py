@@ -31,10 +31,12 @@ def check(setting: str, name: str) -> None:
     Raises:
         ConfigError: it names the ``setting``.
     """
+    if not is_own(name):
+        return
     module = name.partition(":")[0].partition(".")[0]
     _look_here()
     # a module that is there already may have no spec
-    if is_own(name) and module not in sys.modules and not find_spec(module or "?"):
+    if module not in sys.modules and not find_spec(module or "?"):
         raise _missing(setting, name, module)
 
 
