@@ -4,8 +4,8 @@ A worker times every batch, by two looks at the clock, so that its total is exac
 divides among the stages comes of *laps*: a data set that names its ``stages`` is given a function
 to call at the end of each. Laps are taken of as many samples as keep their cost below a thousandth
 of the work: of all where a sample takes twenty milliseconds, of few where it takes microseconds.
-A timed sample then stands for all since the last timed ones; a rare slow one may be missed or
-counted for others.
+Where not all samples of a batch are timed, the last few hundred that were divide it; a rare slow
+sample may then be missed or counted for others.
 """
 
 from __future__ import annotations
@@ -122,18 +122,6 @@ class StageTotals:
     busy_s: float
     stages: Mapping[str, StageCost]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns each stage's name, its group, and what a sample takes, in milliseconds."""
-        return [
-            {
-                "name": name,
-                "group": GROUPS.get(name, AUGMENT),
-                "wall_ms": 1e3 * cost.wall_s / self.samples,
-                "cpu_ms": 1e3 * cost.cpu_s / self.samples,
-            }
-            for name, cost in self.stages.items()
-        ]
-
     def since(self, before: StageTotals | None) -> StageTotals:
         """Returns what was done after ``before``, an earlier reading; None: all of it."""
         if before is None:
@@ -149,6 +137,18 @@ class StageTotals:
             self.busy_s - before.busy_s,
             stages,
         )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns each stage's name, its group, and what a sample takes, in milliseconds."""
+        return [
+            {
+                "name": name,
+                "group": GROUPS.get(name, AUGMENT),
+                "wall_ms": 1e3 * cost.wall_s / self.samples,
+                "cpu_ms": 1e3 * cost.cpu_s / self.samples,
+            }
+            for name, cost in self.stages.items()
+        ]
 
 
 class StageMeter:
@@ -169,18 +169,18 @@ class StageMeter:
     """
 
     def __init__(self, stages: Sequence[str], workers: int, shared: bool = True) -> None:
-        names = [START, COLLATE, SHARE, *stages]
-        if len(set(names)) < len(names):
+        shared = shared and workers > 0
+        self._of_samples = tuple(stages)
+        if len({START, COLLATE, SHARE, *stages}) < len(stages) + 3:
             raise ValueError(
-                f"stages {tuple(stages)} of a data set: give each a name of its own "
+                f"stages {self._of_samples} of a data set: give each a name of its own "
                 f"({COLLATE!r} and {SHARE!r} are the batch's)"
             )
         self.stages = (*stages, COLLATE)
-        between_processes = shared and workers > 0
-        if between_processes:
+        if shared:
             self.stages += (SHARE,)
         self._columns = _COUNTS + 2 * len(self.stages)
-        self._rows = Rows(max(1, workers), self._columns, shared=between_processes)
+        self._rows = Rows(max(1, workers), self._columns, shared=shared)
 
     def read(self) -> StageTotals:
         """Returns the totals over all slots, now.
@@ -202,7 +202,7 @@ class StageMeter:
     ) -> StageTimer:
         """Returns what writes the row of worker ``slot``, one thread at a time."""
         row = self._rows.cells[slot * self._columns : (slot + 1) * self._columns]
-        return StageTimer(row, self.stages, now, cpu_now)
+        return StageTimer(row, self._of_samples, SHARE in self.stages, now, cpu_now)
 
 
 class StageTimer:
@@ -216,14 +216,18 @@ class StageTimer:
     """
 
     def __init__(
-        self, row: memoryview[float], stages: Sequence[str], now: Clock, cpu_now: Clock
+        self,
+        row: memoryview[float],
+        stages: Sequence[str],
+        shares: bool,
+        now: Clock,
+        cpu_now: Clock,
     ) -> None:
         self._row = row
-        # all columns, and those that the data set tells the end of
-        self._stages = stages
-        self._of_samples = tuple(stage for stage in stages if stage not in (COLLATE, SHARE))
+        self._stages = tuple(stages)
+        self._shares = shares
         self._now = now
-        # a stage that has ended, and the wall and processor clock as it did
+        self._cpu_now = cpu_now
         self._marks: list[tuple[str, float, float]] = []
         mark = self._marks.append
 
@@ -231,56 +235,66 @@ class StageTimer:
             mark((stage, now(), cpu_now()))
 
         self.lap: Lap = lap
-        for _ in range(32):
-            lap(START)
-        laps_s = [after[1] - before[1] for before, after in pairwise(self._marks)]
-        self._lap_s = sorted(laps_s)[len(laps_s) // 2]
+        # the quickest of three batches of nothing tells what a lap costs
+        trials = []
+        for _ in range(3):
+            begin_s = now()
+            for _ in range(_FEW):
+                for stage in (START, *stages):
+                    lap(stage)
+            trials.append(now() - begin_s)
+            self._marks.clear()
+        self._lap_s = min(trials) / (_FEW * (1 + len(stages)))
         # a sample's; beside work that fills the caches a lap costs 1 to 5 times what it does here
-        self._cost_s = max(1e-9, 3.0 * self._lap_s * (1 + len(self._of_samples)))
-        # on laps, but for the first few samples
-        self._spent_s = -_FEW * self._cost_s
-        self._busy_s = 0.0
+        self._cost_s = 3.0 * self._lap_s * (1 + len(stages))
+        self._spent_s = 0.0  # on laps
+        self._due_s = 0.0  # of work, after which samples are timed again
         self._offset = 0.0
-        # whether samples of this batch are timed
-        self._timing = False
-        self._begun_s = 0.0
-        self._samples = 0  # of this batch
-        self._undivided = 0  # samples since the last timed ones, and with these
+        self._timing = False  # whether samples of this batch are timed
+        # wall and, in a timed batch, processor clock where the batch's parts begin
+        self._begun = self._filling = (0.0, 0.0)
+        self._sharing: tuple[float, float] | None = None
+        self._busy_s = 0.0
+        self._undivided_s = 0.0  # as much of it as is not divided among the stages
+        # wall and processor seconds by stage, sums over the last few hundred timed samples
+        self._recent = [0.0] * 2 * (len(stages) + 1 + shares)
+        self._divided = 0
 
     def begin(self, samples: int) -> Sequence[StageTimer | None] | None:
         """Starts a batch; returns what times each sample, or None where none is timed."""
-        self._samples = samples
-        self._undivided += samples
-        affordable = (_BUDGET * self._busy_s - self._spent_s) / self._cost_s
-        self._timing = affordable >= _FEW or affordable >= samples
+        self._timing = self._busy_s >= self._due_s
         if not self._timing:
-            self._begun_s = self._now()
+            self._begun = self._now(), 0.0
             return None
-        count = min(samples, int(affordable))
+        few = min(samples, _FEW)
+        spare_s = _BUDGET * self._busy_s - self._spent_s
+        count = samples
+        if samples * self._cost_s > spare_s:
+            count = max(few, int(spare_s / self._cost_s))
         self._spent_s += count * self._cost_s
+        self._due_s = (self._spent_s + few * self._cost_s) / _BUDGET
         # evenly spread, from another place each time: the golden ratio's multiples leave no gaps
         self._offset = (self._offset + 0.618034) % 1.0
         timers: list[StageTimer | None] = [None] * samples
         for i in range(count):
             timers[int((i + self._offset) * samples / count)] = self
-        self._marks.clear()
-        self.lap(START)
-        self._begun_s = self._marks[0][1]
+        self._sharing = None
+        self._begun = self._now(), self._cpu_now()
         return timers
 
     def share(self) -> None:
         """Note that until ``fill`` the worker gets memory that another process can map."""
-        if self._timing:
-            self.lap(COLLATE)
+        if self._timing and self._shares:
+            self._sharing = self._now(), self._cpu_now()
 
     def fill(self) -> None:
         """Note that all is ready for the batch's first sample."""
         if self._timing:
-            self.lap(self._stages[-1])
+            self._filling = self._now(), self._cpu_now()
 
     def fail(self) -> None:
         """End a timed sample with an error, in the stage after the one that ended last."""
-        stages = (START, *self._of_samples, self._of_samples[-1])
+        stages = (START, *self._stages, self._stages[-1])
         last = self._marks[-1][0]
         # one that the data set does not name is an error of its own
         if last in stages:
@@ -296,44 +310,73 @@ class StageTimer:
             ValueError: the data set told the end of a stage that it does not name, or of none.
         """
         made_s = self._now()
-        busy_s = made_s - self._begun_s
+        begun_s = self._begun[0]
+        busy_s = made_s - begun_s
         row = self._row
         row[0] += samples
         row[1] += batches
         row[2] += busy_s
         self._busy_s += busy_s
+        self._undivided_s += busy_s
         if self._timing:
-            self._divide()
-        return Stamps(self._begun_s, made_s, made_s, made_s)
+            self._divide(max(1, samples), alone=self._undivided_s == busy_s)
+        return Stamps(begun_s, made_s, made_s, made_s)
 
-    def _divide(self) -> None:
-        """Count this batch's stages for all samples since the last timed ones."""
+    def _divide(self, samples: int, alone: bool) -> None:
+        """Divide this batch, and unless it is ``alone`` those before it, among the stages."""
+        timed, wall_s, cpu_s = self._take()
+        marks = [self._begun, self._filling]
+        if self._shares:
+            marks.insert(1, self._sharing or self._filling)
+        for (wall, cpu), (wall_end, cpu_end) in pairwise(marks):
+            wall_s.append((wall_end - wall) * timed / samples)
+            cpu_s.append((cpu_end - cpu) * timed / samples)
+        sums = [*wall_s, *cpu_s]
+        if timed:
+            # what a worker's first batch paid for warming up is soon forgotten
+            keep = 0.0
+            if self._divided >= 2:
+                keep = max(0.0, 1.0 - timed / 512)
+            self._divided += 1
+            recent = zip(self._recent, sums, strict=True)
+            self._recent = [old * keep + new for old, new in recent]
+        if not (alone and timed == samples):
+            sums = self._recent
+        stages = len(wall_s)
+        scale = self._undivided_s / (sum(sums[:stages]) or 1.0)
+        for place in range(stages):
+            self._row[_COUNTS + place] += scale * sums[place]
+            # two clocks are not read at the very same moment
+            cpu = min(sums[place], sums[stages + place])
+            self._row[_COUNTS + stages + place] += scale * cpu
+        self._undivided_s = 0.0
+
+    def _take(self) -> tuple[int, list[float], list[float]]:
+        """Returns how many samples were timed since the last call, and their seconds by stage.
+
+        Wall and processor seconds, less what timing took.
+        """
         wall_s = dict.fromkeys(self._stages, 0.0)
         cpu_s = dict.fromkeys(self._stages, 0.0)
+        timed = sum(stage == START for stage, _, _ in self._marks)
+        if timed and timed == len(self._marks):
+            raise ValueError(
+                f"the data set names the stages {self._stages} and never tells the end of one: "
+                "call lap(stage)"
+            )
         for (_, wall_then, cpu_then), (stage, wall, cpu) in pairwise(self._marks):
             if stage == START:
                 continue
             if stage not in wall_s:
                 raise ValueError(
-                    f"stage {stage!r} is not among the data set's stages {self._of_samples}"
+                    f"stage {stage!r} is not among the data set's stages {self._stages}"
                 )
-            wall_s[stage] += wall - wall_then - self._lap_s
-            cpu_s[stage] += cpu - cpu_then - self._lap_s
-        told = [stage for stage, _, _ in self._marks]
-        # the first START is the batch's
-        timed = told.count(START) - 1
-        if not timed:
-            return
-        if set(told).isdisjoint(self._of_samples):
-            raise ValueError(
-                f"the data set names the stages {self._of_samples} and never tells the end of "
-                "one: call lap(stage)"
-            )
-        for place, stage in enumerate(self._stages, _COUNTS):
-            share = timed if stage in self._of_samples else self._samples
-            weight = self._undivided / share
-            self._row[place] += weight * max(0.0, wall_s[stage])
-            # two clocks are not read at the very same moment
-            cpu = min(wall_s[stage], cpu_s[stage])
-            self._row[place + len(self._stages)] += weight * max(0.0, cpu)
-        self._undivided = 0
+            wall_s[stage] += wall - wall_then
+            cpu_s[stage] += cpu - cpu_then
+        self._marks.clear()
+        laps_s = timed * self._lap_s
+        return (
+            timed,
+            [max(0.0, s - laps_s) for s in wall_s.values()],
+            [max(0.0, s - laps_s) for s in cpu_s.values()],
+        )
