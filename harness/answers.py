@@ -84,6 +84,8 @@ def refused_flag(arguments: Sequence[str], settings: Sequence[str]) -> str | Non
     """
     for text, following in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, _, value = text.partition("=")
+        if not flag:
+            return f"{text}: settings are written NAME=VALUE"
         # Hydra takes beginnings of its long flags, and a value right after a short one
         is_long = any(known.startswith(flag) for known in _LONG_FLAGS)
         if is_long or not re.fullmatch(r"-(?![hcprmsi])-?[A-Za-z][\w-]*", flag):
@@ -109,20 +111,22 @@ def _hint(name: str, settings: Sequence[str]) -> str:
 def _meant(name: str, settings: Sequence[str]) -> list[str]:
     """Returns at most three settings that ``name`` may stand for.
 
-    Those of the same last part come first, then other programs' names, then the most similar name,
-    with its group or without.
+    Those of the same last part come first, then other programs' names, then the most similar name
+    of the same group, then of any.
     """
-    last = name.rpartition(".")[2]
+    group, _, last = name.rpartition(".")
     same = [path for path in settings if path.rpartition(".")[2] == last]
     if same:
         depth = min(path.count(".") for path in same)
         return [path for path in same if path.count(".") == depth][:3]
     if last in _OTHER_NAMES:
         return [_OTHER_NAMES[last]]
-    known = {path.rpartition(".")[2]: path for path in settings}
-    known |= {path: path for path in settings}
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return [known[found] for found in near]
+    neighbours = [path for path in settings if path.rpartition(".")[0] == group]
+    for paths in (neighbours, settings):
+        by_last = {path.rpartition(".")[2]: path for path in paths}
+        if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.7):
+            return [by_last[near[0]]]
+    return []
 
 
 def nearest(value: str, known: Sequence[str]) -> str:
@@ -154,7 +158,7 @@ def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
         return wrapped
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, value = str(error.missing_cfg_file).rpartition("/")
-        return _no_choice(group, value, error.options)
+        return no_choice(group, value, error.options)
     name = getattr(error, "full_key", None) or ""
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return f"{name}: unknown setting{_hint(name, settings)}"
@@ -163,6 +167,14 @@ def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
     said = " ".join(text.split())
     if "is not Optional" in said:
         return f"{name}=null: needs a value"
+    if "is not a ListConfig" in said:
+        return f"{name}: needs a list; write {name}=[VALUE,VALUE]"
+    if several := re.match(r"Ambiguous value for argument '(.*?)=(.*?)' 1\. ", said):
+        name, value = several.groups()
+        return (
+            f"{name}={value}: several values; add -m for one run of each, or write a list: "
+            f"{name}=[{value}]"
+        )
     if mistyped := re.search(r"Invalid value '([^']+)', expected one of \[(.*?)\]", said):
         said += nearest(mistyped[1], mistyped[2].split(", "))
     elif name.startswith("loader.") and "'auto'" in said:
@@ -172,7 +184,7 @@ def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
     return f"{name}: {said}"
 
 
-def _no_choice(group: str, value: str, options: Sequence[str]) -> str:
+def no_choice(group: str, value: str, options: Sequence[str]) -> str:
     """Returns what to say of ``GROUP=VALUE`` that is none of ``options``."""
     listed = f"there are: {', '.join(options) or 'none'}"
     if len(options) > 12:

@@ -67,9 +67,6 @@ def cli() -> int:
     schema.register()
     OmegaConf.register_new_resolver("wellfed.run_dir", run_folder)
     OmegaConf.register_new_resolver("wellfed.sweep_dir", folder.sweep_folder, use_cache=True)
-    if not folder.is_first_rank():
-        # the first rank writes it for all
-        sys.argv.append("hydra.output_subdir=null")
     typed = " ".join(sys.argv)
     if " hydra/sweeper=optuna" in typed and " hydra.sweeper.direction=" not in typed:
         # what a job returns is its best top-1
@@ -78,10 +75,6 @@ def cli() -> int:
     composing = hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")
     try:
         sys.argv[1:] = schema.prepared(sys.argv[1:])
-        for argument in sys.argv:
-            name, _, value = argument.partition("=")
-            if name == "hydra.run.dir" and folder.is_first_rank():
-                folder.keep_settings(Path(value))
         composing(main)()
     except (Exception, KeyboardInterrupt) as error:
         is_ours = bool(_failed) or isinstance(error, HydraException | BrokenPipeError)
@@ -102,6 +95,11 @@ def main(composed: DictConfig) -> float | None:
     place = Path(chosen.runtime.output_dir)
     name = printable(os.path.relpath(place))
     overridden = schema.typed(chosen)
+    settings = {
+        "config.yaml": OmegaConf.to_yaml(composed),
+        "hydra.yaml": OmegaConf.to_yaml(HydraConfig.instance().cfg),
+        "overrides.yaml": OmegaConf.to_yaml(chosen.overrides.task),
+    }
     is_sweep = chosen.mode is RunMode.MULTIRUN
     try:
         signals.check()
@@ -110,15 +108,13 @@ def main(composed: DictConfig) -> float | None:
         if folder.is_first_rank():
             print(f"run folder: {name}\nloading torch ...", flush=True)
         if not is_sweep:
-            job.run(0, job.Job(config, place, overridden, BEGAN_S))
+            job.run(0, job.Job(config, place, overridden, settings, BEGAN_S))
             return None
-        work = job.Job(config, place, overridden)
+        work = job.Job(config, place, overridden, settings)
         launch.run_processes(job.run, work, 1, config.checkpoint.grace_s)
     except (Exception, KeyboardInterrupt) as error:
         if not is_sweep:
             _failed.append(error)
-            if folder.is_first_rank():
-                folder.put_settings_back(place)
             return None
         text, code = told(error)
         failure = launch.ProcessError(f"{name}: {text}", code)

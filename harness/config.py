@@ -709,12 +709,17 @@ def names() -> list[str]:
 def prepared(arguments: list[str]) -> list[str]:
     """Returns the command line's ``arguments`` as Hydra takes them.
 
-    A ``--config-path`` is in the current folder; Hydra would look beside its caller. ``model=``
-    takes torchvision's names too.
+    A ``--config-path`` is in the current folder; Hydra would look beside its caller. ``-m`` may
+    stand anywhere. ``model=`` takes torchvision's names too.
 
     Raises:
-        ConfigError: a flag that there is not, such as ``--lr 0.1``.
+        ConfigError: a flag that there is not, such as ``--lr 0.1``, or ``loader=null``.
     """
+    for text in arguments:
+        group, _, value = text.partition("=")
+        # Hydra would take it for an error of its own
+        if re.fullmatch("null|true|false|[0-9.]+", value, re.I) and group in _groups():
+            raise ConfigError(answers.no_choice(group, value, choices(group)))
     if wrong := answers.refused_flag(arguments, names()):
         raise ConfigError(wrong)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -727,6 +732,8 @@ def prepared(arguments: list[str]) -> list[str]:
     if any(text.startswith("model=") for text in arguments):
         for name in set(classifiers()).difference(choices("model")):
             ConfigStore.instance().store(group="model", name=name, node={"name": name})
+    # no setting may stand on both sides of a flag
+    arguments = sorted(arguments, key=lambda text: text not in ("-m", "--multirun"))
     return answers.expanded(arguments)
 
 
@@ -781,6 +788,10 @@ def check_names(config: Config) -> None:
         )
 
 
+def _groups() -> list[str]:
+    return sorted(path.name for path in CONF.iterdir() if path.is_dir())
+
+
 def choices(group_name: str) -> list[str]:
     """Returns the names that ``GROUP=`` takes, without their values."""
     return sorted(file.stem for file in (CONF / group_name).glob("*.yaml"))
@@ -809,7 +820,7 @@ Every setting with its value as this command line has it; add data=cifar10 to se
 def help_text(config: Config) -> str:
     """Returns the page of ``--help``: the calls, the choices, every setting with its value."""
     lines = []
-    for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
+    for name in _groups():
         values = choices(name)
         if name == "model":
             values += ["any classifier of torchvision", "or model.name=my_module:build"]
@@ -857,5 +868,7 @@ def register() -> None:
         run=RunDir(dir="${wellfed.run_dir:}"),
         sweep=SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}"),
         job=JobConf(name="train", chdir=False),
+        # job.run writes .hydra, once the folder is known to be this run's
+        output_subdir=None,
     )
     store.store(group="hydra", name="config", node=node, provider="hydra")

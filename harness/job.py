@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -25,13 +26,20 @@ class Job:
         config: its settings.
         folder: where its files go.
         overridden: what its command line set.
+        settings: the files of ``.hydra/`` by name, as YAML.
         began_s: when it began, on ``time.perf_counter``.
     """
 
     config: Config
     folder: Path
     overridden: tuple[str, ...]
+    settings: Mapping[str, str] = field(default_factory=dict)
     began_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the folder may hold the run that this one goes on with."""
+        return self.config.mode is Mode.train and self.config.resume is not None
 
 
 def check(config: Config) -> None:
@@ -120,6 +128,9 @@ def _wire(world: World, job: Job) -> None:
     steps = feeds.steps_per_epoch()
     state = make_state(config, len(splits.classes), world, steps, filled=saved is not None)
     resumed = resume.take_over(state, saved, config, world, splits.classes)
+    if job.goes_on and world.is_main:
+        # nothing was refused
+        folder.write_settings(job.folder, job.settings)
     with station.watched(config, world, job.folder, job.began_s, resumed) as watch:
         allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
         step = Step(state, config, world, len(splits.classes))
@@ -161,7 +172,9 @@ def run(index: int, job: Job) -> None:
     if folder.is_first_rank():
         folder.own(job.folder)
         # hydra.run.dir and a sweep's run.name may name any folder
-        if config.mode is not Mode.train or config.resume is None:
+        if not job.goes_on:
             folder.refuse_used(job.folder)
+        if not (job.goes_on and (job.folder / ".hydra").exists()):
+            folder.write_settings(job.folder, job.settings)
     with folder.logging_failure(job.folder):
         distributed.launch(main_worker, job, config)

@@ -39,6 +39,12 @@ GUESSES = [
     ("-j 4", "-j: settings are written without dashes: loader.num_workers=4"),
     ("lr=0.1", "lr: unknown setting; did you mean optim.lr?"),
     ("trainer.lr=0.1", "trainer.lr: unknown setting; did you mean optim.lr?"),
+    ("trainer.foo=1", "trainer.foo: unknown setting; see --help"),
+    ("trainer.max_epochs=3", "trainer.max_epochs: unknown setting; did you mean trainer.epochs?"),
+    ("loader=null", "loader=null: no such choice; there are: default"),
+    ("=3", "=3: settings are written NAME=VALUE"),
+    ("augment.color_jitter=0.4", "augment.color_jitter: needs a list; write "),
+    ("optim.lr=0.1,0.2", "optim.lr=0.1,0.2: several values; add -m for one run of each, or "),
     ("epochs=3", "epochs: unknown setting; did you mean trainer.epochs?"),
     ("batch_size=32", "batch_size: unknown setting; did you mean loader.batch_size?"),
     ("root=/x", "root: unknown setting; did you mean data.root?"),
@@ -180,7 +186,7 @@ def test_a_guess_is_answered_with_what_to_write(composed: Composed, typed: str, 
 def test_of_many_choices_the_nearest_are_named() -> None:
     """A list of 80 networks is no answer: three of them and those that may be meant are."""
     options = [f"net{i}" for i in range(20)]
-    said = answers._no_choice("model", "net_19", options)
+    said = answers.no_choice("model", "net_19", options)
     assert (
         said
         == "model=net_19: no such choice; there are 20, such as net0, net1, net2; did you mean "

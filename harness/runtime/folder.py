@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -9,21 +10,19 @@ import logging
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from harness.config import ConfigError, Mode
-from harness.runtime.errors import LockedError, described
-from harness.runtime.files import open_regular, read_regular, write_whole
+from harness.runtime.errors import DiskError, LockedError, described
+from harness.runtime.files import open_regular, write_whole
 
 LOGGER = "wellfed"
 
 # open for as long as this process owns the folders
 _owned: dict[Path, ExitStack] = {}
-# the settings of the run that this one goes on with, which Hydra overwrites
-_former: dict[Path, bytes] = {}
 
 _log = logging.getLogger(LOGGER)
 
@@ -63,7 +62,6 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
         if goes_on is None:
             refuse_used(folder)
         own(folder)
-        keep_settings(folder)
     return str(folder)
 
 
@@ -137,6 +135,7 @@ def own(folder: Path) -> Path:
     Raises:
         LockedError: another live run owns the folder.
         ConfigError: the folder cannot be made or written to.
+        DiskError: the disk is full.
     """
     path = folder.resolve() / ".lock"
     if path in _owned:
@@ -189,32 +188,30 @@ def refuse_used(folder: Path) -> None:
         )
 
 
-def keep_settings(folder: Path) -> None:
-    """Remembers the settings and the report of the run in ``folder``, for ``put_settings_back``."""
-    _former.clear()
-    folder = folder.resolve()
-    for path in (folder / "report.json", *folder.glob(".hydra/*.yaml")):
-        with suppress(OSError):
-            _former[path] = read_regular(path)
+def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
+    """Writes ``.hydra/`` of the run in ``folder``; ``settings`` are its files by name.
+
+    Hydra would write them before anything is checked, also over those of a run that stays.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+        DiskError: the disk is full.
+    """
+    try:
+        (folder / ".hydra").mkdir(exist_ok=True)
+        for name, text in settings.items():
+            write_whole(folder / ".hydra" / name, text.encode())
+    except OSError as error:
+        raise unusable(folder, error) from error
 
 
-def put_settings_back(folder: Path) -> None:
-    """Puts back what ``keep_settings`` remembers, unless a run has left another report since."""
-    report = folder.resolve() / "report.json"
-    now = None
-    with suppress(OSError):
-        now = read_regular(report)
-    if now == _former.pop(report, None):
-        for path, content in _former.items():
-            with suppress(OSError):
-                write_whole(path, content)
-
-
-def unusable(folder: Path, error: OSError) -> ConfigError:
-    """Returns what to say of a folder that cannot be made or written to."""
+def unusable(folder: Path, error: OSError) -> ConfigError | DiskError:
+    """Returns what to raise for a folder that cannot be made or written to."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskError(f"{folder}: {error.strerror}; free some space")
     return ConfigError(
         f"{folder}: cannot be the run's folder: {error.strerror or error}; "
-        "start from a folder you may write to, or set hydra.run.dir"
+        "start from a folder you may write to, or set hydra.run.dir (of a sweep: hydra.sweep.dir)"
     )
 
 

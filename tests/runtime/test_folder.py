@@ -20,7 +20,7 @@ from oddities import Plant
 
 from harness.config import ConfigError
 from harness.runtime import folder
-from harness.runtime.errors import LockedError
+from harness.runtime.errors import DiskError, LockedError
 
 NOW = datetime(2024, 2, 3, 4, 5, 6)
 
@@ -96,6 +96,17 @@ def test_a_folder_that_cannot_be_made_is_refused(make: object) -> None:
         ConfigError, match=r"^taken/x.*: cannot be the run's folder: .*; .*set hydra.run.dir"
     ):
         make(Path("taken/x"))  # type: ignore[operator]
+
+
+def test_a_full_disk_is_no_error_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for the folder, the disk is named, with its exit code."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(DiskError, match=r"^run: No space left on device; free some space$"):
+        folder.own(Path("run"))
 
 
 def test_a_folder_whose_lock_cannot_be_opened_is_refused() -> None:
