@@ -10,7 +10,6 @@ import os
 import pickle
 import random
 import zipfile
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,9 @@ def save(
     folder: Path, step: int, top1: float | None = None, keep_last: int = 2
 ) -> checkpoint.Record:
     """Save a small state."""
-    content = saving.packed(state(step), BytesIO())
-    return saving.save(folder, content, step=step, epoch=step // 10, top1=top1, keep_last=keep_last)
+    return saving.save(
+        folder, state(step), step=step, epoch=step // 10, top1=top1, keep_last=keep_last
+    )
 
 
 @pytest.mark.parametrize("what", ["open_regular", "read_regular"])
