@@ -102,15 +102,24 @@ class Saves:
     def __init__(
         self, config: Config, world: World, state: TrainState, order: Order, place: Place
     ) -> None:
-        self._config = config
-        self._ranks = world.size
         self._state = state
         self._order = order
-        self._classes = list(place.classes)
+        self._facts = {
+            "settings": to_plain(config),
+            "classes": list(place.classes),
+            "ranks": world.size,
+            "length": order.length,
+        }
         self._folder = place.folder / "checkpoints"
+        self._keep_last = config.checkpoint.keep_last
         self._writes = config.checkpoint.enabled and config.mode is Mode.train and world.is_main
         if self._writes:
-            finish(self._folder, config.checkpoint.keep_last)
+            # what a killed save has left to do; an error would come again with the next save, which
+            # tells of it
+            with suppress(OSError):
+                if committed := records(self._folder):
+                    _retain(self._folder, committed[-1], self._keep_last)
+            _clear(self._folder)
         self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
         self._last: Future[Record] | None = None
         self._rooms: Rooms = {}
@@ -136,21 +145,15 @@ class Saves:
                 raise
         if self._saved == (state.step, state.pending):
             return
-        facts = {
-            "settings": to_plain(self._config),
-            "classes": self._classes,
-            "ranks": self._ranks,
-            "length": self._order.length,
-            "stop": self._order.stop(state.epoch),
-        }
+        saved = state.to_dict({**self._facts, "stop": self._order.stop(state.epoch)})
         self._last = self._thread.submit(
             save,
             self._folder,
-            on_host(state.to_dict(facts), self._rooms, {}),
+            on_host(saved, self._rooms, {}),
             step=state.step,
             epoch=state.epoch,
             top1=top1,
-            keep_last=self._config.checkpoint.keep_last,
+            keep_last=self._keep_last,
         )
         self._saved = (state.step, state.pending)
         if at_once:
@@ -279,15 +282,6 @@ def _write(path: Path, state: dict[str, Any]) -> str:
         file.flush()
         os.fsync(file.fileno())
     return file.digest.hexdigest()
-
-
-def finish(folder: Path, keep_last: int) -> None:
-    """Does what a killed save has left to do in ``folder``."""
-    # an error here would come again with the next save, which tells of it
-    with suppress(OSError):
-        if committed := records(folder):
-            _retain(folder, committed[-1], keep_last)
-    _clear(folder)
 
 
 def _retain(folder: Path, newest: Record, keep_last: int) -> None:

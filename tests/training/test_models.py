@@ -92,10 +92,10 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    """A path that does not exist is an error; ``job.check`` has told the way out before."""
+    """A path that does not exist is an error with the setting and the way out."""
     with pytest.raises(
         CheckpointError,
-        match=r"none\.pth: no such checkpoint",
+        match=r"model\.weights=.*none\.pth: no such file; use null, DEFAULT or a path",
     ):
         models.build(ModelConfig(name="small", weights="none.pth"), 7, image_size=64)
 

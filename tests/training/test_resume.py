@@ -243,13 +243,18 @@ def test_evaluation_takes_the_network_alone(state: TrainState, composed: Compose
 @pytest.mark.parametrize("mode", ["evaluate", "train"])
 def test_other_classes_name_both(state: TrainState, composed: Composed, mode: str) -> None:
     """The error has the checkpoint's classes, the data set's, and the way out."""
-    saved = Saved("best.pt", {"model": {}, "classes": ["x\x1b[31m", "y"]})
+    held: dict[str, Any] = {"model": {}, "classes": ["x\x1b[31m", "y"]}
     config = composed(f"mode={mode}", "resume=x")
-    with pytest.raises(
-        CheckpointError,
-        match=r"x\\x1b\[31m, y, not ant, bee; choose its data set with data= and data.root=",
+    advice = "choose its data set with data= and data.root="
+    for more, text in (
+        ({}, advice),
+        (
+            {"settings": to_plain(composed("data=digits"))},
+            f"it was trained with data.name=digits; {advice}",
+        ),
     ):
-        resume.take_over(state, saved, config, ALONE, CLASSES)
+        with pytest.raises(CheckpointError, match=rf"x\\x1b\[31m, y, not ant, bee; {text}$"):
+            resume.take_over(state, Saved("best.pt", held | more), config, ALONE, CLASSES)
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def test_without_links_pointers_hold_names(
     for name, step in (("last.pt", 4), ("best.pt", 1)):
         assert (saved / name).read_text() == f"step-{step}.pt" and not (saved / name).is_symlink()
         assert checkpoint.read(saved / name)[0].path == saved / f"step-{step}.pt"
-        assert checkpoint.read_weights(saved / name)["w"][0] == step
+        assert checkpoint.read_any(saved / name)["model"]["w"][0] == step
     monkeypatch.undo()
     save(saved, 5)
     assert (saved / "last.pt").is_symlink() and checkpoint.read(saved / "last.pt")[0].step == 5
