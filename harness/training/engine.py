@@ -254,7 +254,9 @@ class Engine:
         batches = iter(self.train_batches)
         count = len(self.feed)
         left = count
-        steps = self._steps_left(count)
+        steps = math.ceil(count / config.accumulate_steps)
+        if config.max_steps is not None:
+            steps = min(steps, config.max_steps - state.step)
         # the run ends with this epoch, or within it
         ends = epoch + 1 == config.epochs or state.step + steps == config.max_steps
         evaluated = ends or (epoch + 1) % config.eval_every_epochs == 0
@@ -371,14 +373,6 @@ class Engine:
         if self.watch.board is not None:
             sampled = self.watch.sampler.read() if self.watch.sampler is not None else {}
             self.watch.board.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
-
-    def _steps_left(self, batches: int) -> int:
-        """Returns the steps that ``batches`` are good for and trainer.max_steps allows."""
-        steps = math.ceil(batches / self.config.trainer.accumulate_steps)
-        limit = self.config.trainer.max_steps
-        if limit is None:
-            return steps
-        return min(steps, limit - self.state.step)
 
     def _save(self, evaluation: Evaluation | None) -> None:
         with self._aside("checkpoint"):
