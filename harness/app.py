@@ -20,6 +20,7 @@ from harness import BEGAN_S, __version__, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import printable, tell, tell_crashes, told
+from harness.watch.figures import Tag
 
 # of the jobs in this process
 _failed: list[BaseException] = []
@@ -132,8 +133,9 @@ def _checked(composed: DictConfig) -> schema.Config:
 
 def _best_top1(place: Path) -> float | None:
     """Returns the highest validation top-1 of the run in ``place``, 0..1; None: not evaluated."""
-    report = place / "report.json"
-    if not report.is_file():
+    # not its report: that may be of an end before the last evaluation
+    metrics = place / "metrics.jsonl"
+    if not metrics.is_file():
         return None
-    best: float | None = json.loads(report.read_text(encoding="utf-8")).get("best_top1")
-    return best
+    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    return max((line[Tag.VAL_TOP1] for line in lines if Tag.VAL_TOP1 in line), default=None)

@@ -495,7 +495,9 @@ def test_a_resume_keeps_this_runs_rate_and_layout(
 
 
 @pytest.mark.usefixtures("kept_globals")
-def test_a_finished_run_keeps_its_report(composed: Composed, tmp_path: Path) -> None:
+def test_a_finished_run_keeps_its_report(
+    composed: Composed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Resumed with nothing left to train, a run says so and leaves the report of what was done."""
     common = (
         "data=digits",
@@ -505,7 +507,11 @@ def test_a_finished_run_keeps_its_report(composed: Composed, tmp_path: Path) -> 
         "run.name=x",
     )
     before = run_here(composed(*common), tmp_path)
+    capsys.readouterr()
     assert run_here(composed(*common, "resume=auto"), tmp_path) == before
+    said = capsys.readouterr().out
+    assert "goes on" not in said
+    assert "nothing left to train after step 22: raise trainer.epochs or" in said
 
 
 @pytest.mark.usefixtures("kept_globals")
@@ -705,11 +711,20 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
 
 def test_a_job_returns_its_best_top1(tmp_path: Path) -> None:
     """A sweeper is given the highest of all evaluations, and None of a run that had none or, as a
-    diagnosis, has no report.
+    diagnosis, logged nothing.
     """
     assert app._best_top1(tmp_path) is None
-    for report, best in ({"best_top1": 0.5, "top1": 0.25}, 0.5), ({"steps": 1}, None):
-        (tmp_path / "report.json").write_text(json.dumps(report))
+    # of a run that was stopped before it was evaluated
+    (tmp_path / "report.json").write_text(json.dumps({"status": "interrupted"}))
+    logged = (
+        {"step": 1, "val/top1": 0.5},
+        {"step": 2, "train/loss": 1.0},
+        {"step": 3, "val/top1": 0.25},
+    )
+    for windows, best in (logged, 0.5), (logged[1:2], None):
+        (tmp_path / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(window)}\n" for window in windows)
+        )
         assert app._best_top1(tmp_path) == best
 
 
@@ -786,7 +801,11 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> 
     assert gone(children, 10)
     assert "Traceback" not in output
     report = json.loads((folder / "report.json").read_text())
-    assert (report["status"], report["error"]) == ("interrupted", f"stopped by signal {int(how)}")
+    name = "Ctrl-C" if how is signal.SIGINT else how.name
+    assert (report["status"], report["error"]) == ("interrupted", f"stopped by {name}")
+    done = f"; epochs done: {report['epochs']} of 500"
+    assert f"stopped after step {report['steps']}{done}" in output
+    assert "\ngo on with     " in output and output.endswith(f"error: stopped by {name}\n")
     logged = lines(folder)
     events = EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("train/lr")] == [

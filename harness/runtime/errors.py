@@ -6,6 +6,7 @@ import contextlib
 import errno
 import faulthandler
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -80,7 +81,10 @@ class Interrupted(RunError):
     """
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by signal {signum}")
+        name = signal.Signals(signum).name
+        if signum == signal.SIGINT:
+            name = "Ctrl-C"
+        super().__init__(f"stopped by {name}")
         self.signum = signum
         self.exit_code = 128 + signum
 
@@ -96,7 +100,7 @@ def described(error: BaseException) -> tuple[str, int] | None:
     if refusal := explain(error):
         return refusal, 2
     if isinstance(error, KeyboardInterrupt):
-        return "stopped by signal 2", 130
+        return described(Interrupted(signal.SIGINT))
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         first = str(error).split(". ")[0] or "the host has no memory left"
         advice = (

@@ -95,19 +95,22 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any]] | None:
         CheckpointError: every checkpoint is damaged or has lost its record, or the newest cannot be
             read now: training never starts from nothing by itself.
     """
-    damaged: CheckpointError | None = None
+    damaged: list[str] = []
     for manifest in sorted(folder.glob("step-*.json"), key=order, reverse=True):
         try:
             record = _record(manifest)
-            return record, _load(record.path, record.sha256)
+            state = _load(record.path, record.sha256)
         except _PassingError:
             raise
         except CheckpointError as error:
-            _log.warning("%s; falling back to an older one", error)
-            damaged = damaged or error
-    if damaged is not None:
+            damaged.append(str(error))
+            continue
+        for text in damaged:
+            _log.warning("%s; falling back to %s", text, record.path.name)
+        return record, state
+    if damaged:
         raise CheckpointError(
-            f"{folder}: every checkpoint is damaged: {damaged}; resume=null in another run "
+            f"{folder}: every checkpoint is damaged: {damaged[0]}; resume=null in another run "
             "folder starts from nothing"
         )
     # one may be of a first save that was killed
@@ -146,14 +149,13 @@ def read_any(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, damaged or not a checkpoint.
     """
-    if path.is_file() and not _target(path).with_suffix(".json").is_file():
+    if path.is_dir() or _target(path).with_suffix(".json").is_file():
+        return read(path)[1]
+    if path.is_file():
         return _load(path, None)
-    return read(path)[1]
-
-
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Returns the network's weights in a file that ``read_any`` reads."""
-    return weights_of(read_any(path), printable(str(path)))
+    raise CheckpointError(
+        f"model.weights={printable(str(path))}: no such file; use null, DEFAULT or a path"
+    )
 
 
 def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:

@@ -104,20 +104,21 @@ class Engine:
     def fit(self) -> None:
         """Trains to the last epoch or step; ``status`` says how it ended, after an error too."""
         state = self.state
+        trainer = self.config.trainer
         with self._ending():
             evaluation = None
             # a signal came before or during the evaluation
             if state.pending:
                 evaluation = self.evaluate(state.epoch - (state.samples == 0))
                 self._save(evaluation)
-            elif self._is_done():
+            elif state.is_done(trainer):
                 say(
-                    f"nothing left to train: epoch {state.epoch} and step {state.step} are done; "
-                    "raise trainer.epochs"
+                    f"nothing left to train after step {state.step}: raise trainer.epochs or "
+                    "trainer.max_steps"
                 )
                 self.status = "idle"
                 return
-            while not self._is_done():
+            while not state.is_done(trainer):
                 epoch = state.epoch
                 due = self._train_epoch(epoch)
                 if evaluation is not None:
@@ -130,7 +131,7 @@ class Engine:
                 else:
                     say(f"epoch {epoch + 1}: training: {self._epoch}")
                 every = self.config.checkpoint.every_epochs
-                if due or self._is_done() or (epoch + 1) % every == 0:
+                if due or state.is_done(trainer) or (epoch + 1) % every == 0:
                     self._save(evaluation)
             if self.world.size > 1:
                 # what tells this rank from the others
@@ -161,7 +162,7 @@ class Engine:
         name = "evaluation"
         if self.config.mode is Mode.train:
             name = f"epoch {epoch + 1}"
-            if not self._is_done():
+            if not self.state.is_done(self.config.trainer):
                 # the feed can begin again only once its pass has ended
                 self.train_batches.close()
                 self.feed.prime(self.state.epoch)
@@ -253,7 +254,9 @@ class Engine:
         batches = iter(self.train_batches)
         count = len(self.feed)
         left = count
-        steps = self._steps_left(count)
+        steps = math.ceil(count / config.accumulate_steps)
+        if config.max_steps is not None:
+            steps = min(steps, config.max_steps - state.step)
         # the run ends with this epoch, or within it
         ends = epoch + 1 == config.epochs or state.step + steps == config.max_steps
         evaluated = ends or (epoch + 1) % config.eval_every_epochs == 0
@@ -328,7 +331,9 @@ class Engine:
         self._logged_step = now
         clock.settle()
         figures = self.step.read()
-        lr = float(self.state.schedule.get_last_lr()[0])
+        # of the last update: the schedule has made the step to the next one
+        schedule = self.state.schedule
+        lr = float(schedule.base_lrs[0]) * schedule.lr_lambdas[0](schedule.last_epoch - 1)
         window = clock.close_window()
         self.skipped += figures.skipped
         latest = Shown()
@@ -368,18 +373,6 @@ class Engine:
         if self.watch.board is not None:
             sampled = self.watch.sampler.read() if self.watch.sampler is not None else {}
             self.watch.board.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
-
-    def _steps_left(self, batches: int) -> int:
-        """Returns the steps that ``batches`` are good for and trainer.max_steps allows."""
-        steps = math.ceil(batches / self.config.trainer.accumulate_steps)
-        limit = self.config.trainer.max_steps
-        if limit is None:
-            return steps
-        return max(0, min(steps, limit - self.state.step))
-
-    def _is_done(self) -> bool:
-        """Whether trainer.epochs or trainer.max_steps ends the run here."""
-        return self.state.epoch >= self.config.trainer.epochs or not self._steps_left(1)
 
     def _save(self, evaluation: Evaluation | None) -> None:
         with self._aside("checkpoint"):

@@ -52,11 +52,8 @@ def build(
         network = zoo.get_model(name, weights=None, num_classes=num_classes, **extra)
     if config.weights is None or filled:
         return network
-    if config.weights == "DEFAULT":
-        weights = published(name)
-    else:
-        weights = checkpoint.read_weights(Path(config.weights))
     where = f"model.weights={printable(config.weights)}"
+    weights = checkpoint.weights_of(held(config.weights, name), where)
     misfit = f"{where}: does not fit model.name={name}"
     if take_over(network, weights, misfit, may_differ=head_keys(network)):
         say(f"{where}: the head is new, for {num_classes} classes")
@@ -123,6 +120,18 @@ def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
             "one a class"
         )
     return network.train()
+
+
+def held(weights: str, name: str) -> dict[str, Any]:
+    """Returns what ``model.weights`` names: published weights of a network, or a file's content.
+
+    Raises:
+        ConfigError: the published weights cannot be fetched.
+        CheckpointError: the file is missing or damaged.
+    """
+    if weights == "DEFAULT":
+        return {"model": published(name)}
+    return checkpoint.read_any(Path(weights))
 
 
 def published(name: str) -> dict[str, torch.Tensor]:

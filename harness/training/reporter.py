@@ -161,7 +161,7 @@ class Reporter:
             "environment": environment(own.name if own.kind == "cuda" else None),
             "run": {"name": engine.place.folder.name, "overrides": list(self.overridden)},
         }
-        if worked is not None and worked.samples and engine.worker_s:
+        if worked is not None and worked.samples:
             found |= _workers(worked, engine.worker_s)
         if engine.evaluation is not None:
             result = asdict(engine.evaluation)
@@ -217,9 +217,9 @@ class Reporter:
         within = ""
         if state.samples:
             images = engine.order.stop(state.epoch)
-            within = f" and {state.samples} of {images} images of the next"
+            within = f", and {state.samples} of {images} images of the next"
         epochs = config.trainer.epochs
-        say(f"stopped after step {state.step}: {state.epoch} of {epochs} epochs{within}")
+        say(f"stopped after step {state.step}; epochs done: {state.epoch} of {epochs}{within}")
         if not saved:
             why = "no step was made since the start, one was under way, or the disk refused"
             if not config.checkpoint.enabled:
@@ -252,8 +252,9 @@ def _progress(engine: Engine) -> dict[str, Any]:
 
 def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
     """Returns what the training feed's workers did, by stage, in ``worker_s`` seconds of theirs."""
-    busy = min(1.0, worked.busy_s / worker_s)
-    workers = {"samples": worked.samples, "busy_fraction": busy}
+    workers: dict[str, float] = {"samples": worked.samples}
+    if worker_s:
+        workers["busy_fraction"] = min(1.0, worked.busy_s / worker_s)
     return {"stages": worked.rows(), "workers": workers}
 
 

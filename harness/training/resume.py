@@ -80,10 +80,7 @@ def find(config: Config, folder: Path) -> Saved | None:
         return None
     if weights == "DEFAULT":
         models.check(config.model, config.data.image_size)
-        held: dict[str, Any] = {"model": models.published(config.model.name)}
-    else:
-        held = checkpoint.read_any(Path(weights))
-    return Saved(f"model.weights={printable(weights)}", held)
+    return Saved(f"model.weights={printable(weights)}", models.held(weights, config.model.name))
 
 
 def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Config:
@@ -246,13 +243,13 @@ def take_over(
         held = saved.state
         check_saved(held, where)
         trained = tuple(held.get("classes", classes))
-        advice = "choose its data set with data= and data.root="
-        if "settings" in held:
-            advice = f"it was trained with data.name={printable(_trained(held).data.name)}"
         if trained != classes:
+            data = ""
+            if "settings" in held:
+                data = f"it was trained with data.name={printable(_trained(held).data.name)}; "
             raise CheckpointError(
                 f"{where}: its classes are not this data set's: {_listed(trained)}, not "
-                f"{_listed(classes)}; {advice}"
+                f"{_listed(classes)}; {data}choose its data set with data= and data.root="
             )
         if config.mode is Mode.evaluate:
             weights = checkpoint.weights_of(held, where)
@@ -267,10 +264,12 @@ def take_over(
             threads = (held.get("num_threads"), torch.get_num_threads())
             if threads[0] != threads[1]:
                 _log.warning("saved with %s torch threads, now %d: not bitwise the same", *threads)
-            goes_on = f"goes on with epoch {state.epoch + 1} after step {state.step}"
-            if state.samples:
-                goes_on += f" ({state.samples} of its {held['length']} images are done)"
-            say(f"resumed {where}: {goes_on}")
+            goes_on = ""
+            if not state.is_done(config.trainer):
+                goes_on = f": goes on with epoch {state.epoch + 1} after step {state.step}"
+                if state.samples:
+                    goes_on += f" ({state.samples} of its {held['length']} images are done)"
+            say(f"resumed {where}{goes_on}")
     if world.smallest(state.step) != world.largest(state.step)[0]:
         raise CheckpointError(
             "the ranks see different checkpoints; the run folder must be shared by all nodes"

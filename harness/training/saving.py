@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BytesIO
+from io import BufferedWriter, RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from harness.runtime.files import replacing, sync_folder, write_whole
 from harness.runtime.workers import give_way
 from harness.training.checkpoint import UNNAMED, Record, order, records, sealed
 from harness.training.state import TrainState
+
+# by place in a state and size, which are the same each time
+Rooms = dict[tuple[int, int], torch.UntypedStorage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +102,27 @@ class Saves:
     def __init__(
         self, config: Config, world: World, state: TrainState, order: Order, place: Place
     ) -> None:
-        self._config = config
-        self._ranks = world.size
         self._state = state
         self._order = order
-        self._classes = list(place.classes)
+        self._facts = {
+            "settings": to_plain(config),
+            "classes": list(place.classes),
+            "ranks": world.size,
+            "length": order.length,
+        }
         self._folder = place.folder / "checkpoints"
+        self._keep_last = config.checkpoint.keep_last
         self._writes = config.checkpoint.enabled and config.mode is Mode.train and world.is_main
         if self._writes:
-            finish(self._folder, config.checkpoint.keep_last)
+            # what a killed save has left to do; an error would come again with the next save, which
+            # tells of it
+            with suppress(OSError):
+                if committed := records(self._folder):
+                    _retain(self._folder, committed[-1], self._keep_last)
+            _clear(self._folder)
         self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
         self._last: Future[Record] | None = None
-        self._memory = BytesIO()
+        self._rooms: Rooms = {}
         # the state that was given to be written, unless that failed
         self._saved: tuple[int, bool] | None = (state.step, state.pending)
 
@@ -132,21 +145,15 @@ class Saves:
                 raise
         if self._saved == (state.step, state.pending):
             return
-        facts = {
-            "settings": to_plain(self._config),
-            "classes": self._classes,
-            "ranks": self._ranks,
-            "length": self._order.length,
-            "stop": self._order.stop(state.epoch),
-        }
+        saved = state.to_dict({**self._facts, "stop": self._order.stop(state.epoch)})
         self._last = self._thread.submit(
             save,
             self._folder,
-            packed(state.to_dict(facts), self._memory),
+            on_host(saved, self._rooms, {}),
             step=state.step,
             epoch=state.epoch,
             top1=top1,
-            keep_last=self._config.checkpoint.keep_last,
+            keep_last=self._keep_last,
         )
         self._saved = (state.step, state.pending)
         if at_once:
@@ -182,36 +189,47 @@ class Saves:
             raise
 
 
-def packed(state: dict[str, Any], memory: BytesIO) -> bytes:
-    """Returns the content of a file with ``state``, whose tensors may change afterwards.
+def on_host(value: Any, rooms: Rooms, copied: dict[int, torch.UntypedStorage]) -> Any:
+    """Returns a state in host memory, shared where it was; the caller waits for the device.
 
-    The host waits here for the device. ``memory`` holds the content, in the place of the one
-    before: to get new memory would take longer than to fill it.
+    Afterwards the tensors of the state may change.
+
+    Args:
+        value: the state, or a part of it.
+        rooms: the memory, filled again with each state: to get new would take longer than to fill
+            it. What was copied there before is overwritten.
+        copied: by their places, those of this state so far.
     """
-    memory.seek(0)
-    # the digest of the whole file makes torch's checksums needless, and they take longer
-    with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        torch.save(_on_host(state), memory)
-    memory.truncate()
-    return memory.getvalue()
-
-
-def _on_host(value: Any) -> Any:
-    """Returns a state as it is on a CPU: a file must not ask for the device that it came from."""
     if isinstance(value, torch.Tensor):
-        return value.cpu()
+        storage = value.untyped_storage()
+        key = storage.data_ptr()
+        if key not in copied:
+            room = len(copied), storage.nbytes()
+            if room not in rooms:
+                rooms[room] = torch.UntypedStorage(storage.nbytes())
+            copied[key] = rooms[room].copy_(storage)
+        place = value.storage_offset(), value.shape, value.stride()
+        return torch.empty(0, dtype=value.dtype).set_(copied[key], *place)
     if isinstance(value, dict):
         # keeps the _metadata of a network's state, too
         made = copy.copy(value)
-        made.update((key, _on_host(item)) for key, item in value.items())
+        made.update((key, on_host(item, rooms, copied)) for key, item in value.items())
         return made
+    if isinstance(value, list | tuple):
+        return type(value)(on_host(item, rooms, copied) for item in value)
     return value
 
 
 def save(
-    folder: Path, content: bytes, *, step: int, epoch: int, top1: float | None, keep_last: int
+    folder: Path,
+    state: dict[str, Any],
+    *,
+    step: int,
+    epoch: int,
+    top1: float | None,
+    keep_last: int,
 ) -> Record:
-    """Commits ``content`` under a free name in ``folder``, moves the pointers and drops old ones.
+    """Commits ``state`` under a free name in ``folder``, moves the pointers and drops old ones.
 
     Of equal top-1 ``best.pt`` has the earlier.
 
@@ -224,9 +242,10 @@ def save(
         _clear(folder)
         if taken := [number for of, number in map(order, folder.glob("step-*")) if of == step]:
             path = folder / f"step-{step}.{1 + max(taken)}.pt"
-        record = Record(path, step, epoch, top1, hashlib.sha256(content).hexdigest())
-        _write(path, content)
-        _write(path.with_suffix(".json"), sealed(record))
+        record = Record(path, step, epoch, top1, _write(path, state))
+        sync_folder(folder)
+        write_whole(path.with_suffix(".json"), sealed(record))
+        sync_folder(folder)
         _retain(folder, record, keep_last)
     except OSError as error:
         raise DiskError(
@@ -238,13 +257,31 @@ def save(
     return record
 
 
-def finish(folder: Path, keep_last: int) -> None:
-    """Does what a killed save has left to do in ``folder``."""
-    # an error here would come again with the next save, which tells of it
-    with suppress(OSError):
-        if committed := records(folder):
-            _retain(folder, committed[-1], keep_last)
-    _clear(folder)
+class _Hashing(BufferedWriter):
+    """Hashes what is written."""
+
+    def __init__(self, raw: RawIOBase) -> None:
+        super().__init__(raw)
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return super().write(data)
+
+
+def _write(path: Path, state: dict[str, Any]) -> str:
+    """Writes the file of ``state``, whole or not at all; returns the SHA-256 of its bytes."""
+    with replacing(path) as temporary, _Hashing(open(temporary, "xb", buffering=0)) as file:
+        try:
+            # the digest of the whole file makes torch's checksums needless, and they take longer
+            with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+                torch.save(state, file)
+        except RuntimeError as error:
+            # torch hides the error of the file behind one without path or errno
+            raise error.__context__ or error from None
+        file.flush()
+        os.fsync(file.fileno())
+    return file.digest.hexdigest()
 
 
 def _retain(folder: Path, newest: Record, keep_last: int) -> None:
@@ -279,12 +316,6 @@ def _clear(folder: Path) -> None:
         for path in orphans:
             if not path.is_dir():
                 path.unlink(missing_ok=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes ``path``, whole or not at all; afterwards the disk has it, and its name."""
-    write_whole(path, content)
-    sync_folder(path.parent)
 
 
 def _point(link: Path, target: Path) -> None:

@@ -20,6 +20,7 @@ from harness.config import (
     Precision,
     ScheduleConfig,
     ScheduleName,
+    TrainerConfig,
 )
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, printable
@@ -69,6 +70,10 @@ class TrainState:
     pending: bool = False
     best_top1: float | None = None
     steps_per_epoch: int = 1
+
+    def is_done(self, config: TrainerConfig) -> bool:
+        """Whether trainer.epochs or trainer.max_steps ends the run here."""
+        return self.epoch >= config.epochs or self.step >= (config.max_steps or math.inf)
 
     def to_dict(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Returns the state as tensors and plain containers, with ``facts`` about the run."""

@@ -136,15 +136,14 @@ class StepTrials:
         """
         clock = StepClock(self.device, now=self._now, keep_steps=True)
         failed: list[Exception] = []
-        phases = ((1, 1, 0.0), (0, skip, limit_s / 3), (2, math.inf, limit_s))
         with contextlib.closing(self._step.batches(feed, clock)) as batches:
             source = self._endless(batches, feed, failed)
-            # not counted: the first batch, which holds the workers' start, and those in store
-            for least, most, phase_s in phases:
-                clock.close_window()
-                cpu = time.process_time()
-                done = self._stretch(source, failed, clock, least, most, phase_s)
-                cpu_s = time.process_time() - cpu
+            self._stretch(source, failed, clock, 1, 1, 0.0)
+            self._stretch(source, failed, clock, 0, skip, limit_s / 3)
+            clock.close_window()
+            cpu = time.process_time()
+            done = self._stretch(source, failed, clock, 2, math.inf, limit_s)
+            cpu_s = time.process_time() - cpu
             clock.settle()
         if failed:
             raise failed[0]

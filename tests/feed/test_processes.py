@@ -322,7 +322,7 @@ def test_a_signal_is_heard_in_a_wait_for_a_stopped_worker(
         queued(feed, gauge, 3)
         stop()
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        ends_in_time(batches, Interrupted, "stopped by signal 15")
+        ends_in_time(batches, Interrupted, "stopped by SIGTERM")
 
 
 @pytest.fixture

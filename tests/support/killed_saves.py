@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-from io import BytesIO
 from pathlib import Path
 
 import disk
@@ -22,8 +21,8 @@ MOST = 500
 
 def save(folder: Path, step: int, top1: float | None = None) -> None:
     """Save a small state, which holds its step."""
-    content = saving.packed({"w": torch.full((5000,), float(step))}, BytesIO())
-    saving.save(folder, content, step=step, epoch=1, top1=top1, keep_last=2)
+    state = {"w": torch.full((5000,), float(step))}
+    saving.save(folder, state, step=step, epoch=1, top1=top1, keep_last=2)
 
 
 def killed_at(number: int, folder: Path, step: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,6 +177,15 @@ def test_the_last_step_is_where_the_run_ends(
     )
     assert log[log.index("val prime 0") + 1] == primed_before
     assert "train prime 1" not in log and log.count("val prime 0") == 1
+
+
+def test_the_rate_shown_is_the_last_step_s(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a cosine to 0 it is not 0, which no step has used."""
+    engine, _ = run(make_engine, monkeypatch, batches=4, epochs=1)
+    # the peak, three quarters through
+    assert engine._epoch.lr == pytest.approx(0.1 * (1 + math.cos(0.75 * math.pi)) / 2)
 
 
 def test_the_turns_are_noted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

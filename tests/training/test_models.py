@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +73,8 @@ def test_saved_weights_with_a_new_head(tmp_path: Path) -> None:
 def test_a_run_of_ours_gives_its_weights(tmp_path: Path) -> None:
     """A checkpoint of ours gives weights, the head too where the classes are the same."""
     donor = models.build(ModelConfig(name="small"), 4, image_size=64)
-    content = saving.packed({"model": donor.state_dict()}, BytesIO())
-    record = saving.save(tmp_path, content, step=1, epoch=1, top1=None, keep_last=2)
+    state = {"model": donor.state_dict()}
+    record = saving.save(tmp_path, state, step=1, epoch=1, top1=None, keep_last=2)
     network = models.build(ModelConfig(name="small", weights=str(record.path)), 4, image_size=64)
     for key, value in donor.state_dict().items():
         assert torch.equal(network.state_dict()[key], value)
@@ -93,10 +92,10 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    """A path that does not exist is an error; ``job.check`` has told the way out before."""
+    """A path that does not exist is an error with the setting and the way out."""
     with pytest.raises(
         CheckpointError,
-        match=r"none\.pth: no such checkpoint",
+        match=r"model\.weights=.*none\.pth: no such file; use null, DEFAULT or a path",
     ):
         models.build(ModelConfig(name="small", weights="none.pth"), 7, image_size=64)
 

@@ -12,6 +12,7 @@ import pytest
 from harness.config import Config
 from harness.training import reporter
 from harness.training.reporter import Page, Reporter
+from harness.watch.stages import StageCost, StageTotals
 
 
 class Board:
@@ -52,6 +53,17 @@ def test_figures_that_cannot_be_had_hide_no_error(
         "error": "ValueError: the first error",
     }
     assert "no figures: RuntimeError: CUDA error" in caplog.text
+
+
+@pytest.mark.parametrize(("worker_s", "more"), [(0.0, {}), (4.0, {"busy_fraction": 0.5})])
+def test_stages_are_reported_without_a_counted_window(
+    worker_s: float, more: dict[str, float]
+) -> None:
+    """Only the workers' busy share needs the seconds of one."""
+    worked = StageTotals(10, 1, 2.0, {"read": StageCost(2.0, 1.0)})
+    found = reporter._workers(worked, worker_s)
+    assert [stage["name"] for stage in found["stages"]] == ["read"]
+    assert found["workers"] == {"samples": 10, **more}
 
 
 @pytest.mark.parametrize(

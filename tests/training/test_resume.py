@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -244,13 +243,18 @@ def test_evaluation_takes_the_network_alone(state: TrainState, composed: Compose
 @pytest.mark.parametrize("mode", ["evaluate", "train"])
 def test_other_classes_name_both(state: TrainState, composed: Composed, mode: str) -> None:
     """The error has the checkpoint's classes, the data set's, and the way out."""
-    saved = Saved("best.pt", {"model": {}, "classes": ["x\x1b[31m", "y"]})
+    held: dict[str, Any] = {"model": {}, "classes": ["x\x1b[31m", "y"]}
     config = composed(f"mode={mode}", "resume=x")
-    with pytest.raises(
-        CheckpointError,
-        match=r"x\\x1b\[31m, y, not ant, bee; choose its data set with data= and data.root=",
+    advice = "choose its data set with data= and data.root="
+    for more, text in (
+        ({}, advice),
+        (
+            {"settings": to_plain(composed("data=digits"))},
+            f"it was trained with data.name=digits; {advice}",
+        ),
     ):
-        resume.take_over(state, saved, config, ALONE, CLASSES)
+        with pytest.raises(CheckpointError, match=rf"x\\x1b\[31m, y, not ant, bee; {text}$"):
+            resume.take_over(state, Saved("best.pt", held | more), config, ALONE, CLASSES)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +304,7 @@ def test_published_weights_that_do_not_exist_cannot_be_evaluated(
 def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path: Path) -> None:
     """A copied best.pt is evaluated through model.weights with the settings that it holds."""
     state = {"model": {}, "settings": to_plain(composed("data=digits"))}
-    content = saving.packed(state, BytesIO())
-    record = saving.save(tmp_path, content, step=1, epoch=1, top1=None, keep_last=2)
+    record = saving.save(tmp_path, state, step=1, epoch=1, top1=None, keep_last=2)
     copy = tmp_path / "copied.pt"
     copy.write_bytes(record.path.read_bytes())
     typed = ("mode=evaluate", f"model.weights={copy}")
@@ -444,10 +447,10 @@ def test_the_schedule_goes_on_by_the_share_of_the_epoch(
 
 def test_lost_records_are_no_fresh_start(composed: Composed, tmp_path: Path) -> None:
     """With resume=auto, checkpoints without records are an error, and stay where they are."""
-    content = saving.packed({"w": torch.ones(1)}, BytesIO())
+    state = {"w": torch.ones(1)}
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
-        saving.save(folder, content, step=step, epoch=0, top1=None, keep_last=2)
+        saving.save(folder, state, step=step, epoch=0, top1=None, keep_last=2)
     for record in tmp_path.glob("checkpoints/*.json"):
         record.unlink()
     with pytest.raises(CheckpointError, match="the records .* are missing"):
