@@ -13,15 +13,17 @@ from harness.config import Backend, Config, ConfigError, TunerName, form_asked_f
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
-from harness.feed.arrays import ARRAYS, ArrayFeed, in_form
+from harness.feed.arrays import ArrayFeed
 from harness.feed.gauge import Gauge
 from harness.feed.interface import (
+    ARRAYS,
     PROCESSES,
     THREADS,
     Feed,
     FeedSettings,
     FillableDataset,
     HostBatch,
+    in_form,
     train_settings,
     val_settings,
 )
@@ -153,8 +155,6 @@ class Feeds:
             gauge: is told what the workers do, unless the batches are on the device already.
             again: repeat the samples of the last ``saw``, which can be read.
         """
-        if not again:
-            self._cursor.begin = self._cursor.asked
         order = ProbeOrder(self._probe_order(), self._cursor, again)
         feed = self._make(self.splits.train, order, settings)
         feed.gauge = gauge
@@ -162,11 +162,7 @@ class Feeds:
 
     def saw(self, batches: int) -> None:
         """Notes that the last probe has given ``batches``."""
-        self._cursor.seen = range(self._cursor.begin, self._cursor.begin + batches)
-
-    def probed(self) -> float:
-        """Returns how often probes have asked for the training set: 0.2 is a fifth of it."""
-        return self._cursor.asked / len(self._probe_order())
+        self._cursor.saw(batches)
 
     def batch_bytes(self, settings: FeedSettings) -> int:
         """Returns the bytes of one batch: uint8 images, int64 labels and indices."""

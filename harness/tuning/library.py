@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from harness.config import TunerConfig
 from harness.feed.gauge import Gauge, Gauged
-from harness.feed.interface import Feed, FeedSettings, HostBatch
+from harness.feed.interface import Feed, FeedSettings, HostBatch, with_workers
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.prefetcher import Lead
 from harness.feed.processes import ProcessFeed, enter_worker
@@ -28,7 +29,6 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.snapshot import Snapshot
 from harness.tuning.answer import TuningReport
-from harness.tuning.search import with_workers
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.clock import StepClock
 
@@ -120,8 +120,6 @@ class _Probes:
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
     ) -> Feed:
         order = Order(len(self.dataset), settings.batch_size, drop_last=True)
-        if not again:
-            self._cursor.begin = self._cursor.asked
         feed = _Feed(self.dataset, ProbeOrder(order, self._cursor, again), settings)
         feed.probes = self
         feed.gauge = gauge
@@ -129,7 +127,7 @@ class _Probes:
         return feed
 
     def saw(self, batches: int) -> None:
-        self._cursor.seen = range(self._cursor.begin, self._cursor.begin + batches)
+        self._cursor.saw(batches)
 
 
 class _Feed(ProcessFeed):
@@ -204,8 +202,8 @@ class _Trainee(TimedSteps):
         own = self._own
         while True:
             # page-locked where that pays
-            copy = _changed(self._probes.last, lambda tensor: own.pin(tensor.clone()))
-            yield copy, batch.labels
+            own_copy = _changed(self._probes.last, lambda tensor: own.pin(tensor.clone()))
+            yield own_copy, batch.labels
 
     def fed(self, feed: Feed, clock: StepClock) -> Batches:
         lead = Lead(self._own, self._now) if self.overlaps else None
@@ -233,7 +231,10 @@ def _changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, dict):
-        return type(batch)({key: _changed(part, change) for key, part in batch.items()})
+        # its type may want more than the parts, as a defaultdict does
+        changed = copy.copy(batch)
+        changed.update({key: _changed(part, change) for key, part in batch.items()})
+        return changed
     if isinstance(batch, tuple | list):
         parts = [_changed(part, change) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
@@ -241,11 +242,6 @@ def _changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    parts: Any = ()
-    if isinstance(batch, dict):
-        parts = batch.values()
-    elif isinstance(batch, tuple | list):
-        parts = batch
-    return [tensor for part in parts for tensor in _tensors(part)]
+    found: list[Tensor] = []
+    _changed(batch, found.append)
+    return found

@@ -14,9 +14,8 @@ import pytest
 import samples
 import torch
 
-from harness.feed.arrays import in_form
 from harness.feed.gauge import Gauge
-from harness.feed.interface import Feed, FeedSettings, HostBatch
+from harness.feed.interface import Feed, FeedSettings, HostBatch, in_form
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
 from harness.tuning import capacity, probe
@@ -223,7 +222,7 @@ def test_held_images_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     own = lab()
     assert "10.0 GB of images" in (own.attempt(Ask(in_form(OWN, "arrays"), "supply")).refused or "")
     assert (asked(own), own.refusal(OWN)) == ([], None)
-    assert own.memory_bytes(in_form(OWN, "arrays")) == 10**10 + 2 * 10**6
+    assert own.needs(in_form(OWN, "arrays")).memory_bytes == 10**10 + 2 * 10**6
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,21 @@ def test_batches_are_those_of_the_callers_collate(workers: int, tmp_path: Path) 
         num_workers=workers, start_method="forkserver", config=QUICK,
     )  # fmt: skip
     assert kinds == {tuple}
+
+
+def test_a_batch_may_be_any_dictionary() -> None:
+    """A defaultdict, whose type wants a function first, is copied for each step like others."""
+    seen: list[Any] = []
+    tune(
+        Pairs(), seen.append, batch_size=8, collate_fn=as_defaults,
+        start_method="forkserver", config=QUICK,
+    )  # fmt: skip
+    assert {type(batch) for batch in seen} == {defaultdict}
+    assert seen[0]["x"].data_ptr() != seen[1]["x"].data_ptr()
+
+
+def as_defaults(rows: list[dict[str, torch.Tensor]]) -> defaultdict[str, torch.Tensor]:
+    return defaultdict(torch.Tensor, default_collate(rows))
 
 
 def as_tuple(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
