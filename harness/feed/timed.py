@@ -122,15 +122,15 @@ class TimedSteps(ABC):
             for least, most, phase_s in phases:
                 clock.close_window()
                 cpu_s = time.process_time()
-                done = self._stretch(batches, clock, least, most, phase_s)
+                images, seconds = self._stretch(batches, clock, least, most, phase_s)
                 cpu_s = time.process_time() - cpu_s
             clock.settle()
         if self._failed is not None:
             raise self._failed
         window = clock.close_window()
         stall = window.stall_fraction if window else None
-        seconds = clock.device_steps(len(done)) or tuple(seconds for _, seconds in done)
-        return StepRun(tuple(images for images, _ in done), seconds, stall or 0.0, cpu_s)
+        steps_s = clock.device_steps(len(images)) or tuple(seconds)
+        return StepRun(tuple(images), steps_s, stall or 0.0, cpu_s)
 
     def _stretch(
         self,
@@ -139,17 +139,18 @@ class TimedSteps(ABC):
         least: int,
         most: float,
         limit_s: float,
-    ) -> list[tuple[int, float]]:
+    ) -> tuple[list[int], list[float]]:
         """Makes up to ``most`` steps while ``limit_s`` is not over, but ``least``.
 
         Returns the images and the seconds of each; fewer once any rank's feed has failed. The host
         waits for the device only where it is two steps ahead, or ranks agree.
         """
-        done: list[tuple[int, float]] = []
+        images: list[int] = []
+        seconds: list[float] = []
         begin = end = self._now()
         block = 1
         while True:
-            more = len(done) < least or (len(done) < most and end - begin < limit_s)
+            more = len(seconds) < least or (len(seconds) < most and end - begin < limit_s)
             ends, longest = self.world.largest(self._failed is not None or not more, block)
             if ends:
                 break
@@ -160,21 +161,20 @@ class TimedSteps(ABC):
                 with clock.computing():
                     self._one_step(batch, labels, self._parts)
                 clock.step(len(labels))
-                step_s = self._now() - end
-                done.append((len(labels), step_s))
-                end += step_s
+                images.append(len(labels))
+                seconds.append(self._now() - end)
+                end += seconds[-1]
             # ranks agree five times a second; the block is at most doubled, for the first batches
             # may only have been the ones in store
             if self.world.size > 1:
-                step_s = sum(seconds for _, seconds in done[-block:]) / block
-                block = max(1, int(min(2 * block, 0.2 / step_s, most - len(done))))
+                step_s = sum(seconds[-block:]) / block
+                block = max(1, int(min(2 * block, 0.2 / step_s, most - len(seconds))))
         # what a device whose own time is not known has left to do is the last step's
         if not self.overlaps:
             self._own.synchronize()
-            if done:
-                count, step_s = done[-1]
-                done[-1] = count, step_s + self._now() - end
-        return done
+            if seconds:
+                seconds[-1] += self._now() - end
+        return images, seconds
 
     def _group(self, batches: Batches, steps: int, parts: int) -> tuple[float, float]:
         """Returns the seconds of ``steps`` steps, and the host's of the first.

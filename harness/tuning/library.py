@@ -72,12 +72,12 @@ def tune(
         BadSample: the data set raised an error.
         RuntimeError: several ranks have been started.
         TypeError: the data set is not map-style, or a part of ``state`` cannot be put back.
-        ValueError: there are fewer samples than one batch takes.
+        ValueError: the data set has no batch of ``batch_size`` samples.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError("dataset: not map-style; tune() needs __len__ and __getitem__")
-    if len(dataset) < batch_size:
-        raise ValueError(f"batch_size={batch_size}: the data set has only {len(dataset)} samples")
+    if not 1 <= batch_size <= len(dataset):
+        raise ValueError(f"batch_size={batch_size}: choose 1 to {len(dataset)}, all samples")
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError("tune() works in one process; give the answer of one to all ranks")
@@ -148,14 +148,14 @@ class _Feed(ProcessFeed):
                     batch = HostBatch(next(iter(_tensors(batch)), none), none, none)
                 yield batch
         except Exception as error:
-            text = str(error).strip()
-            if self.settings.num_workers == 0:
-                raise BadSample("the data set", f"{type(error).__name__}: {text}") from error
-            # torch's own: a worker died, or no batch came in time
-            if not text.startswith("Caught "):
-                raise
-            # the data set's comes behind its traceback
-            text = text.splitlines()[-1]
+            text = f"{type(error).__name__}: {error}".strip()
+            if self.settings.num_workers:
+                text = str(error).strip()
+                # torch's own: a worker died, or no batch came in time
+                if not text.startswith("Caught "):
+                    raise
+                # the data set's comes behind its traceback
+                text = text.splitlines()[-1]
             if re.search(_NO_ROOM, text):
                 raise LoaderError(text) from error
             raise BadSample("the data set", text) from error

@@ -350,6 +350,8 @@ class Lab:
         try:
             gauge = Gauge(settings.num_workers)
         except (OSError, RuntimeError) as error:
+            # the other ranks measure already
+            self.ranks.smallest(-1.0)
             raise LoaderError(f"no shared memory for counting: {error}") from error
         feed = self.probes.probe(settings, gauge, again=again)
         found = measure_supply(feed, gauge, self.ranks, ask, self.now)

@@ -145,6 +145,24 @@ def test_what_does_not_fit_is_refused_before_it_runs() -> None:
     assert asked(small) == []
 
 
+def test_a_rank_that_cannot_count_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in the probe already, and would wait for it there."""
+    told: list[float] = []
+
+    class Waiting(Ranks):
+        def smallest(self, value: float) -> float:
+            told.append(value)
+            return value
+
+    def full(slots: int) -> Gauge:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(probe, "Gauge", full)
+    trial = lab(ranks=Waiting()).attempt(Ask(OWN, "supply"))
+    assert trial.refused == "no shared memory for counting: Too many open files"
+    assert told == [-1.0]
+
+
 @pytest.mark.usefixtures("supply")
 def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
     """Its memory is what later settings are reckoned with, and its batch serves the step."""
