@@ -60,7 +60,7 @@ class FirstReads(Feeds):
     @property
     def has_seen(self) -> bool:
         """Whether a whole batch has come, which can be read again."""
-        return bool(self._cursor.seen)
+        return bool(self.cursor.seen)
 
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False

@@ -49,12 +49,12 @@ _log = logging.getLogger(LOGGER)
 
 @dataclass(slots=True)
 class Feeds:
-    """Makes one rank's feeds over ``splits``, and knows what its probes have read."""
+    """Makes one rank's feeds over ``splits``; ``cursor`` is how far its probes are."""
 
     splits: Splits
     config: Config
     world: World
-    _cursor: Cursor = field(default_factory=Cursor, init=False)
+    cursor: Cursor = field(default_factory=Cursor, init=False)
     # shared by all feeds of one data set
     _pixels: dict[ImageDataset, InMemoryImages] = field(default_factory=dict, init=False)
 
@@ -153,16 +153,12 @@ class Feeds:
         Args:
             settings: how the batches are made.
             gauge: is told what the workers do, unless the batches are on the device already.
-            again: repeat the samples of the last ``saw``, which can be read.
+            again: repeat the samples that ``cursor`` has seen, which can be read.
         """
-        order = ProbeOrder(self._probe_order(), self._cursor, again)
+        order = ProbeOrder(self._probe_order(), self.cursor, again)
         feed = self._make(self.splits.train, order, settings)
         feed.gauge = gauge
         return feed
-
-    def saw(self, batches: int) -> None:
-        """Notes that the last probe has given ``batches``."""
-        self._cursor.saw(batches)
 
     def batch_bytes(self, settings: FeedSettings) -> int:
         """Returns the bytes of one batch: uint8 images, int64 labels and indices."""

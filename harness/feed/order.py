@@ -146,7 +146,7 @@ class Cursor:
     seen: range = range(0)
 
     def saw(self, batches: int) -> None:
-        """Notes that the last probe that moves on has given ``batches``."""
+        """Notes that the last probe that moves on has given ``batches``: they can be read."""
         self.seen = range(self.begin, self.begin + batches)
 
 

@@ -105,7 +105,7 @@ class _Probes:
     worker_init_fn: Callable[[int], None] | None
     last: Any = None
     forms: tuple[str, ...] = ("processes",)
-    _cursor: Cursor = field(default_factory=Cursor)
+    cursor: Cursor = field(default_factory=Cursor)
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return sum(tensor.nbytes for tensor in _tensors(self.last)) or None
@@ -120,14 +120,11 @@ class _Probes:
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
     ) -> Feed:
         order = Order(len(self.dataset), settings.batch_size, drop_last=True)
-        feed = _Feed(self.dataset, ProbeOrder(order, self._cursor, again), settings)
+        feed = _Feed(self.dataset, ProbeOrder(order, self.cursor, again), settings)
         feed.probes = self
         feed.gauge = gauge
         feed.meter = None
         return feed
-
-    def saw(self, batches: int) -> None:
-        self._cursor.saw(batches)
 
 
 class _Feed(ProcessFeed):

@@ -361,7 +361,7 @@ class Lab:
         self.batch = self.batch or found.batch
         if found.batches and not again:
             self._seen = found.batches
-            self.probes.saw(found.batches)
+            self.probes.cursor.saw(found.batches)
         return Trial(settings, "supply", found.rate, found.images, cost=found.cost)
 
     def _steps(self, ask: Ask) -> Trial:

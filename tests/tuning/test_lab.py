@@ -16,6 +16,7 @@ import torch
 
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch, in_form
+from harness.feed.order import Cursor
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
 from harness.tuning import capacity, probe
@@ -52,6 +53,7 @@ class Feeds:
     def __init__(self) -> None:
         self.asked: list[tuple[FeedSettings, bool]] = []
         self.closed = 0
+        self.cursor = Cursor()
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return 10**6
@@ -67,9 +69,6 @@ class Feeds:
     ) -> Feed:
         self.asked.append((settings, again))
         return self  # type: ignore[return-value]  # only closed
-
-    def saw(self, batches: int) -> None:
-        self.seen = batches
 
     def close(self) -> None:
         self.closed += 1
@@ -173,7 +172,7 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
     trial = own.attempt(Ask(OWN, "supply"))
     assert (trial.rate, trial.images, trial.kind) == (Rate(200.0, 190.0, 210.0), 300, "supply")
     assert own.worker_bytes == 50 * 10**6 and own.batch is not None
-    assert isinstance(own.probes, Feeds) and own.probes.seen == 7
+    assert isinstance(own.probes, Feeds) and own.probes.cursor.seen == range(7)
     assert own.refusal(dataclasses.replace(OWN, num_workers=8)) is None
     assert trial.memory_bytes == 2 * 50 * 10**6 + (2 * 2 + 2) * 10**6
 
