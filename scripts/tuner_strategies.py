@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from harness.config import Config, DataConfig, LoaderConfig, ModelConfig, TunerConfig, TunerName
 from harness.data.datasets import Splits
 from harness.data.images import ImageDataset
-from harness.feed.arrays import ARRAYS
 from harness.feed.forms import Feeds
-from harness.feed.interface import PROCESSES, Feed, FeedSettings, FillableDataset, HostBatch
+from harness.feed.interface import ARRAYS, PROCESSES, Feed, FeedSettings, FillableDataset, HostBatch
 from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits

@@ -17,13 +17,13 @@ from harness.data.images import ImageDataset
 from harness.diagnose.fetch import Fetch, UnmeasuredError, cold_fetch, files_of
 from harness.feed.forms import Feeds
 from harness.feed.gauge import Gauge
-from harness.feed.interface import Feed, FeedSettings
+from harness.feed.interface import Feed, FeedSettings, with_workers
 from harness.runtime import accelerator
 from harness.runtime.errors import LoaderError
 from harness.tuning import probe
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.probe import Lab
-from harness.tuning.search import Ask, with_workers
+from harness.tuning.search import Ask
 from harness.watch.console import LiveTable
 from harness.watch.stages import StageMeter, StageTotals
 
@@ -60,7 +60,7 @@ class FirstReads(Feeds):
     @property
     def has_seen(self) -> bool:
         """Whether a whole batch has come, which can be read again."""
-        return bool(self._cursor.seen)
+        return bool(self.cursor.seen)
 
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.diagnose.phases import Runs
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import FeedSettings, with_workers
 from harness.tuning.model import Model
-from harness.tuning.search import with_workers
 from harness.watch.bottleneck import HARM, Bottleneck
 from harness.watch.evidence import Evidence, total, worker_cost
 from harness.watch.figures import Tag

@@ -13,8 +13,7 @@ import torch
 
 from harness.data.images import ImageDataset
 from harness.feed.fill import Filler
-from harness.feed.interface import ARRAYS as ARRAYS
-from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, stages_of
+from harness.feed.interface import ARRAYS, Feed, FeedSettings, FillableDataset, HostBatch, stages_of
 from harness.feed.order import AnyOrder
 from harness.feed.pixels import InMemoryImages
 from harness.feed.threads import BatchThreads
@@ -24,15 +23,6 @@ from harness.watch.stages import START, StageMeter
 
 # the stage after those of reading
 _GATHER = "gather"
-
-
-def in_form(settings: FeedSettings, form: str) -> FeedSettings:
-    """Returns ``settings`` for another backend; arrays have no workers, and nothing ahead."""
-    if form != ARRAYS:
-        return replace(settings, backend=form)
-    return replace(
-        settings, backend=form, num_workers=0, prefetch_factor=None, persistent_workers=False
-    )
 
 
 class ArrayFeed(Feed):

@@ -13,15 +13,17 @@ from harness.config import Backend, Config, ConfigError, TunerName, form_asked_f
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
-from harness.feed.arrays import ARRAYS, ArrayFeed, in_form
+from harness.feed.arrays import ArrayFeed
 from harness.feed.gauge import Gauge
 from harness.feed.interface import (
+    ARRAYS,
     PROCESSES,
     THREADS,
     Feed,
     FeedSettings,
     FillableDataset,
     HostBatch,
+    in_form,
     train_settings,
     val_settings,
 )
@@ -47,12 +49,12 @@ _log = logging.getLogger(LOGGER)
 
 @dataclass(slots=True)
 class Feeds:
-    """Makes one rank's feeds over ``splits``, and knows what its probes have read."""
+    """Makes one rank's feeds over ``splits``; ``cursor`` is how far its probes are."""
 
     splits: Splits
     config: Config
     world: World
-    _cursor: Cursor = field(default_factory=Cursor, init=False)
+    cursor: Cursor = field(default_factory=Cursor, init=False)
     # shared by all feeds of one data set
     _pixels: dict[ImageDataset, InMemoryImages] = field(default_factory=dict, init=False)
 
@@ -151,22 +153,12 @@ class Feeds:
         Args:
             settings: how the batches are made.
             gauge: is told what the workers do, unless the batches are on the device already.
-            again: repeat the samples of the last ``saw``, which can be read.
+            again: repeat the samples that ``cursor`` has seen, which can be read.
         """
-        if not again:
-            self._cursor.begin = self._cursor.asked
-        order = ProbeOrder(self._probe_order(), self._cursor, again)
+        order = ProbeOrder(self._probe_order(), self.cursor, again)
         feed = self._make(self.splits.train, order, settings)
         feed.gauge = gauge
         return feed
-
-    def saw(self, batches: int) -> None:
-        """Notes that the last probe has given ``batches``."""
-        self._cursor.seen = range(self._cursor.begin, self._cursor.begin + batches)
-
-    def probed(self) -> float:
-        """Returns how often probes have asked for the training set: 0.2 is a fifth of it."""
-        return self._cursor.asked / len(self._probe_order())
 
     def batch_bytes(self, settings: FeedSettings) -> int:
         """Returns the bytes of one batch: uint8 images, int64 labels and indices."""

@@ -38,15 +38,11 @@ class Gauge:
 
     Args:
         slots: workers (processes or threads); without any, the process itself is slot 0.
-
-    Attributes:
-        slots: the number of rows.
     """
 
     def __init__(self, slots: int) -> None:
-        self.slots = max(1, slots)
         # samples, wall seconds, their squares, processor seconds
-        self._rows = Rows(self.slots, 4)
+        self._rows = Rows(max(1, slots), 4)
 
     def add(self, slot: int, wall_s: float, cpu_s: float, samples: int = 1) -> None:
         """Counts ``samples`` of worker ``slot``, with the seconds of each."""

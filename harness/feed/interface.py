@@ -227,6 +227,28 @@ def too_slow(settings: FeedSettings) -> LoaderError:
     )
 
 
+def with_workers(
+    settings: FeedSettings, num_workers: int, prefetch_factor: int | None = None
+) -> FeedSettings:
+    """Returns ``settings`` with another number of workers, and what goes with it.
+
+    Workers that come are kept between epochs. Arrays never have any, and nothing ahead.
+    """
+    if settings.backend == ARRAYS or not num_workers:
+        return replace(settings, num_workers=0, prefetch_factor=None, persistent_workers=False)
+    return replace(
+        settings,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor or settings.prefetch_factor or 2,
+        persistent_workers=settings.persistent_workers or not settings.num_workers,
+    )
+
+
+def in_form(settings: FeedSettings, form: str) -> FeedSettings:
+    """Returns ``settings`` for another backend."""
+    return with_workers(replace(settings, backend=form), settings.num_workers)
+
+
 def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> FeedSettings:
     """Returns the training feed's settings, derived where ``loader`` has null.
 
@@ -254,12 +276,10 @@ def val_settings(loader: LoaderConfig, train: FeedSettings) -> FeedSettings:
     """Returns the validation feed's settings: those of training, with workers for one pass."""
     val = loader.val
     workers = val.num_workers
-    if workers is None or train.backend == ARRAYS:
+    if workers is None:
         workers = train.num_workers
     return replace(
-        train,
+        with_workers(train, workers, val.prefetch_factor or 2),
         batch_size=val.batch_size or train.batch_size,
-        num_workers=workers,
-        prefetch_factor=val.prefetch_factor or 2 if workers else None,
         persistent_workers=False,
     )

@@ -145,6 +145,10 @@ class Cursor:
     begin: int = 0
     seen: range = range(0)
 
+    def saw(self, batches: int) -> None:
+        """Notes that the last probe that moves on has given ``batches``: they can be read."""
+        self.seen = range(self.begin, self.begin + batches)
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeOrder:
@@ -159,6 +163,10 @@ class ProbeOrder:
     order: Order
     cursor: Cursor
     again: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.again:
+            self.cursor.begin = self.cursor.asked
 
     def count(self, epoch: int) -> int:
         """Returns more batches than anyone asks for."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import copy
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,19 +19,18 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from harness.config import TunerConfig
 from harness.feed.gauge import Gauge, Gauged
-from harness.feed.interface import Feed, FeedSettings, HostBatch
+from harness.feed.interface import Feed, FeedSettings, HostBatch, with_workers
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.prefetcher import Lead
 from harness.feed.processes import ProcessFeed, enter_worker
-from harness.runtime import accelerator, limits, signals
+from harness.feed.timed import Batches, TimedSteps
+from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.snapshot import Snapshot
 from harness.tuning.answer import TuningReport
-from harness.tuning.search import with_workers
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.clock import StepClock
-from harness.watch.figures import StepRun, steps_of_group
 
 Step = Callable[[Any], object]
 _NO_ROOM = (
@@ -74,12 +72,12 @@ def tune(
         BadSample: the data set raised an error.
         RuntimeError: several ranks have been started.
         TypeError: the data set is not map-style, or a part of ``state`` cannot be put back.
-        ValueError: there are fewer samples than one batch takes.
+        ValueError: the data set has no batch of ``batch_size`` samples.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError("dataset: not map-style; tune() needs __len__ and __getitem__")
-    if len(dataset) < batch_size:
-        raise ValueError(f"batch_size={batch_size}: the data set has only {len(dataset)} samples")
+    if not 1 <= batch_size <= len(dataset):
+        raise ValueError(f"batch_size={batch_size}: choose 1 to {len(dataset)}, all samples")
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError("tune() works in one process; give the answer of one to all ranks")
@@ -91,8 +89,8 @@ def tune(
     own = with_workers(FeedSettings(batch_size, 0, False, None, False, 300.0, method), num_workers)
     probes = _Probes(dataset, collate_fn, worker_init_fn)
     trainee = _Trainee(probes, step, state, torch.device(device))
-    ranks = World(0, 1, 0, 1, trainee.device)
-    return tune_probes(probes, trainee, own, config or TunerConfig(), limits.measure(), ranks)
+    config = config or TunerConfig()
+    return tune_probes(probes, trainee, own, config, limits.measure(), trainee.world)
 
 
 @dataclass
@@ -107,7 +105,7 @@ class _Probes:
     worker_init_fn: Callable[[int], None] | None
     last: Any = None
     forms: tuple[str, ...] = ("processes",)
-    _cursor: Cursor = field(default_factory=Cursor)
+    cursor: Cursor = field(default_factory=Cursor)
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return sum(tensor.nbytes for tensor in _tensors(self.last)) or None
@@ -122,16 +120,11 @@ class _Probes:
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
     ) -> Feed:
         order = Order(len(self.dataset), settings.batch_size, drop_last=True)
-        if not again:
-            self._cursor.begin = self._cursor.asked
-        feed = _Feed(self.dataset, ProbeOrder(order, self._cursor, again), settings)
+        feed = _Feed(self.dataset, ProbeOrder(order, self.cursor, again), settings)
         feed.probes = self
         feed.gauge = gauge
         feed.meter = None
         return feed
-
-    def saw(self, batches: int) -> None:
-        self._cursor.seen = range(self._cursor.begin, self._cursor.begin + batches)
 
 
 class _Feed(ProcessFeed):
@@ -152,14 +145,14 @@ class _Feed(ProcessFeed):
                     batch = HostBatch(next(iter(_tensors(batch)), none), none, none)
                 yield batch
         except Exception as error:
-            text = str(error).strip()
-            if self.settings.num_workers == 0:
-                raise BadSample("the data set", f"{type(error).__name__}: {text}") from error
-            # torch's own: a worker died, or no batch came in time
-            if not text.startswith("Caught "):
-                raise
-            # the data set's comes behind its traceback
-            text = text.splitlines()[-1]
+            text = f"{type(error).__name__}: {error}".strip()
+            if self.settings.num_workers:
+                text = str(error).strip()
+                # torch's own: a worker died, or no batch came in time
+                if not text.startswith("Caught "):
+                    raise
+                # the data set's comes behind its traceback
+                text = text.splitlines()[-1]
             if re.search(_NO_ROOM, text):
                 raise LoaderError(text) from error
             raise BadSample("the data set", text) from error
@@ -177,20 +170,18 @@ class _Feed(ProcessFeed):
         }
 
 
-class _Trainee:
-    """The caller's step, as ``Trainee`` has it."""
+class _Trainee(TimedSteps):
+    """The caller's step, which may change its batch."""
+
+    copies = True
 
     def __init__(
         self, probes: _Probes, step: Step, state: Sequence[Any], device: torch.device
     ) -> None:
+        super().__init__(World(0, 1, 0, 1, device))
         self._probes = probes
         self._step = step
         self._state = state
-        self.device = device
-        self._own = accelerator.of(device)
-        self._now = self._own.now
-        # a plain loop on a CPU loads while its step does not run
-        self.overlaps = self._own.has_streams
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -204,81 +195,25 @@ class _Trainee:
         finally:
             snapshot.restore()
 
-    def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        first_s, _ = self._group(1)
-        begin = self._now()
-        for _ in range(2):
-            step_s, _ = self._group(1)
-        # each has a copy of the batch in memory
-        steps = min(16, steps_of_group(step_s, limit_s, self.overlaps))
-        cpu_s = time.process_time()
-        groups = list[tuple[float, float]]()
-        while len(groups) < 2 or (len(groups) < 20 and self._now() - begin < limit_s):
-            groups.append(self._group(steps))
-        size = len(batch.labels)
-        return StepRun(
-            images=(size * steps,) * len(groups),
-            seconds=tuple(seconds for seconds, _ in groups),
-            cpu_s=time.process_time() - cpu_s,
-            first_s=max(0.0, first_s - step_s),
-            launch_s=min(launch_s for _, launch_s in groups) / size,
-        )
-
-    def _group(self, steps: int) -> tuple[float, float]:
-        """Returns the seconds of steps on one batch, and the host's of the first.
-
-        Each has a copy of its own, page-locked where that pays: a step may change its batch.
-        """
+    def repeated(self, batch: HostBatch) -> Batches:
         own = self._own
-        copies = [
-            _changed(self._probes.last, lambda tensor: own.pin(tensor.clone()))
-            for _ in range(steps)
-        ]
-        launch_s = 0.0
-        begin = self._now()
-        for batch in copies:
-            signals.check()
-            self._step(batch)
-            # of the first step alone: the device's queue may be full at later ones
-            launch_s = launch_s or self._now() - begin
-        # the host waits for the device here
-        own.synchronize()
-        return self._now() - begin, launch_s
+        while True:
+            # page-locked where that pays
+            own_copy = _changed(self._probes.last, lambda tensor: own.pin(tensor.clone()))
+            yield own_copy, batch.labels
 
-    def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
-        clock = StepClock(self.device, keep_steps=True)
+    def fed(self, feed: Feed, clock: StepClock) -> Batches:
         lead = Lead(self._own, self._now) if self.overlaps else None
-        # not counted: the first batch, which holds the workers' start, and those that were in store
-        phases = ((1, 1, 0.0), (0, skip, limit_s / 3), (2, math.inf, limit_s))
         with contextlib.closing(iter(feed)) as batches:  # type: ignore[type-var]
-            for least, most, phase_s in phases:
-                clock.close_window()
-                cpu_s = time.process_time()
-                done: list[tuple[int, float]] = []
-                begin = end = self._now()
-                while len(done) < least or (len(done) < most and end - begin < phase_s):
-                    signals.check()
-                    # or the time would be over before the device has begun
-                    if lead:
-                        lead.hold()
-                    with clock.waiting():
-                        count = len(next(batches).labels)
-                    with clock.computing():
-                        self._step(self._probes.last)
-                    clock.step(count)
-                    step_s = self._now() - end
-                    done.append((count, step_s))
-                    end += step_s
-                # what a device whose own time is not known has left to do is the last step's
-                if done and not lead:
-                    self._own.synchronize()
-                    done[-1] = (count, step_s + self._now() - end)
-            cpu_s = time.process_time() - cpu_s
-            clock.settle()
-        window = clock.close_window()
-        images, seconds = zip(*done, strict=True)
-        stall = window.stall_fraction if window else None
-        return StepRun(images, clock.device_steps(len(done)) or seconds, stall or 0.0, cpu_s)
+            while True:
+                # or the time would be over before the device has begun
+                if lead and (held_s := lead.hold()) is not None:
+                    clock.held(held_s)
+                labels = next(batches).labels
+                yield self._probes.last, labels
+
+    def train(self, batch: Any, labels: Tensor, *, part: int, parts: int) -> None:
+        self._step(batch)
 
 
 def _enter(then: Callable[[int], None] | None, worker: int) -> None:
@@ -293,7 +228,10 @@ def _changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, dict):
-        return type(batch)({key: _changed(part, change) for key, part in batch.items()})
+        # its type may want more than the parts, as a defaultdict does
+        changed = copy.copy(batch)
+        changed.update({key: _changed(part, change) for key, part in batch.items()})
+        return changed
     if isinstance(batch, tuple | list):
         parts = [_changed(part, change) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
@@ -301,11 +239,6 @@ def _changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    parts: Any = ()
-    if isinstance(batch, dict):
-        parts = batch.values()
-    elif isinstance(batch, tuple | list):
-        parts = batch
-    return [tensor for part in parts for tensor in _tensors(part)]
+    found: list[Tensor] = []
+    _changed(batch, found.append)
+    return found

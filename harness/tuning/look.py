@@ -12,11 +12,10 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Literal
 
-from harness.feed.arrays import in_form
-from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
+from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings, in_form, with_workers
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.model import BUSY, Model, undisturbed
-from harness.tuning.search import DEEP, Ask, Choice, Problem, Search, cost_of, with_workers
+from harness.tuning.search import DEEP, Ask, Choice, Problem, Search, cost_of
 
 # supply over demand that is aimed at
 MET = 1.05

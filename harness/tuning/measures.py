@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
+from harness.feed.order import Cursor
 from harness.watch.figures import StepRun
 
 # Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
@@ -183,7 +184,13 @@ class Trainee(Protocol):
 
 
 class Probes(Protocol):
-    """Makes the feeds that tuning measures."""
+    """Makes the feeds that tuning measures.
+
+    Attributes:
+        cursor: how far they are; is told what a probe has given, and can be read.
+    """
+
+    cursor: Cursor
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -203,8 +210,5 @@ class Probes(Protocol):
     ) -> Feed:
         """Returns an endless feed over samples that no probe has asked for.
 
-        With ``again`` it goes round the samples of the last ``saw``.
+        With ``again`` it goes round the samples that ``cursor`` has seen.
         """
-
-    def saw(self, batches: int) -> None:
-        """Notes that the last probe has given ``batches``: their samples can be read."""

@@ -18,14 +18,15 @@ import psutil
 import torch
 
 from harness.feed.gauge import Gauge, Work
-from harness.feed.interface import PROCESSES, Feed, FeedSettings, HostBatch
+from harness.feed.interface import PROCESSES, Feed, FeedSettings, HostBatch, with_workers
 from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError, printable
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
+from harness.tuning.capacity import Needs
 from harness.tuning.measures import Probes, Rate, SampleCost, Trainee, Trial
-from harness.tuning.search import Ask, in_flight, with_workers
+from harness.tuning.search import Ask, in_flight
 
 POLL_S = 0.05
 # without a single sample for so long, the workers hang
@@ -263,7 +264,7 @@ class Lab:
             settings=settings,
             refused=refused,
             seconds=self.now() - begin,
-            memory_bytes=self.memory_bytes(settings),
+            memory_bytes=self.needs(settings).memory_bytes,
         )
         trials, met = zip(*self.ranks.gathered((trial, bad)), strict=True)
         for where in filter(None, met):
@@ -311,11 +312,17 @@ class Lab:
                 pays = False
         return all(self.ranks.gathered(pays))
 
-    def refusal(self, settings: FeedSettings) -> str | None:
+    def needs(self, settings: FeedSettings) -> Needs:
+        """Returns what a feed takes: private memory, batches in flight, images that it holds."""
+        size = self.probes.batch_bytes(settings)
+        held = self.probes.held_bytes(settings)
+        return capacity.needs(settings, size, self.worker_bytes, held)
+
+    def refusal(self, settings: FeedSettings, beside: Needs = capacity.NONE) -> str | None:
         """Returns why ``settings`` cannot fit on this rank, with the arithmetic, or None."""
         size = self.probes.batch_bytes(settings)
         held = self.probes.held_bytes(settings)
-        return capacity.refusal(settings, size, self.worker_bytes, self.limits, held_bytes=held)
+        return capacity.refusal(settings, size, self.worker_bytes, self.limits, beside, held)
 
     def unfit(self, settings: FeedSettings) -> str | None:
         """Returns why ``settings`` cannot fit on all ranks, or None."""
@@ -327,22 +334,12 @@ class Lab:
         That is fewer batches in flight, then fewer workers.
         """
         val = self.probes.val_settings(train)
-        size = self.probes.batch_bytes(val)
-        taken = capacity.needs(train, self.probes.batch_bytes(train), self.worker_bytes)
-        while val.num_workers and capacity.refusal(
-            val, size, self.worker_bytes, self.limits, taken
-        ):
+        while val.num_workers and self.refusal(val, self.needs(train)):
             if val.prefetch_factor and val.prefetch_factor > 1:
                 val = replace(val, prefetch_factor=val.prefetch_factor - 1)
             else:
                 val = with_workers(val, val.num_workers - 1)
         return val
-
-    def memory_bytes(self, settings: FeedSettings) -> int:
-        """Returns what a feed takes: private memory, batches in flight, images that it holds."""
-        size = self.probes.batch_bytes(settings)
-        held = self.probes.held_bytes(settings)
-        return capacity.needs(settings, size, self.worker_bytes, held).memory_bytes
 
     def _supply(self, ask: Ask) -> Trial:
         settings = ask.settings
@@ -353,6 +350,8 @@ class Lab:
         try:
             gauge = Gauge(settings.num_workers)
         except (OSError, RuntimeError) as error:
+            # the other ranks measure already
+            self.ranks.smallest(-1.0)
             raise LoaderError(f"no shared memory for counting: {error}") from error
         feed = self.probes.probe(settings, gauge, again=again)
         found = measure_supply(feed, gauge, self.ranks, ask, self.now)
@@ -362,7 +361,7 @@ class Lab:
         self.batch = self.batch or found.batch
         if found.batches and not again:
             self._seen = found.batches
-            self.probes.saw(found.batches)
+            self.probes.cursor.saw(found.batches)
         return Trial(settings, "supply", found.rate, found.images, cost=found.cost)
 
     def _steps(self, ask: Ask) -> Trial:

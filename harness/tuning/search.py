@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
+from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings, with_workers
 from harness.tuning.measures import Rate, Trial
 
 
@@ -118,23 +118,6 @@ def follow(search: Search, attempt: Callable[[Ask], Trial]) -> Choice:
             choice: Choice = end.value
             return choice
         trial = attempt(ask)
-
-
-def with_workers(
-    settings: FeedSettings, num_workers: int, prefetch_factor: int | None = None
-) -> FeedSettings:
-    """Returns ``settings`` with another number of workers, and what goes with it.
-
-    Workers that come are kept between epochs. Arrays never have any.
-    """
-    if settings.backend == ARRAYS or not num_workers:
-        return replace(settings, num_workers=0, prefetch_factor=None, persistent_workers=False)
-    return replace(
-        settings,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor or settings.prefetch_factor or 2,
-        persistent_workers=settings.persistent_workers or not settings.num_workers,
-    )
 
 
 def in_flight(settings: FeedSettings) -> int:

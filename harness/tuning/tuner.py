@@ -7,8 +7,7 @@ import math
 from dataclasses import replace
 
 from harness.config import TunerConfig, TunerName
-from harness.feed.arrays import in_form
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import FeedSettings, in_form, with_workers
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
@@ -17,7 +16,7 @@ from harness.tuning.answer import Side, TuningReport
 from harness.tuning.look import FED, Look
 from harness.tuning.measures import Probes, Trainee, Trial
 from harness.tuning.probe import Lab
-from harness.tuning.search import Ask, Choice, Problem, Search, follow, grid, with_workers
+from harness.tuning.search import Ask, Choice, Problem, Search, follow, grid
 from harness.watch.console import LiveTable, live_table
 from harness.watch.neighbours import Neighbours
 
@@ -160,8 +159,8 @@ def _report(
         search=search,
         settings=chosen,
         val=val,
-        before=Side(own, choice.before, choice.waits[0], lab.memory_bytes(own)),
-        after=Side(chosen, choice.after, choice.waits[1], lab.memory_bytes(chosen)),
+        before=Side(own, choice.before, choice.waits[0], lab.needs(own).memory_bytes),
+        after=Side(chosen, choice.after, choice.waits[1], lab.needs(chosen).memory_bytes),
         demand=choice.demand,
         ceiling=choice.ceiling,
         sentence=sentence(own, choice),

@@ -196,7 +196,7 @@ def test_warm_probes_go_round_what_was_read(
     for again, warm in ((False, False), (True, False), (False, True)):
         reads.warm = warm
         reads.probe(samples.settings(0, batch_size=10), again=again)
-    reads.saw(7)
+    reads.cursor.saw(7)
     assert asked == [False, True, True] and reads.has_seen
 
 

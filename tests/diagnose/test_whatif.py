@@ -11,8 +11,7 @@ import samples
 from harness.diagnose.fetch import Fetch
 from harness.diagnose.phases import Runs
 from harness.diagnose.whatif import Facts, judged, most_workers, what_ifs
-from harness.feed.arrays import ARRAYS, in_form
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import ARRAYS, FeedSettings, in_form
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.tuning.model import Model
 from harness.watch.stages import SAMPLE, StageCost, StageTotals

@@ -24,9 +24,9 @@ from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import TrainTransform, eval_transform
 from harness.feed import pixels
-from harness.feed.arrays import ArrayFeed, in_form
+from harness.feed.arrays import ArrayFeed
 from harness.feed.gauge import Gauge
-from harness.feed.interface import HostBatch
+from harness.feed.interface import HostBatch, in_form
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.pixels import InMemoryImages, pixel_bytes, why_not_in_memory
 from harness.feed.processes import ProcessFeed

@@ -56,16 +56,14 @@ def indices(feed: Feed, batches: int | None = None) -> list[int]:
 
 
 def test_probes_read_disjoint_samples(feeds: Feeds) -> None:
-    """Two probes together read each sample once, and probed() tells how often the set has been
-    read.
-    """
-    assert feeds.probed() == 0.0
+    """Two probes together read each sample once, and the cursor counts what they asked for."""
+    assert feeds.cursor.asked == 0
     first = indices(feeds.probe(SETTINGS), 2)
-    assert feeds.probed() == pytest.approx(2 / 5)
+    assert feeds.cursor.asked == 2
     rest = indices(feeds.probe(SETTINGS), 3)
     assert sorted(first + rest) == list(range(20))
     indices(feeds.probe(SETTINGS), 1)
-    assert feeds.probed() == pytest.approx(6 / 5)
+    assert feeds.cursor.asked == 6
 
 
 def test_a_probe_may_read_again_what_was_read(feeds: Feeds) -> None:
@@ -74,9 +72,9 @@ def test_a_probe_may_read_again_what_was_read(feeds: Feeds) -> None:
     """
     indices(feeds.probe(SETTINGS), 1)
     second = indices(feeds.probe(SETTINGS), 1)
-    feeds.saw(1)
+    feeds.cursor.saw(1)
     assert indices(feeds.probe(SETTINGS, again=True), 2) == second * 2
-    assert feeds.probed() == pytest.approx(2 / 5)
+    assert feeds.cursor.asked == 2
     first = second
     assert set(first).isdisjoint(indices(feeds.probe(SETTINGS), 3))
 
@@ -86,7 +84,7 @@ def test_what_a_probe_s_workers_have_asked_for_counts_as_read(feeds: Feeds) -> N
     feed = feeds.probe(samples.settings(1, prefetch_factor=2))
     taken = indices(feed, 1)
     feed.close()
-    assert feeds.probed() == pytest.approx(3 / 5)
+    assert feeds.cursor.asked == 3
     rest = indices(feeds.probe(SETTINGS), 2)
     assert len(rest) == 8 and set(taken).isdisjoint(rest)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from harness.config import Config
 from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
+from harness.feed.order import Cursor
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import state_of
@@ -45,6 +46,7 @@ class Machine:
     forms: tuple[str, ...] = ("processes",)
     last: Any = None
     workers_seen: list[int] = field(default_factory=list)
+    cursor: Cursor = field(default_factory=Cursor)
 
     def rate(self, workers: int) -> float:
         """Images/s that so many workers give."""
@@ -63,8 +65,6 @@ class Machine:
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
     ) -> WorkedFeed:
         return WorkedFeed(self, settings, gauge)
-
-    def saw(self, batches: int) -> None: ...
 
 
 class WorkedFeed:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import samples
 
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import FeedSettings, with_workers
 from harness.tuning.look import Look
 from harness.tuning.measures import Rate, SampleCost, Trial
-from harness.tuning.search import Ask, Choice, Problem, follow, with_workers
+from harness.tuning.search import Ask, Choice, Problem, follow
 
 
 def own(num_workers: int) -> FeedSettings:

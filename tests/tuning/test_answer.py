@@ -24,8 +24,7 @@ from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.data.transforms import eval_transform
-from harness.feed.arrays import in_form
-from harness.feed.interface import FeedSettings, train_settings, val_settings
+from harness.feed.interface import FeedSettings, in_form, train_settings, val_settings
 from harness.runtime.files import typed
 from harness.runtime.limits import Limits
 from harness.tuning.answer import Side, TuningReport

@@ -14,9 +14,9 @@ import pytest
 import samples
 import torch
 
-from harness.feed.arrays import in_form
 from harness.feed.gauge import Gauge
-from harness.feed.interface import Feed, FeedSettings, HostBatch
+from harness.feed.interface import Feed, FeedSettings, HostBatch, in_form
+from harness.feed.order import Cursor
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
 from harness.tuning import capacity, probe
@@ -53,6 +53,7 @@ class Feeds:
     def __init__(self) -> None:
         self.asked: list[tuple[FeedSettings, bool]] = []
         self.closed = 0
+        self.cursor = Cursor()
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return 10**6
@@ -68,9 +69,6 @@ class Feeds:
     ) -> Feed:
         self.asked.append((settings, again))
         return self  # type: ignore[return-value]  # only closed
-
-    def saw(self, batches: int) -> None:
-        self.seen = batches
 
     def close(self) -> None:
         self.closed += 1
@@ -146,6 +144,24 @@ def test_what_does_not_fit_is_refused_before_it_runs() -> None:
     assert asked(small) == []
 
 
+def test_a_rank_that_cannot_count_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in the probe already, and would wait for it there."""
+    told: list[float] = []
+
+    class Waiting(Ranks):
+        def smallest(self, value: float) -> float:
+            told.append(value)
+            return value
+
+    def full(slots: int) -> Gauge:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(probe, "Gauge", full)
+    trial = lab(ranks=Waiting()).attempt(Ask(OWN, "supply"))
+    assert trial.refused == "no shared memory for counting: Too many open files"
+    assert told == [-1.0]
+
+
 @pytest.mark.usefixtures("supply")
 def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
     """Its memory is what later settings are reckoned with, and its batch serves the step."""
@@ -156,7 +172,7 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
     trial = own.attempt(Ask(OWN, "supply"))
     assert (trial.rate, trial.images, trial.kind) == (Rate(200.0, 190.0, 210.0), 300, "supply")
     assert own.worker_bytes == 50 * 10**6 and own.batch is not None
-    assert isinstance(own.probes, Feeds) and own.probes.seen == 7
+    assert isinstance(own.probes, Feeds) and own.probes.cursor.seen == range(7)
     assert own.refusal(dataclasses.replace(OWN, num_workers=8)) is None
     assert trial.memory_bytes == 2 * 50 * 10**6 + (2 * 2 + 2) * 10**6
 
@@ -223,7 +239,7 @@ def test_held_images_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     own = lab()
     assert "10.0 GB of images" in (own.attempt(Ask(in_form(OWN, "arrays"), "supply")).refused or "")
     assert (asked(own), own.refusal(OWN)) == ([], None)
-    assert own.memory_bytes(in_form(OWN, "arrays")) == 10**10 + 2 * 10**6
+    assert own.needs(in_form(OWN, "arrays")).memory_bytes == 10**10 + 2 * 10**6
 
 
 @pytest.mark.parametrize(

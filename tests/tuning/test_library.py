@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from harness.config import TunerConfig
+from harness.config import TunerConfig, TunerName
 from harness.runtime.errors import BadSample
 from harness.tuning.library import tune
 
@@ -84,6 +85,28 @@ def test_an_error_of_the_data_set_is_told_as_it_is() -> None:
     assert not samples.left_behind()
 
 
+def test_a_batch_without_samples_is_refused() -> None:
+    """With what may be chosen."""
+    with pytest.raises(ValueError, match="batch_size=0: choose 1 to 400"):
+        tune(Pairs(), lambda _: None, batch_size=0, config=QUICK)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_memory_that_runs_out_is_no_sample_s_fault(workers: int) -> None:
+    """In a worker or in this process, the setting is refused."""
+    grid = TunerConfig(name=TunerName.grid, budget_s=0.01)
+    report = tune(
+        Greedy(), lambda _: None, batch_size=4, num_workers=workers, start_method="forkserver",
+        config=grid,
+    )  # fmt: skip
+    assert {trial.refused for trial in report.trials} == {"MemoryError: no room"}
+
+
+class Greedy(Pairs):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        raise MemoryError("no room")
+
+
 def test_what_cannot_be_put_back_is_refused() -> None:
     """Before anything is measured."""
     with pytest.raises(TypeError, match="dict has no state_dict"):
@@ -99,6 +122,21 @@ def test_batches_are_those_of_the_callers_collate(workers: int, tmp_path: Path) 
         num_workers=workers, start_method="forkserver", config=QUICK,
     )  # fmt: skip
     assert kinds == {tuple}
+
+
+def test_a_batch_may_be_any_dictionary() -> None:
+    """A defaultdict, whose type wants a function first, is copied for each step like others."""
+    seen: list[Any] = []
+    tune(
+        Pairs(), seen.append, batch_size=8, collate_fn=as_defaults,
+        start_method="forkserver", config=QUICK,
+    )  # fmt: skip
+    assert {type(batch) for batch in seen} == {defaultdict}
+    assert seen[0]["x"].data_ptr() != seen[1]["x"].data_ptr()
+
+
+def as_defaults(rows: list[dict[str, torch.Tensor]]) -> defaultdict[str, torch.Tensor]:
+    return defaultdict(torch.Tensor, default_collate(rows))
 
 
 def as_tuple(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,11 +11,10 @@ from itertools import product
 import pytest
 from machines import Machine, own, problem, search
 
-from harness.feed.arrays import in_form
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import FeedSettings, in_form, with_workers
 from harness.tuning.look import Look
 from harness.tuning.measures import Rate, Trial
-from harness.tuning.search import Ask, follow, with_workers
+from harness.tuning.search import Ask, follow
 
 SLEEPS = {"cores": 8.0, "cpu_s": 0.0001}
 FORMS = {"processes": 1.0, "threads": 1.15}

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import pytest
 import samples
 
-from harness.feed.arrays import in_form
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import FeedSettings, in_form, with_workers
 from harness.tuning.measures import Rate, Trial
-from harness.tuning.search import Ask, Choice, cost_of, follow, grid, in_flight, with_workers
+from harness.tuning.search import Ask, Choice, cost_of, follow, grid, in_flight
 
 Curve = Callable[[int], float]
 OWN = samples.settings(1)

@@ -73,15 +73,10 @@ class Feeds:
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
     ) -> Feed:
-        if not again:
-            self.cursor.begin = self.cursor.asked
         order = ProbeOrder(Order(len(self.dataset), settings.batch_size), self.cursor, again)
         feed = FORMS[settings.backend](self.dataset, order, settings)
         feed.gauge = gauge
         return feed
-
-    def saw(self, batches: int) -> None:
-        self.cursor.seen = range(self.cursor.begin, self.cursor.begin + batches)
 
 
 class Step:

@@ -12,7 +12,7 @@ import pytest
 import samples
 
 from harness.config import Config, walk
-from harness.feed.arrays import in_form
+from harness.feed.interface import in_form
 from harness.watch.bottleneck import Bottleneck
 from harness.watch.evidence import Evidence, RankFigures
 from harness.watch.figures import Spread, Tag
