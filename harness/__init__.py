@@ -13,7 +13,7 @@ never each other)::
     train.py, wellfed   the names of app: a script in a checkout, a command where it is installed
     app                 composes the settings, starts the jobs, tells every error
     job                 wires the rooms: main_worker is one rank of a run
-    diagnose            runs that tell what bounds training
+    diagnose            runs that tell what bounds training, or which images cannot be read
     page | compare      the page of a run, as a file and in TensorBoard | runs side by side
     tuning | training   measure and choose loader settings | step, epoch, evaluation, checkpoint
     feed                which sample comes next, samples to batches, batches to the device

@@ -36,7 +36,8 @@ class ConfigError(ValueError):
     exit_code = 2
 
 
-Mode = Enum("Mode", "train evaluate diagnose")
+Mode = Enum("Mode", "train evaluate diagnose verify")
+OnError = Enum("OnError", "raise skip")
 Crop = Enum("Crop", "random_resized pad center")
 Backend = Enum("Backend", "processes threads arrays auto")
 DataCache = Enum("DataCache", "none ram disk")
@@ -144,6 +145,18 @@ class DataConfig:
         "this.",
         ge=1,
     )
+    on_error: OnError = setting(
+        OnError["raise"],
+        "What an image that cannot be read does: raise ends the run; skip puts another in its "
+        "place, always the same, and lists it in bad_samples.jsonl.",
+    )
+    max_bad_fraction: float = setting(
+        0.001,
+        "Share of the training or validation images that may be skipped; more end the run.",
+        ge=0.0,
+        le=1.0,
+        no_effect_with=["data.on_error=raise"],
+    )
     cache: DataCache = setting(
         DataCache.none, "Keep decoded pixels: none, in ram (this run) or on disk (next ones too)."
     )
@@ -248,7 +261,7 @@ class LoaderConfig:
     autotune: bool = setting(
         False,
         "Search the settings below before training, as tuner= says.",
-        no_effect_with=["mode=evaluate", "mode=diagnose", "data=fake"],
+        no_effect_with=["mode=evaluate", "mode=diagnose", "mode=verify", "data=fake"],
     )
     backend: Backend | None = setting(
         None,
@@ -450,7 +463,7 @@ class ProfileConfig:
     steps: str | None = setting(
         None,
         "First and last step of a trace in the run folder, such as 10-20; null: none.",
-        no_effect_with=["mode=evaluate", "mode=diagnose"],
+        no_effect_with=["mode=evaluate", "mode=diagnose", "mode=verify"],
     )
 
 
@@ -460,7 +473,8 @@ class Config:
 
     mode: Mode = setting(
         Mode.train,
-        "train, evaluate what model.weights or resume names, or diagnose what bounds training.",
+        "train, evaluate what model.weights or resume names, diagnose what bounds training, or "
+        "verify that every image can be read.",
     )
     seed: int = setting(0, "Seed of everything random.", ge=0, le=2**32 - 1)
     device: str = setting("auto", "auto (cuda, else cpu), cpu, cuda, cuda:N or mps.")
@@ -468,7 +482,7 @@ class Config:
         None,
         "null: start at epoch 1; auto: go on in this run's folder, if it holds a checkpoint; a "
         "run's folder: go on there; a checkpoint: begin with it in a new folder.",
-        no_effect_with=["mode=diagnose"],
+        no_effect_with=["mode=diagnose", "mode=verify"],
     )
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -503,6 +517,7 @@ _CONTRADICTIONS = {
     "optim.nesterov=true optim.momentum=0.0": "needs a momentum; set optim.momentum=0.9",
     "data=own": "name the function that opens your data: data.name=my_module:open_splits",
     "mode=diagnose data=fake": "data=fake loads nothing; name a data set with data=NAME",
+    "mode=verify data=fake": "data=fake has no images; name a data set with data=NAME",
     "mode=evaluate model.weights=null resume=null": (
         "nothing to evaluate; write model.weights=PATH or resume=PATH"
     ),

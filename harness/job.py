@@ -103,6 +103,7 @@ def _wire(world: World, job: Job) -> None:
     """Wires the rooms in the order of the data, from the disk to the report."""
     from harness.data import datasets
     from harness.diagnose.diagnosis import diagnose
+    from harness.diagnose.verify import verify
     from harness.feed.forms import Feeds
     from harness.page import document, link
     from harness.runtime import limits, seeding
@@ -121,6 +122,10 @@ def _wire(world: World, job: Job) -> None:
     seeding.seed_everything(config.seed, config.trainer.deterministic)
     # storage -> decode -> augment
     splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
+    if config.mode is Mode.verify:
+        feeds = Feeds(splits, config, world)
+        verify(feeds, feeds.settings(limits.measure(world.local_size)), job.folder)
+        return
     config, rest = resume.rest(config, saved, world, len(splits.train))
     # order -> load -> pin -> copy
     feeds = Feeds(splits, config, world)

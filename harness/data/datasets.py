@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
+from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig, OnError
 from harness.data import cifar, shapes
 from harness.data.cache import PixelCache
 from harness.data.cache_files import Gathered, crop_error, open_caches
@@ -32,7 +32,7 @@ from harness.data.storage import (
 )
 from harness.data.transforms import TrainTransform, eval_transform
 from harness.runtime import parts
-from harness.runtime.errors import DataError
+from harness.runtime.errors import BadSample, DataError
 from harness.watch.console import say
 
 # Not the run's: another seed must not move images from training to validation.
@@ -102,9 +102,11 @@ class Splits:
                 digest.update(os.fsencode(f"{path} {state}\n"))
         else:
             for i in _spread(len(source), 16):
-                content, label = source.read(i)
-                digest.update(f"{np.shape(content)} {len(content)} {label}".encode())
-                digest.update(content if isinstance(content, bytes) else content.tobytes())
+                # A bad sample is told when it is loaded.
+                with suppress(BadSample):
+                    content, label = source.read(i)
+                    digest.update(f"{np.shape(content)} {len(content)} {label}".encode())
+                    digest.update(content if isinstance(content, bytes) else content.tobytes())
         return found | {"digest": digest.hexdigest()}
 
 
@@ -218,8 +220,9 @@ def load(
     # augment
     transform = TrainTransform.from_config(augment, size, data.eval_resize)
     centred = eval_transform(size, data.eval_resize)
-    images = ImageDataset(first, transform, options, size, seed, kept)
-    val_images = ImageDataset(second, centred, options, size, seed, val_kept)
+    skips = data.on_error is OnError.skip
+    images = ImageDataset(first, transform, options, size, seed, kept, skips)
+    val_images = ImageDataset(second, centred, options, size, seed, val_kept, skips)
     if data.cache_max_side is not None:
         error = crop_error(images, data.cache_max_side)
         change = "no image was larger"

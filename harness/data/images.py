@@ -25,6 +25,8 @@ class ImageDataset:
     image_size: int
     seed: int
     cache: PixelCache | None = None
+    # whether a sample that cannot be read is replaced
+    skips: bool = False
 
     def __len__(self) -> int:
         return len(self.source)
@@ -34,7 +36,14 @@ class ImageDataset:
         """The names that ``fill`` gives its laps, in order."""
         return ("read", "decode", *self.transform.stages)
 
-    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
+    def fill(
+        self,
+        epoch: int,
+        index: int,
+        out: np.ndarray,
+        lap: Lap | None = None,
+        instead: int | None = None,
+    ) -> int:
         """Writes sample ``index`` of ``epoch`` into ``out``; returns its label.
 
         Several threads may call at once.
@@ -44,27 +53,29 @@ class ImageDataset:
             index: place in the source.
             out: uint8 ``[3, image_size, image_size]``.
             lap: called at the end of each of the ``stages``, with its name.
+            instead: place of another image to read.
 
         Raises:
             BadSample: the sample cannot be read, for any reason.
         """
+        place = index if instead is None else instead
         try:
             # looking into the cache is part of the first stage; cached pixels are not decoded
             pixels = None
             if self.cache is not None:
-                pixels = self.cache.get(index)
+                pixels = self.cache.get(place)
             if pixels is None:
-                image, _ = self.source.read(index)
+                image, _ = self.source.read(place)
             if lap is not None:
                 lap("read")
             if pixels is None:
                 pixels = decode(image, self.options) if isinstance(image, bytes) else image
                 if self.cache is not None:
-                    pixels = self.cache.put(index, pixels)
+                    pixels = self.cache.put(place, pixels)
                 if lap is not None:
                     lap("decode")
             self.transform(pixels, SampleRng(self.seed, epoch, index), out, lap)
-            return int(self.source.labels[index])
+            return int(self.source.labels[place])
         except (BadSample, MemoryError):
             raise
         except Exception as error:
@@ -72,4 +83,4 @@ class ImageDataset:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, Undecodable):
                 reason = str(error)
-            raise BadSample(self.source.where(index), reason) from error
+            raise BadSample(self.source.where(place), reason) from error

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from harness.config import ConfigError, DataConfig
+from harness.config import ConfigError, DataConfig, OnError
 from harness.data.storage import ArraySource, FolderSource, Source, Subset
 from harness.runtime import parts
 from harness.runtime.errors import BadSample
@@ -101,6 +101,8 @@ class OwnDataset:
     classes: tuple[str, ...]
     image_size: int
     seed: int
+    # whether a sample that cannot be read is replaced
+    skips: bool = False
 
     def __post_init__(self) -> None:
         if not (hasattr(self.given, "__len__") and hasattr(self.given, "__getitem__")):
@@ -114,16 +116,19 @@ class OwnDataset:
     def __len__(self) -> int:
         return len(self.given)
 
-    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+    def fill(self, epoch: int, index: int, out: np.ndarray, instead: int | None = None) -> int:
         """Writes sample ``index`` into ``out``, uint8 ``[3, S, S]``; returns its label.
+
+        ``instead`` is the place of another one to read.
 
         Raises:
             BadSample: the data set failed, or gave no image of that size with its label.
         """
-        where = f"{self.where}, sample {index}"
+        place = index if instead is None else instead
+        where = f"{self.where}, sample {place}"
         try:
             with seeded(self.seed, epoch, index):
-                image, label = self.given[index]
+                image, label = self.given[place]
         # no sample's fault
         except MemoryError:
             raise
@@ -188,12 +193,12 @@ def open_own(
         named = named.dataset
     classes = tuple(map(str, named.classes))
     first, second = (
-        OwnDataset(part, where, classes, data.image_size, seed)
+        OwnDataset(part, where, classes, data.image_size, seed, data.on_error is OnError.skip)
         for part, where in zip(pair, wheres, strict=True)
     )
     # Mistakes of its transforms show now.
     try:
-        for dataset in (first, second):
+        for dataset in () if first.skips else (first, second):
             dataset.fill(0, 0, np.empty((3, data.image_size, data.image_size), np.uint8))
     except BadSample as error:
         raise ConfigError(str(error)) from error

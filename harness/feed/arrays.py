@@ -13,12 +13,19 @@ import torch
 
 from harness.data.images import ImageDataset
 from harness.feed.fill import Filler
-from harness.feed.interface import ARRAYS, Feed, FeedSettings, FillableDataset, HostBatch, stages_of
+from harness.feed.interface import (
+    ARRAYS,
+    Failure,
+    Feed,
+    FeedSettings,
+    FillableDataset,
+    HostBatch,
+    stages_of,
+)
 from harness.feed.order import AnyOrder
 from harness.feed.pixels import InMemoryImages
 from harness.feed.threads import BatchThreads
 from harness.runtime import limits
-from harness.runtime.errors import BadSample
 from harness.watch.stages import START, StageMeter
 
 # the stage after those of reading
@@ -75,6 +82,7 @@ class ArrayFeed(Feed):
         # until the end, or until the feed was closed
         while self._due and self._coming is coming:
             indices, missing = self._due.popleft()
+            failures: tuple[Failure, ...] = ()
             if missing:
                 if self._threads is None:
                     return
@@ -84,8 +92,8 @@ class ArrayFeed(Feed):
                     yield None
                 else:
                     return
-                if read.errors:
-                    raise BadSample(*read.errors[0])
+                read.check()
+                failures = read.failures
                 self.pixels.keep(read)
                 del read
             # threads read for the next batch while this one is used
@@ -109,7 +117,7 @@ class ArrayFeed(Feed):
             if self.gauge is not None:
                 wall_s = stamps.made_s - stamps.begun_s
                 self.gauge.add(0, wall_s / count, cpu_s / count, count)
-            yield HostBatch(images, labels, torch.from_numpy(indices), (), epoch, stamps)
+            yield HostBatch(images, labels, torch.from_numpy(indices), failures, epoch, stamps)
             del images, labels
 
     def begin(self, epoch: int) -> None:

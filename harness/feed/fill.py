@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from harness.feed.gauge import Gauge
-from harness.feed.interface import FillableDataset, stages_of
+from harness.feed.interface import Failure, FillableDataset, stages_of
 from harness.runtime.errors import BadSample
+from harness.runtime.seeding import instead_of
 from harness.watch.stages import SAMPLE, START, StageMeter, StageTimer, Stamps
-
-# place and reason of each sample that could not be read
-Errors = list[tuple[str, str]]
 
 
 class Filler:
-    """Fills the samples of one worker, times them and keeps their errors.
+    """Fills the samples of one worker, times them and keeps their failures.
 
     For each chunk call ``timer.begin``, ``timer.share`` if the memory is shared, then ``fill``. The
     time until ``fill`` is the batch's, not a sample's.
@@ -53,8 +52,8 @@ class Filler:
         pixels: np.ndarray,
         labels: np.ndarray,
         batches: int = 1,
-    ) -> tuple[Errors, Stamps]:
-        """Writes samples into a batch; returns their errors, and when the chunk was made.
+    ) -> tuple[list[Failure], Stamps]:
+        """Writes samples into a batch; returns their failures, and when the chunk was made.
 
         Args:
             timers: what ``timer.begin`` returned for the chunk.
@@ -70,7 +69,7 @@ class Filler:
         fill: Any = self._dataset.fill
         gauge = self._gauge
         staged = isinstance(getattr(self._dataset, "stages", None), tuple)
-        errors = Errors()
+        failures: list[Failure] = []
         self.timer.fill()
         # repeat() has no end
         timed = zip(indices.tolist(), timers or repeat(None), strict=False)
@@ -97,8 +96,21 @@ class Filler:
                 if isinstance(error, MemoryError):
                     raise
                 # as text: an error that cannot be pickled would never arrive (pytorch #142884)
+                where, reason = f"sample {index}", f"{type(error).__name__}: {error}"
                 if isinstance(error, BadSample):
-                    errors.append((error.where, error.reason))
-                else:
-                    errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
-        return errors, self.timer.end(len(indices), batches)
+                    where, reason = error.where, error.reason
+                label = self._fill_instead(epoch, index, pixels[row])
+                if label is not None:
+                    labels[row] = label
+                failures.append(Failure(index, where, reason, label is not None))
+        return failures, self.timer.end(len(indices), batches)
+
+    def _fill_instead(self, epoch: int, index: int, out: np.ndarray) -> int | None:
+        """Writes another sample in the place of ``index``; returns its label; None: not wanted."""
+        dataset: Any = self._dataset
+        if getattr(dataset, "skips", False):
+            for other in instead_of(index, len(dataset)):
+                with suppress(BadSample):
+                    label: int = dataset.fill(epoch, index, out, instead=other)
+                    return label
+        return None

@@ -44,6 +44,8 @@ FORMS: dict[str, Callable[[FillableDataset, AnyOrder, FeedSettings], Feed]] = {
     ARRAYS: ArrayFeed,
 }
 
+AnyDataset = ImageDataset | OwnDataset | FakeDataset
+
 _log = logging.getLogger(LOGGER)
 
 
@@ -136,14 +138,18 @@ class Feeds:
 
     def val(self, settings: FeedSettings) -> Feed:
         """Returns the validation feed: every sample once, on one of the ranks."""
+        return self.whole(self.splits.val, settings)
+
+    def whole(self, dataset: AnyDataset, settings: FeedSettings) -> Feed:
+        """Returns a feed of every sample of ``dataset`` once, in order, on one of the ranks."""
         order = Order(
-            len(self.splits.val),
+            len(dataset),
             settings.batch_size,
             shuffle=False,
             rank=self.world.rank,
             world_size=self.world.size,
         )
-        return self._make(self.splits.val, order, settings)
+        return self._make(dataset, order, settings)
 
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
@@ -215,7 +221,7 @@ class Feeds:
 
     def _make(
         self,
-        dataset: ImageDataset | OwnDataset | FakeDataset,
+        dataset: AnyDataset,
         order: AnyOrder,
         settings: FeedSettings,
     ) -> Feed:

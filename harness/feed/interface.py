@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -26,6 +27,22 @@ THREADS = "threads"
 ARRAYS = "arrays"
 
 
+class Failure(NamedTuple):
+    """A sample that could not be read.
+
+    Attributes:
+        sample: its place in the data set.
+        where: where it lies, for people.
+        reason: why it cannot be read.
+        replaced: whether another one was put in its place; else its pixels are undefined.
+    """
+
+    sample: int
+    where: str
+    reason: str
+    replaced: bool
+
+
 class HostBatch(NamedTuple):
     """One batch on the host.
 
@@ -33,7 +50,7 @@ class HostBatch(NamedTuple):
         images: uint8 ``[N, 3, H, W]``, 0..255, in channels_last memory, as decoders write them.
         labels: int64 ``[N]``.
         indices: int64 ``[N]``, the samples' places in the data set.
-        errors: place and reason of each sample that could not be read; its pixels are undefined.
+        failures: the samples that could not be read.
         epoch: the epoch, of which augmentation on the device is a function.
         stamps: when the batch was made and handed over; None for a batch that nobody made.
     """
@@ -41,9 +58,19 @@ class HostBatch(NamedTuple):
     images: Tensor
     labels: Tensor
     indices: Tensor
-    errors: tuple[tuple[str, str], ...] = ()
+    failures: tuple[Failure, ...] = ()
     epoch: int = 0
     stamps: Stamps | None = None
+
+    def check(self) -> None:
+        """Refuses the batch if it lacks a sample.
+
+        Raises:
+            BadSample: the first sample that could not be read and was not replaced.
+        """
+        for failure in self.failures:
+            if not failure.replaced:
+                raise BadSample(failure.where, failure.reason)
 
     def pin_memory(self) -> HostBatch:
         """Returns the batch in page-locked memory, but for the indices; torch's loader calls it."""
@@ -90,6 +117,8 @@ class Feed(ABC):
         on_device: whether the images are on the device already, so that nothing is copied.
         meter: what the workers do; None without workers or without shared memory.
         gauge: is told what each sample takes, for probes; to be set before the first pass.
+        replaced: samples of this feed's batches that could not be read and were replaced, for
+            whoever wants to take them.
     """
 
     on_device = False
@@ -104,6 +133,8 @@ class Feed(ABC):
         self._primed: int | None = None
         # another object for each pass, so that a pass can see that a later one has begun
         self._running: object | None = None
+        # another thread may add to it
+        self.replaced: deque[Failure] = deque()
 
     def __len__(self) -> int:
         return self.order.count(self._epoch)
@@ -152,8 +183,8 @@ class Feed(ABC):
                 return
             for batch in self.batches_of(self._epoch, primed, poll_s):
                 if batch is not None:
-                    if batch.errors:
-                        raise BadSample(*batch.errors[0])
+                    batch.check()
+                    self.replaced += batch.failures
                     given += 1
                 yield batch
                 # the memory of the batch must be free while the next one is awaited
@@ -193,6 +224,8 @@ class FillableDataset(Protocol):
 
     A data set with an attribute ``stages``, the names of what ``fill`` does, is given a fourth
     argument by some calls of ``fill``: a function to call at the end of each stage with its name.
+    One whose ``skips`` is true is asked again for a sample that raised BadSample, with the keyword
+    ``instead``: another place to read, while random numbers stay those of ``index``.
 
     Attributes:
         image_size: side of an image in pixels.

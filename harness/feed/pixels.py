@@ -124,7 +124,12 @@ class InMemoryImages:
 
     def keep(self, made: HostBatch) -> None:
         """Takes in ``made``, a batch of ``untransformed``."""
-        self._put(made.indices.numpy(), made.images.permute(0, 2, 3, 1).numpy())
+        indices = made.indices.numpy()
+        self._put(indices, made.images.permute(0, 2, 3, 1).numpy())
+        if any(failure.replaced for failure in made.failures):
+            # the labels are those of other samples
+            place = self._moved(indices) if self.on_device else made.indices
+            self._labels[place] = self._own.copy(made.labels)
 
     def _put(self, indices: np.ndarray, images: np.ndarray) -> None:
         pitch = self._pitch

@@ -45,7 +45,7 @@ _POLL_S = 2.0
 class ProcessFeed(Feed):
     """Batches of ``dataset`` in the order of ``order``.
 
-    Every sample is a function of (seed, epoch, index), errors come back as text in the batch, and
+    Every sample is a function of (seed, epoch, index), failures come back as text in the batch, and
     the workers' base seed is drawn from a generator of the feed's own: no setting changes what the
     model sees, and iterating leaves the global generators alone.
 
@@ -301,8 +301,8 @@ class _Batches(Dataset[HostBatch]):
             storage = torch.UntypedStorage._new_shared(count * 3 * size * size)
             images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
         labels = torch.zeros(count, dtype=torch.int64)
-        errors, stamps = self._filler.fill(timers, epoch, indices, images.numpy(), labels.numpy())
-        return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors), epoch, stamps)
+        failures, stamps = self._filler.fill(timers, epoch, indices, images.numpy(), labels.numpy())
+        return HostBatch(images, labels, torch.from_numpy(indices), tuple(failures), epoch, stamps)
 
 
 def _as_it_is(batch: HostBatch) -> HostBatch:

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from harness.feed.buffers import BufferPool
-from harness.feed.fill import Errors, Filler
+from harness.feed.fill import Filler
 from harness.feed.interface import (
     ARRAYS,
+    Failure,
     Feed,
     FeedSettings,
     FillableDataset,
@@ -114,7 +115,7 @@ class _PendingBatch:
         images: in a buffer of the pool.
         handed: samples that threads have taken on.
         made: samples that are there.
-        chunks: the first row of each chunk, its errors and its times.
+        chunks: the first row of each chunk, its failed samples and its times.
         failures: what ended chunks.
     """
 
@@ -124,7 +125,7 @@ class _PendingBatch:
     labels: np.ndarray
     handed: int = 0
     made: int = 0
-    chunks: list[tuple[int, Errors, Stamps]] = field(default_factory=list)
+    chunks: list[tuple[int, list[Failure], Stamps]] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
 
     @property
@@ -258,7 +259,7 @@ class BatchThreads:
             torch.from_numpy(first.images),
             torch.from_numpy(first.labels),
             torch.from_numpy(first.indices),
-            tuple(error for _, errors, _ in first.chunks for error in errors),
+            tuple(each for _, failures, _ in first.chunks for each in failures),
             first.epoch,
             Stamps(begun_s, made_s, made_s, made_s),
         )
@@ -359,7 +360,7 @@ class BatchThreads:
         """Fills the samples of ``pending`` at ``rows``."""
         count = rows.stop - rows.start
         try:
-            errors, stamps = filler.fill(
+            failed, stamps = filler.fill(
                 filler.timer.begin(count),
                 pending.epoch,
                 pending.indices[rows],
@@ -372,7 +373,7 @@ class BatchThreads:
             pending.failures.append(error)
         with self._lock:
             if not pending.failures:
-                pending.chunks.append((rows.start, errors, stamps))
+                pending.chunks.append((rows.start, failed, stamps))
                 pending.made += count
             if pending.due:
                 self._done.notify_all()

@@ -23,6 +23,7 @@ from harness.runtime import accelerator
 # what is done to a sample alone and what is done to whole batches have one each.
 SAMPLE = 2
 BATCH = 3
+_INSTEAD = 4
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 
@@ -67,6 +68,16 @@ def uniforms(
     steps = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GAMMA)
     drawn: np.ndarray = (_mixed(states[:, None] + steps) >> 11) * 2.0**-53
     return drawn
+
+
+def instead_of(index: int, length: int) -> list[int]:
+    """Returns the samples to try, of ``length``, in the place of one that cannot be read.
+
+    They depend on nothing else, so that every worker, rank and epoch tries the same.
+    """
+    drawn = uniforms(0, 0, np.array([index]), 32, _INSTEAD)[0]
+    places: list[int] = (length * drawn).astype(np.int64).tolist()
+    return places
 
 
 @lru_cache(maxsize=64)

@@ -22,6 +22,7 @@ from harness.runtime.folder import LOGGER
 from harness.training.epoch import EvalWarmup, Shown
 from harness.training.evaluate import Evaluation, evaluate
 from harness.training.profile import Trace
+from harness.training.replaced import Replaced
 from harness.training.saving import Boundary, Place, Saves
 from harness.training.step import Step, device_batches
 from harness.watch.board import Value, stages
@@ -52,6 +53,7 @@ class Engine:
         status: completed, idle (there was nothing left to train), interrupted or failed.
         evaluation: the last one, if there was one.
         skipped: updates left out for a non-finite gradient.
+        replaced: the samples that could not be read.
         turns_ms: for each evaluation with an epoch after it, the waits for its first batch and for
             that epoch's.
         ranks: every rank's figures at the end of a completed run of several.
@@ -87,6 +89,8 @@ class Engine:
         self.saves = Saves(config, world, self.state, self.order, place)
         self.train_batches = step.batches(feed, watch.clock)
         self.val_batches = device_batches(val_feed, config, world.device)
+        feeds = {"training": feed, "validation": val_feed}
+        self.replaced = Replaced(config.data, world, place.folder, watch.board, feeds)
         self.memory = MemoryWatch(accelerator.of(world.device))
         self.worker_s = 0.0
         # what the feed's workers did up to the last window
@@ -177,6 +181,8 @@ class Engine:
             result = evaluate(network, batches, self.world, self.step.autocast)
             self.val_batches.close()
             self.val_feed.close()
+        self.replaced.look()
+        self.replaced.share()
         self.state.pending = False
         self.state.best_top1 = max(result.top1, self.state.best_top1 or 0.0)
         self.evaluation = result
@@ -291,6 +297,8 @@ class Engine:
                 if last or due or signum or state.step % self.config.watch.window_steps == 0:
                     with named("close window"):
                         bar.note(str(self._close_window(epoch)))
+                if signum or last:
+                    self.replaced.share()
                 if signum:
                     raise Interrupted(signum)
                 # the evaluation comes before the checkpoint of an epoch's end
@@ -355,6 +363,7 @@ class Engine:
                 values |= stages(self._worked.since(before), worker_s)
             for look in self.watch.on_window:
                 look(clock, window)
+        self.replaced.look()
         with clock.noted("logging"):
             self._write(epoch, values | self.memory.trained(now))
         if figures.skipped:

@@ -18,6 +18,7 @@ from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
 from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
+from harness.training.replaced import FILE
 from harness.watch.console import say
 from harness.watch.evidence import Evidence
 from harness.watch.figures import Tag, Window, by_name
@@ -149,6 +150,7 @@ class Reporter:
             "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
             "gpu_memory": engine.memory.peaks,
             "skipped_updates": engine.skipped,
+            "bad_samples": len(engine.replaced) or None,
             "sampled": sampled or None,
             "ranks": engine.ranks or None,
             "pauses_s": total.pauses_s,
@@ -202,6 +204,8 @@ class Reporter:
             if settled := tuning.get("settled"):
                 say(f"next time      {settled}")
             say(f"verdict        {report['verdict'].sentence}", stands_out=True)
+        if bad := report.get("bad_samples"):
+            say(f"bad samples    {bad} replaced by others; they are listed in {FILE}")
         if self.cache is not None:
             say(f"cache          {self.cache.summary()}")
         say(f"run folder     {os.path.relpath(folder)}")

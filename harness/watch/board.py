@@ -49,6 +49,7 @@ class Board:
         self._now = now
         self._began = now()
         self._metrics = _Records(folder / "metrics.jsonl", self._failed)
+        self._bad_samples = _Records(folder / "bad_samples.jsonl", self._failed)
         # the tags that the step that the run goes on from has already
         self._there: set[tuple[int, str]] = set()
         try:
@@ -127,6 +128,11 @@ class Board:
             known = {tag: value for tag, value in metrics.items() if value is not None}
             self._events.append(_scalars(self._step, known))
 
+    def bad_sample(self, name: str, sample: int, where: str, reason: str) -> None:
+        """Write a line of ``bad_samples.jsonl``, of a ``sample`` of the set ``name``."""
+        line = {"set": name, "index": sample, "where": where, "reason": reason}
+        self._bad_samples.append(f"{json.dumps(line)}\n".encode())
+
     def report(self, report: Mapping[str, Any]) -> None:
         """Write ``report.json``, whole or not at all, as ``plain`` gives it."""
         path = self._folder / "report.json"
@@ -139,6 +145,7 @@ class Board:
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         self._metrics.close()
+        self._bad_samples.close()
         if self._events:
             self._events.close()
 

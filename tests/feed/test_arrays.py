@@ -93,7 +93,7 @@ def assert_same(found: list[HostBatch], expected: list[HostBatch]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one[:3], other[:3], strict=True))
         assert [tensor.dtype for tensor in one[:3]] == [torch.uint8, torch.int64, torch.int64]
         assert one.images.is_contiguous(memory_format=torch.channels_last)
-        assert (one.errors, one.epoch) == ((), other.epoch)
+        assert (one.failures, one.epoch) == ((), other.epoch)
 
 
 @pytest.mark.parametrize(

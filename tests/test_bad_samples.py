@@ -1,0 +1,208 @@
+"""data.on_error=skip: a sample that cannot be read is replaced, the same way everywhere."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import trained
+from PIL import Image
+
+from harness import job
+from harness.config import Config
+from harness.runtime.errors import DataError, Interrupted
+from harness.training.saving import Boundary
+from scripts.chaos_left import digest
+
+Composed = Callable[..., Config]
+BAD = ("train/b/3.jpg", "train/c/7.jpg", "val/a/1.jpg")
+WAYS = (
+    "loader.num_workers=0",
+    "loader.backend=processes loader.num_workers=0",
+    "loader.backend=processes loader.num_workers=1",
+    "loader.backend=processes loader.num_workers=2 loader.prefetch_factor=4",
+    "loader.backend=threads loader.num_workers=1",
+    "loader.backend=threads loader.num_workers=2",
+    "loader.backend=threads loader.num_workers=3 loader.prefetch_factor=1",
+    "loader.backend=arrays",
+    "data.cache=ram loader.num_workers=0",
+    "data.cache=ram loader.backend=threads loader.num_workers=2",
+    "data.cache=disk loader.backend=processes loader.num_workers=1",
+    "loader.device_prefetch=false loader.backend=threads loader.num_workers=2",
+)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes of 16 images to train and 4 to validate, of which three are damaged."""
+    root = tmp_path_factory.mktemp("bad")
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 16), ("val", 4)):
+        for name in "abc":
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (4, 4, 3), np.uint8)
+                image = Image.fromarray(pixels).resize((20, 20))
+                image.save(root / part / name / f"{i}.jpg")
+    for place in BAD:
+        whole = (root / place).read_bytes()
+        (root / place).write_bytes(whole[: len(whole) // 2])
+    return root
+
+
+def settings(tree: Path, *more: str) -> list[str]:
+    """Of a run of two epochs that skips."""
+    return [
+        "data=imagefolder",
+        f"data.root={tree}",
+        "data.image_size=16",
+        "augment.crop=pad",
+        "augment.hflip=0.5",
+        "data.on_error=skip",
+        "data.max_bad_fraction=0.1",
+        "device=cpu",
+        "trainer.num_threads=1",
+        "trainer.epochs=2",
+        "loader.batch_size=8",
+        "run.name=x",
+        *more,
+    ]
+
+
+def run(config: Config, folder: Path) -> None:
+    """A run in this process, which a signal may end."""
+    folder.mkdir(exist_ok=True)
+    with suppress(Interrupted):
+        job.main_worker(0, job.Job(config, folder, ()))
+
+
+def listed(folder: Path) -> list[str]:
+    """The files in the list, by their place in the tree."""
+    lines = map(json.loads, (folder / "bad_samples.jsonl").read_text().splitlines())
+    return sorted("/".join(Path(line["where"]).parts[-3:]) for line in lines)
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """What the run reports."""
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return found
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_no_setting_of_the_loader_changes_what_is_trained_on(
+    composed: Composed, tree: Path, tmp_path: Path
+) -> None:
+    """One hash for twelve ways to load; the list names each file once."""
+    hashes = set()
+    for number, way in enumerate(WAYS):
+        folder = tmp_path / str(number)
+        run(composed(*settings(tree, *way.split())), folder)
+        hashes.add(digest(folder))
+        assert listed(folder) == sorted(BAD)
+        assert report(folder)["bad_samples"] == 3
+    assert len(hashes) == 1
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_a_resumed_run_replaces_alike(
+    composed: Composed, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped within each epoch and resumed in another way: one hash, and no file twice."""
+    run(composed(*settings(tree, WAYS[0])), tmp_path / "whole")
+    ask = Boundary.ask
+    for step, way in ((2, WAYS[5]), (8, WAYS[7]), (None, WAYS[3])):
+        monkeypatch.setattr(
+            Boundary, "ask", lambda self, now, at=step: (15, False) if now == at else ask(self, now)
+        )
+        run(composed(*settings(tree, "resume=auto", *way.split())), tmp_path / "parts")
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+    assert listed(tmp_path / "parts") == sorted(BAD)
+
+
+def test_ranks_write_one_list(tree: Path, tmp_path: Path) -> None:
+    """Two ranks, of which each meets other samples in each epoch, name each file once."""
+    more = ("dist=spawn", "dist.nprocs=2", "loader.num_workers=1", "loader.batch_size=4")
+    done = trained(tmp_path, *settings(tree, *more))
+    assert done.returncode == 0, done.stderr
+    assert listed(tmp_path / "outputs/x") == sorted(BAD)
+    assert "bad samples    3 replaced by others; they are listed in" in done.stdout
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_too_many_end_the_run(composed: Composed, tree: Path, tmp_path: Path) -> None:
+    """Past data.max_bad_fraction the run ends, with those that it met in the list."""
+    with pytest.raises(DataError, match=r"of 48 training images cannot be read, more than "):
+        run(composed(*settings(tree, "data.max_bad_fraction=0.03", WAYS[0])), tmp_path)
+    assert set(listed(tmp_path)) <= set(BAD)
+    assert report(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_a_data_set_of_the_users_is_replaced_too(
+    composed: Composed, write_module: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    """A Dataset that raises for a sample gives another one in its place."""
+    write_module(
+        "broken_set",
+        textwrap.dedent("""
+        from PIL import Image
+
+        class Broken:
+            classes = ("a", "b")
+            def __len__(self):
+                return 24
+            def __getitem__(self, i):
+                if i == 0:
+                    raise OSError("gone")
+                return Image.new("RGB", (16, 16), (i, i, i)), i % 2
+
+        def splits(data, seed):
+            return Broken(), Broken()
+        """),
+    )
+    run(
+        composed(
+            "data=own",
+            "data.name=broken_set:splits",
+            "data.image_size=16",
+            "data.on_error=skip",
+            "data.max_bad_fraction=0.1",
+            "loader.num_workers=0",
+            "loader.batch_size=8",
+            "trainer.epochs=1",
+            "device=cpu",
+        ),
+        tmp_path,
+    )
+    lines = [json.loads(line) for line in (tmp_path / "bad_samples.jsonl").read_text().splitlines()]
+    assert [(line["set"], line["index"]) for line in lines] == [("training", 0), ("validation", 0)]
+    assert "OSError: gone" in lines[0]["reason"]
+
+
+@pytest.mark.parametrize("more", [(), ("dist=spawn", "dist.nprocs=2")], ids=["one", "ranks"])
+def test_verify_reads_every_file(tree: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    """mode=verify names every file that cannot be read, and ends with 3; nothing is trained."""
+    done = trained(
+        tmp_path, "mode=verify", "data=imagefolder", f"data.root={tree}", "run.name=x", *more
+    )
+    assert done.returncode == 3
+    assert "verify: 2 of 48 training images cannot be read" in done.stdout
+    assert "verify: 1 of 12 validation images cannot be read" in done.stdout
+    assert "error: 3 of 60 images cannot be read, the first is " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert listed(tmp_path / "outputs/x") == sorted(BAD)
+    assert not (tmp_path / "outputs/x/checkpoints").exists()
+
+
+def test_verify_of_a_good_set_ends_well(tmp_path: Path) -> None:
+    """Without a bad image the exit code is 0."""
+    done = trained(tmp_path, "mode=verify", "data=digits", "run.name=x")
+    assert done.returncode == 0, done.stderr
+    assert "verify: 0 of 359 validation images cannot be read" in done.stdout
+    assert not (tmp_path / "outputs/x/bad_samples.jsonl").exists()
