@@ -185,15 +185,17 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     free_bytes = shutil.disk_usage(place.parent).free
     make_way(place)
     was_there = place.exists()
-    if was_there:
-        # what it takes may go on being taken
-        free_bytes += place.stat().st_blocks * 512
-    budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
     fd = open_regular(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     with ExitStack() as opened:
         opened.callback(os.close, fd)
         # for as long as the file is open: as long as a thread may write
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not was_there:
+            # unless it gets its table
+            opened.callback(place.unlink)
+        # what it takes may go on being taken
+        free_bytes += os.fstat(fd).st_blocks * 512
+        budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
         used, in_use = cache.taken_bytes(fd, facts, rows)
         if not was_there or 0 < used <= 2 * in_use:
             if data.cache_gb is not None and used > budget_bytes:
