@@ -185,7 +185,7 @@ def load(
     cache that they share.
 
     Raises:
-        ConfigError: a setting without effect, or one that is missing.
+        ConfigError: an unknown name, a setting without effect, or one that is missing.
         DataError: the data set is missing, incomplete or unreadable.
     """
     _check_settings(data)
@@ -206,9 +206,8 @@ def load(
         first, second = DATASETS[data.name](data)
     else:
         # of a checkpoint; the command line's is known
-        raise ConfigError(
-            f"data.name={data.name}: no such data set; choose from {', '.join(DATASETS)}"
-        )
+        names = ", ".join([*DATASETS, FAKE])
+        raise ConfigError(f"data.name={data.name}: no such data set; choose from {names}")
     # decode, and keep what is decoded
     options = DecodeOptions(data.exif_orientation, data.background, data.max_pixels)
     caches = None
