@@ -25,7 +25,7 @@ from harness.data.decode import DecodeOptions, decode
 from harness.data.download import exclusive
 from harness.data.images import ImageDataset
 from harness.data.mapped import MappedFile, memory
-from harness.data.storage import FolderSource, Source, Subset, cache_root
+from harness.data.storage import FolderSource, Source, Subset, cache_root, spread
 from harness.runtime import limits
 from harness.runtime.errors import BadSample, printable
 from harness.runtime.files import make_way, open_regular
@@ -224,7 +224,7 @@ def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
     shape = (3, dataset.image_size, dataset.image_size)
     whole = np.empty(shape, np.uint8)
     small = np.empty(shape, np.uint8)
-    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), 16)).astype(int).tolist():
+    for i in spread(len(dataset), 16):
         # A bad sample is told when it is loaded.
         with suppress(BadSample, ValueError):
             pixels = dataset.source.read(i)[0]

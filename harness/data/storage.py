@@ -213,6 +213,12 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
     return Subset(source, np.flatnonzero(~chosen)), Subset(source, np.flatnonzero(chosen))
 
 
+def spread(length: int, most: int) -> list[int]:
+    """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
+    places: list[int] = np.linspace(0, length - 1, min(length, most)).astype(int).tolist()
+    return places
+
+
 def open_folder_splits(
     root: str | os.PathLike[str], split_fraction: float | None, seed: int
 ) -> tuple[Source, Source]:

@@ -42,15 +42,15 @@ def pixel_bytes(dataset: ImageDataset) -> int:
     Before each row lie ``pad`` zeros, before each image as many rows of zeros, at the end both.
     What follows a row or an image are the zeros of the next: neighbours share them.
     """
-    pad = _padding(dataset) or 0
+    pad = _padding(dataset)
     pitch = dataset.image_size + pad
     return 3 * ((len(dataset) * pitch + pad) * pitch + pad)
 
 
-def _padding(dataset: ImageDataset) -> int | None:
-    """Returns the width of the zeros around an image; None without a pad crop."""
+def _padding(dataset: ImageDataset) -> int:
+    """Returns the width of the zeros around an image, which only a pad crop has."""
     transform = dataset.transform
-    return transform.pad if transform.crop == "pad" else None
+    return transform.pad if transform.crop == "pad" else 0
 
 
 class InMemoryImages:
@@ -69,7 +69,7 @@ class InMemoryImages:
     def __init__(self, dataset: ImageDataset, device: torch.device | None = None) -> None:
         self._dataset = dataset
         # pixels from one row to the next, and rows from one image to the next
-        self._pad = _padding(dataset) or 0
+        self._pad = _padding(dataset)
         self._pitch = dataset.image_size + self._pad
         self._own = accelerator.of(device or "cpu")
         self._memory: Tensor | None = None
@@ -103,7 +103,7 @@ class InMemoryImages:
             source = source.source
         side = (dataset.image_size, dataset.image_size)
         # a pad crop resizes only what has another size
-        resizes = _padding(dataset) is None and dataset.transform.resize
+        resizes = dataset.transform.crop == "center" and dataset.transform.resize
         if not resizes and isinstance(source, ArraySource) and source.images.shape[1:3] == side:
             self._source = source.images, rows
 

@@ -330,19 +330,24 @@ def test_a_cache_that_cannot_be_written_is_refused(root: Path) -> None:
         loaded(root, DISK)
 
 
-@pytest.mark.parametrize("way", ["full disk", "budget"])
+@pytest.mark.parametrize(("is_full", "cache_gb"), [(True, 0.001), (False, 1e6)])
 def test_a_cache_that_could_not_be_made_leaves_nothing(
-    root: Path, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Path,
+    is_full: bool,
+    cache_gb: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The next run takes no empty file for a damaged one."""
 
     def full(*args: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(ConfigError):
-        if way == "full disk":
+    with monkeypatch.context() as patch:
+        if is_full:
             patch.setattr(os, "posix_fallocate", full)
-        loaded(root, DISK, cache_gb=0.001 if way == "full disk" else 1e6)
+        with pytest.raises(ConfigError):
+            loaded(root, DISK, cache_gb=cache_gb)
     assert list((root.parent / "cache/decoded").iterdir()) == []
     loaded(root, DISK)
     assert caplog.text == ""
