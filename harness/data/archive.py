@@ -8,11 +8,16 @@ import tarfile
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
-from harness.runtime.errors import DataError, printable
+from harness.runtime import signals
+from harness.runtime.errors import DataError, Interrupted, printable
 
 # CIFAR's archives have 186 MB
 _MOST_BYTES = 256 << 20
 _HONEST = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
+
+
+class _Suspect(Exception):
+    """What an honest archive does not hold."""
 
 
 def read_members(
@@ -31,15 +36,19 @@ def read_members(
     """
     found: dict[str, bytes] = {}
     try:
+        content = io.BytesIO()
         with gzip.open(archive) as stream:
             # to the very end, where gzip keeps its checksum
-            content = stream.read(most_bytes + 1)
-        if len(content) > most_bytes:
-            raise ValueError(f"unpacks to more than {most_bytes} bytes")
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            while chunk := stream.read(1 << 18):
+                signals.check()
+                content.write(chunk)
+                if content.tell() > most_bytes:
+                    raise _Suspect(f"unpacks to more than {most_bytes} bytes")
+        content.seek(0)
+        with tarfile.open(fileobj=content, mode="r:") as tar:
             for count, member in enumerate(tar):
                 if count == 1000:
-                    raise ValueError("more than 1000 members")
+                    raise _Suspect("more than 1000 members")
                 path = PurePosixPath(member.name)
                 if path.is_absolute() or ".." in path.parts:
                     fault = "has a name that leads out of the archive"
@@ -56,12 +65,16 @@ def read_members(
                     assert file is not None
                     found[member.name] = file.read()
                     continue
-                raise ValueError(f"member {member.name} {fault}")
+                raise _Suspect(f"member {member.name} {fault}")
         if missing := sorted({*wanted} - found.keys()):
-            raise ValueError(f"has no member {', '.join(missing)}")
+            raise _Suspect(f"has no member {', '.join(missing)}")
         return found
+    except Interrupted:
+        raise
     except Exception as error:
         # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
         reason = str(error) or type(error).__name__
+        if not isinstance(error, _Suspect):
+            reason = f"damaged: {reason}"
         advice = "delete the file and get it from its publisher"
-        raise DataError(printable(f"{archive}: damaged: {reason}; {advice}")) from error
+        raise DataError(printable(f"{archive}: {reason}; {advice}")) from error

@@ -179,12 +179,14 @@ class RandAugment:
                 ((math.cos(angle), -math.sin(angle), 0), (math.sin(angle), math.cos(angle), 0)),
             )
         factors = 1.0 + signs * self._level(0.9)
+        # as they lie in memory: whole images are copied, not byte by byte
+        whole = images.permute(0, 2, 3, 1)
         for first, end in pairwise(_GROUPS):
             at = np.flatnonzero((first <= ops) & (ops < end))
             if not len(at):
                 continue
             rows = to_device(at, images.device)
-            part = images[rows]
+            part = whole.index_select(0, rows).permute(0, 3, 1, 2)
             kinds = ops[at] - first
             match first:
                 case Op.ShearX:
@@ -196,7 +198,7 @@ class RandAugment:
                     part = adjust_sharpness(part, factors[at])
                 case _:
                     part = self._same_for_all[Op(first)](part)
-            images[rows] = part
+            whole.index_copy_(0, rows, part.permute(0, 2, 3, 1))
 
     def _level(self, end: float, start: float = 0.0) -> float:
         """Returns the magnitude's place between ``start`` and ``end``, rounded as torchvision's."""

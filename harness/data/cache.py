@@ -1,17 +1,19 @@
 """Keeps decoded pixels in one file, mapped by all workers and local ranks.
 
 The file, in memory or on disk, has a head, a table with a column for each image, and room for
-pixels. Pixel storage is append-only, so views stay valid. Where an image's pixels begin is written
-last: a killed writer leaves no half entry. Entries of earlier runs, or of other ones, are verified
-on first use by a checksum of the pixels and of the source's size and time of change, which finds
-files that have changed and pages that a power failure took away. Entries of this run need no check.
-A page that the disk fails to read ends the process, as with any mapped file.
+entries: an image's sides, its checksum and its pixels. Entries are only appended, so views stay
+valid. Where an image's entry begins is one word, written last: a killed writer leaves no half
+entry, and a reader sees the old entry or the new one. Entries of earlier runs, or of other ones,
+are verified on first use by a checksum of the pixels and of the source's size and time of change,
+which finds files that have changed and pages that a power failure took away. Entries of this run
+need no check. A page that the disk fails to read ends the process, as with any mapped file.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,12 +26,13 @@ from harness.data.transforms import resized
 from harness.runtime.errors import printable
 
 # raise it when the file's content changes
-FORMAT = 3
+FORMAT = 4
 _HEAD = np.dtype([("facts", "S64"), ("used", "<i8"), ("limit", "<i8")])
 _TABLE_START = 128
-# where its pixels begin, 0: nowhere; height, width; checksum of the pixels with the size and time
-# of change of the source file
-_COLUMNS = 4
+# where its entry begins, 0: nowhere; the bytes of the entry
+_COLUMNS = 2
+# height, width; checksum of the pixels with the size and time of change of the source file
+_ENTRY = struct.Struct("<IIq")
 # a file changed so shortly before may change again without another time of change
 _RACY_S = 2.0
 
@@ -62,7 +65,7 @@ class PixelCache:
         cells = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START)
         self._table = cells.reshape(_COLUMNS, -1)
         rows = slice(first, first + len(source))
-        self._places, self._heights, self._widths, self._sums = self._table[:, rows]
+        self._places, self._sizes = self._table[:, rows]
         self._checked = np.frombuffer(checked.map, np.uint8)[rows]
         # not the file itself, which the run has locked against others
         self._lock = checked.fd
@@ -79,20 +82,21 @@ class PixelCache:
         start = int(self._places[i])
         if not start:
             return None
-        height = int(self._heights[i])
-        width = int(self._widths[i])
-        end = start + height * width * 3
         pixels = None
         # else it is damaged, or in a part by which another run made the file longer
-        if min(start, height, width) > 0 and end <= len(self._pixels):
-            pixels = self._pixels[start:end].reshape(height, width, 3)
+        if 0 < start <= len(self._pixels) - _ENTRY.size:
+            height, width, digest = _ENTRY.unpack_from(self._file.map, start)
+            begin = start + _ENTRY.size
+            end = begin + height * width * 3
+            if begin < end <= len(self._pixels):
+                pixels = self._pixels[begin:end].reshape(height, width, 3)
         if checked:
             return pixels
         # The source file may be gone.
         with suppress(OSError):
             status = os.stat(self._source.where(i))
             facts = status.st_size, status.st_mtime_ns
-            if pixels is not None and self._sums[i] == checksum(pixels, *facts):
+            if pixels is not None and digest == checksum(pixels, *facts):
                 self._checked[i] = 1
                 return pixels
         if self._file.writable:
@@ -115,7 +119,7 @@ class PixelCache:
         if time.time() - status.st_ctime < _RACY_S:
             return pixels
         content = np.ascontiguousarray(pixels)
-        size = content.nbytes
+        size = _ENTRY.size + content.nbytes
         head = self._head[0]
         # most often once it is full, and then without the lock
         if head["used"] + size > head["limit"]:
@@ -125,13 +129,13 @@ class PixelCache:
             if start + size > head["limit"]:
                 return pixels
             head["used"] = start + size
-        self._heights[i] = height
-        self._widths[i] = width
-        self._sums[i] = checksum(content, status.st_size, status.st_mtime_ns)
+        self._sizes[i] = size
+        digest = checksum(content, status.st_size, status.st_mtime_ns)
+        entry = _ENTRY.pack(height, width, digest)
         written = 0
         # Not through the map: a fault for each page, and SIGBUS on a full disk.
         with suppress(OSError):
-            written = os.pwrite(self._file.fd, content.data, start)
+            written = os.pwritev(self._file.fd, [entry, content.data], start)
         if written < size:
             # the disk has less left than there was at first
             head["limit"] = start
@@ -195,11 +199,10 @@ def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int]:
     if head["facts"] != facts.encode() or not start <= head["limit"] <= size:
         return 0, 0
     table = np.frombuffer(os.pread(fd, start - _TABLE_START, _TABLE_START), np.int64)
-    places, heights, widths, _ = table.reshape(_COLUMNS, -1)
-    images = heights * widths * 3
-    ends = places + images
+    places, sizes = table.reshape(_COLUMNS, -1)
+    ends = places + sizes
     whole = (places > 0) & (ends <= size)
-    in_use = start + int(images.sum(where=whole))
+    in_use = start + int(sizes.sum(where=whole))
     # A power failure may leave a head that is older than the table: what lies in a place must not
     # be given out again.
     return max(int(head["used"]), int(ends.max(where=whole, initial=start))), in_use

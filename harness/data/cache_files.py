@@ -25,7 +25,7 @@ from harness.data.decode import DecodeOptions, decode
 from harness.data.download import exclusive
 from harness.data.images import ImageDataset
 from harness.data.mapped import MappedFile, memory
-from harness.data.storage import FolderSource, Source, Subset, cache_root
+from harness.data.storage import FolderSource, Source, Subset, cache_root, spread
 from harness.runtime import limits
 from harness.runtime.errors import BadSample, printable
 from harness.runtime.files import make_way, open_regular
@@ -185,15 +185,17 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     free_bytes = shutil.disk_usage(place.parent).free
     make_way(place)
     was_there = place.exists()
-    if was_there:
-        # what it takes may go on being taken
-        free_bytes += place.stat().st_blocks * 512
-    budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
     fd = open_regular(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     with ExitStack() as opened:
         opened.callback(os.close, fd)
         # for as long as the file is open: as long as a thread may write
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not was_there:
+            # unless it gets its table
+            opened.callback(place.unlink)
+        # what it takes may go on being taken
+        free_bytes += os.fstat(fd).st_blocks * 512
+        budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
         used, in_use = cache.taken_bytes(fd, facts, rows)
         if not was_there or 0 < used <= 2 * in_use:
             if data.cache_gb is not None and used > budget_bytes:
@@ -222,7 +224,7 @@ def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
     shape = (3, dataset.image_size, dataset.image_size)
     whole = np.empty(shape, np.uint8)
     small = np.empty(shape, np.uint8)
-    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), 16)).astype(int).tolist():
+    for i in spread(len(dataset), 16):
         # A bad sample is told when it is loaded.
         with suppress(BadSample, ValueError):
             pixels = dataset.source.read(i)[0]

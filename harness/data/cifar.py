@@ -292,9 +292,11 @@ def _list_of(count: int) -> Callable[[Any], None]:
     return load
 
 
+# Short bytes, as Python 3 writes the strings that it read from Python 2, become texts as those do.
 # Tuples become lists, which have no hash: hashing a million tuples inside each other overflows the
 # stack and ends the process.
 _Reader.dispatch = _Reader.dispatch | {
+    pickle.SHORT_BINBYTES[0]: _Reader.dispatch[pickle.SHORT_BINSTRING[0]],
     pickle.TUPLE[0]: _Reader.dispatch[pickle.LIST[0]],
     pickle.TUPLE1[0]: _list_of(1),
     pickle.TUPLE2[0]: _list_of(2),

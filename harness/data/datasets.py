@@ -29,6 +29,7 @@ from harness.data.storage import (
     Subset,
     open_folder_splits,
     split,
+    spread,
 )
 from harness.data.transforms import TrainTransform, eval_transform
 from harness.runtime import parts
@@ -93,7 +94,7 @@ class Splits:
         digest = hashlib.sha256(os.fsencode("\n".join(source.classes)))
         if isinstance(whole, FolderSource):
             digest.update(whole.index.digest())
-            for path in map(source.where, _spread(len(source), _LOOKED_AT)):
+            for path in map(source.where, spread(len(source), _LOOKED_AT)):
                 state = None
                 # A file may be gone.
                 with suppress(OSError):
@@ -101,7 +102,7 @@ class Splits:
                     state = status.st_size, status.st_mtime_ns
                 digest.update(os.fsencode(f"{path} {state}\n"))
         else:
-            for i in _spread(len(source), 16):
+            for i in spread(len(source), 16):
                 # A bad sample is told when it is loaded.
                 with suppress(BadSample):
                     content, label = source.read(i)
@@ -112,12 +113,6 @@ class Splits:
 
 # files of a tree: a few milliseconds on a disk
 _LOOKED_AT = 400
-
-
-def _spread(length: int, most: int) -> list[int]:
-    """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
-    places: list[int] = np.linspace(0, length - 1, min(length, most)).astype(int).tolist()
-    return places
 
 
 def open_digits(data: DataConfig) -> tuple[Source, Source]:
@@ -187,7 +182,7 @@ def load(
     cache that they share.
 
     Raises:
-        ConfigError: a setting without effect, or one that is missing.
+        ConfigError: an unknown name, a setting without effect, or one that is missing.
         DataError: the data set is missing, incomplete or unreadable.
     """
     _check_settings(data)
@@ -208,9 +203,8 @@ def load(
         first, second = DATASETS[data.name](data)
     else:
         # of a checkpoint; the command line's is known
-        raise ConfigError(
-            f"data.name={data.name}: no such data set; choose from {', '.join(DATASETS)}"
-        )
+        sets = ", ".join([*DATASETS, FAKE])
+        raise ConfigError(f"data.name={data.name}: no such data set; choose from {sets}")
     # decode, and keep what is decoded
     options = DecodeOptions(data.exif_orientation, data.background, data.max_pixels)
     caches = None

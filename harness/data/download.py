@@ -21,7 +21,7 @@ from http.client import HTTPException
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from harness.runtime import signals
@@ -40,11 +40,12 @@ _log = logging.getLogger(LOGGER)
 
 
 class _Fault(Exception):
-    """A failed attempt."""
+    """A failed attempt. ``retry``: try again; ``restart``: discard the partial file first."""
 
-
-class _Passing(_Fault):
-    """A failed attempt of which the part is good, and the next may go on."""
+    def __init__(self, reason: str, *, retry: bool = False, restart: bool = False) -> None:
+        super().__init__(reason)
+        self.retry = retry
+        self.restart = restart
 
 
 class _NoFtp(web.FTPHandler):
@@ -67,8 +68,7 @@ def fetch(
     The bytes, at most 1 GiB, go to ``<target>.part``, which is also the lock: a second process
     waits, then finds ``target`` there. After a network fault, or ``stall_s`` seconds in which fewer
     than 64 KiB arrive, the next attempt goes on where the part ends if the server can, in this run
-    (three times, with pauses by ``sleep``) or in a later one. After any other fault the part is
-    discarded, and the fault is believed if there was none.
+    (three times, with pauses by ``sleep``) or in a later one.
 
     Raises:
         DataError: the server cannot be reached, refuses, or sends what has not the digest ``md5``.
@@ -96,15 +96,13 @@ def fetch(
         if target.is_file():
             return
         for pause_s in (1.0, 2.0, 4.0, None):
-            here = file.seek(0, os.SEEK_END)
             try:
                 _transfer(file, part, url, md5, stall_s)
                 break
             except _Fault as fault:
-                passing = isinstance(fault, _Passing)
-                if not passing:
+                if fault.restart:
                     file.truncate(0)
-                if pause_s is None or not (passing or here):
+                if pause_s is None or not fault.retry:
                     raise DataError(
                         f"{printable(f'{url}: {fault}')}; check the network and the address "
                         "(data.mirror)"
@@ -215,6 +213,8 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
         raise _Fault(_PAGE)
     if reply.status != 206:
         here = 0
+    elif not reply.headers.get("Content-Range", "").startswith(f"bytes {here}-"):
+        raise _Fault("the server sent another range than was asked for", retry=True, restart=True)
     if reply.length is None or here + reply.length == 0:
         raise _Fault(
             "the server does not give the file's size (Content-Length), so that a cut-off could "
@@ -237,12 +237,15 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
                 counted = file.tell()
     file.flush()
     if file.tell() != total:
-        raise _Passing(f"the connection closed after {file.tell()} of {total} bytes")
+        raise _Fault(f"the connection closed after {file.tell()} of {total} bytes", retry=True)
     digest = md5_of(part)
     if digest != md5:
+        # only a part may have come from elsewhere
         raise _Fault(
             f"the md5 digest differs: expected {md5}, got {digest} (set data.md5 if another "
-            "archive is meant)"
+            "archive is meant)",
+            retry=here > 0,
+            restart=True,
         )
 
 
@@ -266,17 +269,19 @@ def _waited(call: Callable[[], Any], due_s: float, stall_s: float) -> Any:
         signals.check()
         with suppress(TimeoutError):
             return outcome.result(_POLL_S)
-    raise _Passing(f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s")
+    raise _Fault(f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s", retry=True)
 
 
 def _fault(error: Exception) -> _Fault:
     if isinstance(error, HTTPError):
         error.close()
+        if error.code == 416:
+            return _Fault("the server cannot go on from there", retry=True, restart=True)
         if error.code < 400:
             return _Fault(f"HTTP {error.code} a redirect that cannot be followed")
         # Codes that speak of now, not of the address.
-        kind = _Passing if error.code >= 500 or error.code in (408, 425, 429) else _Fault
-        return kind(f"HTTP {error.code} {error.reason}")
-    kind = _Fault if isinstance(error, ValueError) else _Passing
-    reason = getattr(error, "reason", error)
-    return kind(str(reason) or type(error).__name__)
+        retry = error.code >= 500 or error.code in (408, 425, 429)
+        return _Fault(f"HTTP {error.code} {error.reason}", retry=retry)
+    if isinstance(error, URLError):
+        return _Fault(str(error.reason), retry=True)
+    return _Fault(str(error) or type(error).__name__, retry=not isinstance(error, ValueError))

@@ -252,7 +252,8 @@ class _Scan:
             if not target.startswith(self._limits):
                 return "link out of the data set"
             beside = os.path.dirname(target)
-            self.watched.setdefault(beside, _folder_state(beside))
+            if beside not in self.watched:
+                self.watched[beside] = _folder_state(beside)
         if not entry.is_file():
             return "not a regular file"
         # asked for the user that files are opened as

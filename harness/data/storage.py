@@ -163,16 +163,17 @@ class Subset:
     """The samples of ``source`` at ``indices``, int64 ``[N]``; workers map the numbers."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
-        file = in_memory(np.asarray(indices, np.int64).tobytes())
-        self.__setstate__((source, file))
+        numbers = np.stack([indices, source.labels[indices]]).astype(np.int64)
+        self.__setstate__((source, in_memory(numbers.tobytes())))
 
     def __setstate__(self, state: tuple[Source, MappedFile]) -> None:
         source, file = state
         self.source = source
         self.classes = source.classes
         self._file = file
-        self.indices = np.frombuffer(file.map, np.int64, len(file.map) // 8)
-        self.labels = source.labels[self.indices]
+        # nothing at all has a byte
+        numbers = np.frombuffer(file.map, np.int64, len(file.map) // 8)
+        self.indices, self.labels = numbers.reshape(2, -1)
 
     def __getstate__(self) -> tuple[Source, MappedFile]:
         return self.source, self._file
@@ -210,6 +211,12 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
         count = min(max(1, round(len(members) * fraction)), len(members) - 1)
         chosen[members[rng.sample(range(len(members)), count)]] = True
     return Subset(source, np.flatnonzero(~chosen)), Subset(source, np.flatnonzero(chosen))
+
+
+def spread(length: int, most: int) -> list[int]:
+    """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
+    places: list[int] = np.linspace(0, length - 1, min(length, most)).astype(int).tolist()
+    return places
 
 
 def open_folder_splits(

@@ -12,8 +12,10 @@ a team of threads for each thread that decodes.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -183,17 +185,35 @@ def resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 def _resize(pixels: np.ndarray, out: np.ndarray) -> None:
     """Writes ``pixels``, resized, into ``out``, uint8 ``[H, W, 3]`` in order."""
     # in order, as the kernel needs them, and writable, or torch warns
-    source = _planes(np.require(pixels, requirements=("C", "W")))
-    size = out.shape[:2]
-    try:
-        in_place = torch.ops.aten._upsample_bilinear2d_aa.out
-        in_place(source, size, False, None, None, out=_planes(out))
-    except (AttributeError, RuntimeError, TypeError):
-        # another torch than ours
-        result = F.interpolate(source, size, mode="bilinear", antialias=True)
-        out[...] = result[0].permute(1, 2, 0).numpy()
+    _kernel()(_planes(np.require(pixels, requirements=("C", "W"))), _planes(out))
 
 
 def _planes(pixels: np.ndarray) -> torch.Tensor:
     # numpy turns axes in a third of torch's time
     return torch.from_numpy(pixels.transpose(2, 0, 1)[None])
+
+
+@cache
+def _kernel() -> Any:
+    """Returns torch's in-place kernel if it gives the pixels of ``F.interpolate``, else the latter.
+
+    Asked once a process: another torch may have another kernel of that name.
+    """
+    source = _planes(np.arange(75, dtype=np.uint8).reshape(5, 5, 3))
+    public, in_place = np.zeros((2, 3, 3, 3), np.uint8)
+    _resize_public(source, _planes(public))
+    with suppress(AttributeError, RuntimeError, TypeError):
+        _resize_in_place(source, _planes(in_place))
+        if np.array_equal(public, in_place):
+            return _resize_in_place
+    return _resize_public
+
+
+def _resize_in_place(source: torch.Tensor, out: torch.Tensor) -> None:
+    resize = torch.ops.aten._upsample_bilinear2d_aa.out
+    resize(source, out.shape[2:], False, None, None, out=out)
+
+
+def _resize_public(source: torch.Tensor, out: torch.Tensor) -> None:
+    result = F.interpolate(source, out.shape[2:], mode="bilinear", antialias=True)
+    out.numpy()[...] = result.numpy()

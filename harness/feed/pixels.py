@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, Source, Subset
-from harness.data.transforms import TrainTransform, mirror_into
+from harness.data.transforms import mirror_into
 from harness.feed.interface import HostBatch
 from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER
@@ -31,8 +31,7 @@ def why_not_in_memory(dataset: object) -> str | None:
     """Returns why the images have no one form before crop and mirror; None if they have."""
     if not isinstance(dataset, ImageDataset):
         return f"{type(dataset).__name__} is no data set of images"
-    transform = dataset.transform
-    if isinstance(transform, TrainTransform) and transform.crop in ("pad", "center"):
+    if dataset.transform.crop in ("pad", "center"):
         return None
     return "crops are cut from whole images, which have no common size"
 
@@ -43,17 +42,15 @@ def pixel_bytes(dataset: ImageDataset) -> int:
     Before each row lie ``pad`` zeros, before each image as many rows of zeros, at the end both.
     What follows a row or an image are the zeros of the next: neighbours share them.
     """
-    pad = _padding(dataset) or 0
+    pad = _padding(dataset)
     pitch = dataset.image_size + pad
     return 3 * ((len(dataset) * pitch + pad) * pitch + pad)
 
 
-def _padding(dataset: ImageDataset) -> int | None:
-    """Returns the width of the zeros around an image; None without a pad crop."""
+def _padding(dataset: ImageDataset) -> int:
+    """Returns the width of the zeros around an image, which only a pad crop has."""
     transform = dataset.transform
-    if isinstance(transform, TrainTransform) and transform.crop == "pad":
-        return transform.pad
-    return None
+    return transform.pad if transform.crop == "pad" else 0
 
 
 class InMemoryImages:
@@ -72,7 +69,7 @@ class InMemoryImages:
     def __init__(self, dataset: ImageDataset, device: torch.device | None = None) -> None:
         self._dataset = dataset
         # pixels from one row to the next, and rows from one image to the next
-        self._pad = _padding(dataset) or 0
+        self._pad = _padding(dataset)
         self._pitch = dataset.image_size + self._pad
         self._own = accelerator.of(device or "cpu")
         self._memory: Tensor | None = None
@@ -106,14 +103,13 @@ class InMemoryImages:
             source = source.source
         side = (dataset.image_size, dataset.image_size)
         # a pad crop resizes only what has another size
-        resizes = _padding(dataset) is None and getattr(dataset.transform, "resize", None)
+        resizes = dataset.transform.crop == "center" and dataset.transform.resize
         if not resizes and isinstance(source, ArraySource) and source.images.shape[1:3] == side:
             self._source = source.images, rows
 
         # without the margin and the mirroring that the transform draws for each epoch
         self.untransformed = copy.copy(dataset)
-        if isinstance(dataset.transform, TrainTransform):
-            self.untransformed.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
+        self.untransformed.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """Returns those of ``indices`` whose images must be given to ``keep`` before ``batch``."""
@@ -156,15 +152,13 @@ class InMemoryImages:
         # the place where each crop begins, and whether it is mirrored, by the sample's own numbers
         pitch = self._pitch
         begin = indices * pitch**2
-        mirrored = np.zeros(len(indices), bool)
         transform = self._dataset.transform
-        if isinstance(transform, TrainTransform):
-            pads = transform.crop == "pad"
-            drawn = uniforms(self._dataset.seed, epoch, indices, 3 if pads else 1)
-            if pads:
-                top, left = ((2 * transform.pad + 1) * drawn[:, :2]).astype(np.int64).T
-                begin += top * pitch + left
-            mirrored = drawn[:, -1] < transform.hflip
+        pads = transform.crop == "pad"
+        drawn = uniforms(self._dataset.seed, epoch, indices, 3 if pads else 1)
+        if pads:
+            top, left = ((2 * transform.pad + 1) * drawn[:, :2]).astype(np.int64).T
+            begin += top * pitch + left
+        mirrored = drawn[:, -1] < transform.hflip
 
         # windows of an image's size by the place of their first pixel: rows of bytes
         memory = self._array()

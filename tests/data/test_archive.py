@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import inspect
 import os
+import signal
 import tarfile
 import tracemalloc
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from archives import write_members
 from oddities import listing
 
 from harness.data.archive import read_members
-from harness.runtime.errors import DataError
+from harness.runtime import signals
+from harness.runtime.errors import DataError, Interrupted
 
 GOOD = {"set/one": b"1" * 1000, "set/two": b"2"}
 WANTED = tuple(GOOD)
@@ -71,6 +73,7 @@ def refused(archive: Path, reason: str, most_bytes: int = 1 << 20) -> None:
     with pytest.raises(DataError, match=reason) as caught:
         read_members(archive, WANTED, most_bytes)
     assert str(caught.value).startswith(f"{archive}: ")
+    assert ("damaged: " in str(caught.value)) == ("damaged: " in reason)
     assert str(caught.value).endswith("; delete the file and get it from its publisher")
     assert listing(archive.parent.parent) == ["inner", "inner/x.tar.gz"]
 
@@ -159,6 +162,17 @@ def test_bomb(archive: Path, name: str) -> None:
         tracemalloc.stop()
 
 
+def test_a_signal_ends_the_reading(archive: Path) -> None:
+    """Unpacking takes seconds, in which a signal is heard."""
+    write_members(archive, GOOD)
+    with signals.caught():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            read_members(archive, WANTED)
+    with signals.caught():
+        assert read_members(archive, WANTED) == GOOD
+
+
 def test_published_sizes_fit() -> None:
     """CIFAR's archives, of 50,000 and 10,000 images of 3072 bytes, are below what is allowed."""
     most_bytes = inspect.signature(read_members).parameters["most_bytes"].default
@@ -197,7 +211,7 @@ def test_damage(archive: Path, damage: Callable[[bytes], bytes]) -> None:
     """A damaged archive is an error that says so, even behind the last member."""
     write_members(archive, GOOD | {"set/noise": os.urandom(5000)})
     archive.write_bytes(damage(archive.read_bytes()))
-    refused(archive, "damaged: .+|has no member")
+    refused(archive, "damaged: .+")
 
 
 def test_missing_archive(tmp_path: Path) -> None:

@@ -142,6 +142,28 @@ def test_a_place_of_an_earlier_run_is_not_taken_for_checked(source: FolderSource
     assert kept.get(0) is None
 
 
+def test_another_runs_reader_never_mixes_two_entries(source: FolderSource) -> None:
+    """While a run reads a row that it found right, the one that fills may give it other sides."""
+    first = cache_of(source)
+    first.put(0, pixels_of(0))
+    reader = next_run(first, source)
+    assert reader.get(0) is not None
+    touch(Path(source.where(0)))
+    filling = next_run(first, source)
+    places = reader._places
+
+    class Overtaken(list[int]):
+        def __getitem__(self, i: Any) -> Any:
+            place = places[i]
+            filling.get(i)
+            filling.put(i, pixels_of(1))
+            return place
+
+    reader._places = Overtaken([0])  # type: ignore[assignment]
+    assert np.array_equal(reader.get(0), pixels_of(0))  # type: ignore[arg-type]
+    assert np.array_equal(filling.get(0), pixels_of(1))  # type: ignore[arg-type]
+
+
 def test_a_file_that_went_has_no_pixels(source: FolderSource) -> None:
     """Neither are its pixels given to a later run, nor kept: its reader reports it."""
     first = cache_of(source)
@@ -186,7 +208,8 @@ def test_damaged_pixels_are_not_used(
     """Pixels that are not those that were kept cost that image alone, and once."""
     kept = cache_of(source)
     put_all(kept, range(3))
-    damage(np.frombuffer(kept._file.map, np.uint8)[kept._places[2] : kept.stats()["bytes"]])
+    begin = kept._places[2] + cache._ENTRY.size
+    damage(np.frombuffer(kept._file.map, np.uint8)[begin : kept.stats()["bytes"]])
     later = next_run(kept, source)
     assert right(later, COUNT) == [0, 1]
     put_all(later, [2])
@@ -194,22 +217,24 @@ def test_damaged_pixels_are_not_used(
 
 
 def test_sides_that_were_swapped_are_not_used(source: FolderSource) -> None:
-    """A row whose height and width changed places leads to the same bytes, and to another image."""
+    """Height and width that changed places lead to the same bytes, and to another image."""
     kept = cache_of(source)
     kept.put(0, np.arange(120, dtype=np.uint8).reshape(4, 10, 3))
-    kept._heights[0] = 10
-    kept._widths[0] = 4
+    sides = np.frombuffer(kept._file.map, np.uint32, 2, kept._places[0])
+    sides[:] = sides[::-1].copy()
     assert next_run(kept, source).get(0) is None
 
 
-@pytest.mark.parametrize("column", ["_places", "_heights", "_widths", "_sums"])
+@pytest.mark.parametrize("word", range(4), ids=["place", "size", "sides", "checksum"])
 @pytest.mark.parametrize("value", [-1, 0, 1, 2**20, 2**62])
-def test_a_damaged_row_leads_nowhere(source: FolderSource, column: str, value: int) -> None:
-    """Whatever a row says, only pixels with their checksum are given, and no room is taken."""
+def test_a_damaged_row_leads_nowhere(source: FolderSource, word: int, value: int) -> None:
+    """Whatever a row or an entry says, only checked pixels are given, and no room is taken."""
     kept = cache_of(source)
     kept.put(0, pixels_of(0))
-    getattr(kept, column)[0] = value
-    assert next_run(kept, source).get(0) is None
+    entry = np.frombuffer(kept._file.map, np.int64, 2, kept._places[0])
+    (kept._places[:1], kept._sizes[:1], entry[:1], entry[1:])[word][0] = value
+    found = next_run(kept, source).get(0)
+    assert found is None or (word == 1 and np.array_equal(found, pixels_of(0)))
     taken, _ = cache.taken_bytes(kept._file.fd, FACTS, COUNT)
     assert 0 < taken <= kept.stats()["limit"]
 
@@ -245,7 +270,7 @@ def test_a_full_disk_ends_the_filling(
     kept = cache_of(source)
     put_all(kept, range(3))
     tries = []
-    real = os.pwrite
+    real = os.pwritev
 
     def full(fd: int, data: Any, at: int) -> int:
         tries.append(at)
@@ -253,7 +278,7 @@ def test_a_full_disk_ends_the_filling(
             return real(fd, data[:1], at)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     put_all(kept, range(3, COUNT))
     assert right(kept, COUNT) == [0, 1, 2]
     assert len(tries) == 1

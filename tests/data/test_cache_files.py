@@ -221,6 +221,8 @@ def test_a_second_run_only_reads(root: Path, caplog: pytest.LogCaptureFixture) -
     assert images(first) == images(second) == 2
     batch(first.train, 0)
     assert images(second) == 8
+    # of the room that the first needs
+    assert images(loaded(root, DISK, cache_gb=1e6)) == 8
     other = loaded(root, DISK, exif_orientation=True)
     assert kept_by(other) is None
     assert "another process fills it; of other pixels: nothing is kept in this run" in caplog.text
@@ -326,6 +328,29 @@ def test_a_cache_that_cannot_be_written_is_refused(root: Path) -> None:
         match=r"^data\.cache=disk: .*decoded/.*; free space, set WELLFED_CACHE to another folder",
     ):
         loaded(root, DISK)
+
+
+@pytest.mark.parametrize(("is_full", "cache_gb"), [(True, 0.001), (False, 1e6)])
+def test_a_cache_that_could_not_be_made_leaves_nothing(
+    root: Path,
+    is_full: bool,
+    cache_gb: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The next run takes no empty file for a damaged one."""
+
+    def full(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if is_full:
+            patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ConfigError):
+            loaded(root, DISK, cache_gb=cache_gb)
+    assert list((root.parent / "cache/decoded").iterdir()) == []
+    loaded(root, DISK)
+    assert caplog.text == ""
 
 
 def test_half_of_the_memory_is_the_most(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,7 @@ def test_a_new_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
+        ({"name": "zzz"}, r"data\.name=zzz: no such data set; choose from shapes, .*fake$"),
         (
             {"name": "imagefolder"},
             r"data\.root: .* needs it, for example data\.root=/data/imagefolder",
@@ -172,7 +173,7 @@ def test_a_new_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda value: " ".join(map(str, value.values()))[:30] if isinstance(value, dict) else "",
 )
 def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], text: str) -> None:
-    """A missing root and a setting without effect are named with the way out."""
+    """An unknown name, a missing root and a setting without effect are named with the way out."""
     with pytest.raises(ConfigError, match=text):
         load(DataConfig(**settings), AugmentConfig(), 0)
 

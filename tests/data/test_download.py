@@ -113,7 +113,7 @@ def test_unfit_part(tmp_path: Path, left: bytes) -> None:
     assert listing(tmp_path) == [NAME]
 
 
-def test_other_range(tmp_path: Path) -> None:
+def test_other_range(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A server that sends another range is asked for the whole file."""
     (tmp_path / f"{NAME}.part").write_bytes(BODY[:1000])
     wrong: Answer = lambda handler: reply(
@@ -122,6 +122,25 @@ def test_other_range(tmp_path: Path) -> None:
     with site(in_turn(wrong, WHOLE)) as here:
         get(here, tmp_path / NAME)
     assert md5_of(tmp_path / NAME) == MD5
+    assert "the server sent another range than was asked for; trying again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(lambda h: reply(h, 403), id="403"),
+        pytest.param(lambda h: reply(h, 200, b"<html>", Content_Type="text/html"), id="login page"),
+        pytest.param(lambda h: reply(h, 200, BODY, Content_Length=""), id="no length"),
+    ],
+)
+def test_a_refusal_leaves_the_part(tmp_path: Path, answer: Answer) -> None:
+    """What says nothing about the part leaves it to a later run."""
+    part = tmp_path / f"{NAME}.part"
+    part.write_bytes(BODY[:1000])
+    with site(answer) as here, pytest.raises(DataError):
+        get(here, tmp_path / NAME)
+    assert here.asked == ["bytes=1000-"]
+    assert part.read_bytes() == BODY[:1000]
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])

@@ -149,6 +149,18 @@ def test_a_tree_with_a_broken_link_is_not_trusted(root: Path) -> None:
     assert paths(opened(root)) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
 
 
+def test_a_folder_of_many_targets_is_asked_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree of links, as git-annex makes it, has as many links to a folder as images."""
+    (root / "b/5.jpg").symlink_to(root.parent / "store/4.jpg")
+    asked: list[bytes] = []
+    real = module._folder_state
+    monkeypatch.setattr(module, "_folder_state", lambda path: asked.append(path) or real(path))
+    assert len(opened(root)) == 5
+    assert asked.count(os.fsencode(root.parent / "store")) == 1
+
+
 @pytest.mark.usefixtures("settled")
 def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers with equal process numbers do not write into one file."""

@@ -148,18 +148,30 @@ def other_arguments(*given: object, **more: object) -> None:
     raise RuntimeError("expected at most 3 arguments")
 
 
+def other_pixels(*given: object, out: torch.Tensor) -> None:
+    out.fill_(1)
+
+
 @pytest.mark.parametrize(
-    "private", [SimpleNamespace(), SimpleNamespace(out=other_arguments)], ids=["missing", "other"]
+    "private",
+    [
+        SimpleNamespace(),
+        SimpleNamespace(out=other_arguments),
+        SimpleNamespace(out=other_pixels),
+    ],
+    ids=["missing", "other arguments", "other pixels"],
 )
 def test_the_public_function_serves_where_the_private_does_not(
     private: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A torch without the private kernel costs a copy and changes no pixel."""
     with monkeypatch.context() as patch:
+        assert transforms._kernel() is transforms._resize_in_place
         # the private one is what serves here
         patch.setattr(transforms, "F", None)
         expected = [written(noise(90, 70), box, flip) for box in BOXES for flip in (False, True)]
     monkeypatch.setattr(torch.ops.aten, "_upsample_bilinear2d_aa", private)
+    monkeypatch.setattr(transforms, "_kernel", transforms._kernel.__wrapped__)
     assert np.array_equal(
         [written(noise(90, 70), box, flip) for box in BOXES for flip in (False, True)], expected
     )

@@ -407,6 +407,9 @@ def test_a_subset_counts_from_zero() -> None:
         2,
         1,
     )
+    twin = pickle.loads(pickle.dumps(part))
+    assert (twin.labels.tolist(), twin.labels.flags.owndata) == ([0, 1], False)
+    assert len(Subset(part, np.array([], int))) == 0
 
 
 @pytest.mark.parametrize(

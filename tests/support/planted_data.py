@@ -117,6 +117,7 @@ class Blur:
     def __init__(self, before: TrainTransform, blur_s: float) -> None:
         self.before = before
         self.blur_s = blur_s
+        self.crop = before.crop
         self.stages = (*before.stages, "blur")
 
     def __call__(

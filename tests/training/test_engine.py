@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from harness.config import AugmentConfig, Config
-from harness.feed.interface import Feed, HostBatch
+from harness.feed.interface import Failure, Feed, HostBatch
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
 from harness.runtime.distributed import World
@@ -44,6 +45,7 @@ class Recorded:
         self.name = name
         self.count = count
         self.log = log
+        self.replaced: deque[Failure] = deque()
         self.order = Order(count * self.settings.batch_size, self.settings.batch_size)
 
     def __len__(self) -> int:
