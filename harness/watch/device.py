@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import isnan
 from typing import Any
 
 from harness.runtime.folder import LOGGER
@@ -68,7 +68,8 @@ class Source:
         for tags, read in list(self._reads.items()):
             try:
                 for tag, figure in zip(tags, read(), strict=False):
-                    if figure is not None:
+                    # NVML's counters say so of what they could not measure
+                    if figure is not None and not isnan(figure):
                         found[tag] = figure
                         # two counters are not read at the very same moment
                         if tag.figure.unit == "fraction":
@@ -163,8 +164,6 @@ def _sm_utilization(nvml: Any, handle: Any, is_mig: bool) -> Callable[[], Figure
         metric = nvml.nvmlGpmMetricsGet(asked).metrics[0]
         if metric.nvmlReturn:
             raise nvml.NVMLError(metric.nvmlReturn)
-        if math.isnan(metric.value):
-            return ()
         return (metric.value / 100,)
 
     return read

@@ -58,7 +58,9 @@ class Finding:
 def judge(evidence: Evidence) -> Verdict:
     """Returns what bounds the steps in ``evidence.window``, and what to try."""
     window = evidence.window
-    if window.stall_fraction is None or window.steps < 10:
+    # in under a second, a single slow step among a few would decide
+    least = 10 if window.elapsed_s >= 1.0 else 20
+    if window.stall_fraction is None or window.steps < least:
         few = f"{window.steps} steps are too few for a verdict"
         return Verdict(
             "unknown", None, f"Unknown. {few}. Try: let the run go on for longer.", None, ()

@@ -418,6 +418,12 @@ CASES = [
         id="too short",
     ),
     pytest.param(
+        evidence(0.5, window={"steps": 19, "elapsed_s": 0.9}),
+        "unknown",
+        "Unknown. 19 steps are too few for a verdict. Try: let the run go on for longer.",
+        id="too short for quick steps",
+    ),
+    pytest.param(
         evidence(0.4),
         "unknown",
         "Unknown. The device waited for data 40% of the time. The feed does not say for what. "
