@@ -155,9 +155,8 @@ class Session:
             began = self.now()
             self.rows.status(f"{_WHAT['G']}, then {_WHAT['A']} (round {number})")
             # by the mean, as real steps are counted: the two are to be compared
-            demand, cpu_s = self.lab.demand(_DEMAND_S, Rate.of)
-            demands.append((demand, cpu_s))
-            trials.append(self.steps(settings, loading, demand))
+            demands.append(self.lab.demand(_DEMAND_S, Rate.of))
+            trials.append(self.steps(settings, loading, demands[-1][0]))
             # another round may take as long as this one
             round_s = self.now() - began
             if not trials[-1].rate or self._left_s(round_s) <= after_s:

@@ -105,13 +105,14 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
                 for kind, of in kinds.items()
             }
 
+    begins = [0, *steps]
     # the longest spike comes first, so that each group marks its own longest one
     found = spikes(windows)
     marked: dict[int, dict[str, Any]] = {}
     for index in found:
         group = bisect_right(edges, index) - 1
         ms = windows.columns[LONGEST][index]
-        spike = {"after": [0, *steps][index], "step": steps[index], "ms": ms, "at": group}
+        spike = {"after": begins[index], "step": steps[index], "ms": ms, "at": group}
         parts = {part: windows.columns[f"time/{part}_ms/max"][index] or 0.0 for part in PARTS}
         cause = max(PARTS, key=lambda part: parts[part])
         if parts[cause] > ms / 2:

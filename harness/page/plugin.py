@@ -84,13 +84,11 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                     folders[os.path.join(label, name)] = folder
             return folders
 
-        @lru_cache(maxsize=1024)
-        def told_once(folder: Path, name: str, buckets: int, files: object) -> str:
-            # again if one of its files has changed
-            return runs.run_json(folder, name, buckets=buckets)
+        # made again if one of the run's files has changed
+        kept = lru_cache(maxsize=1024)(lambda stamps, *run: runs.run_json(*run))
 
         def tell(folder: Path, name: str, buckets: int = 60) -> str:
-            return told_once(folder, name, buckets, runs.stamps(folder))
+            return kept(runs.stamps(folder), folder, name, buckets)
 
         def every(query: str) -> str:
             notes: list[str] = []

@@ -31,18 +31,15 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
     nvml = _started()
     if nvml is None:
         return None
-    try:
+    names: list[str] = []
+    # NVML's own, or of another module of its name
+    with suppress(Exception):
+        driver = str(nvml.nvmlSystemGetDriverVersion())
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         names = [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]
-        driver = str(nvml.nvmlSystemGetDriverVersion())
-    except Exception:
-        # NVML's own, or of another module of its name
-        names = []
     with suppress(Exception):
         nvml.nvmlShutdown()
-    if not names:
-        return None
-    return driver, names
+    return (driver, names) if names else None
 
 
 class Source:
@@ -140,14 +137,13 @@ def _sm_utilization(nvml: Any, handle: Any, is_mig: bool) -> Callable[[], Figure
         NVMLError: this GPU or its driver has no counters.
     """
     device = handle
+    take = partial(nvml.nvmlGpmSampleGet, handle)
     if is_mig:
         device = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
-        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    take = partial(nvml.nvmlGpmSampleGet, device)
-    if is_mig:
         instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
         take = partial(nvml.nvmlGpmMigSampleGet, device, instance)
+    if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
     before = nvml.nvmlGpmSampleAlloc()
     after = nvml.nvmlGpmSampleAlloc()
     taken = False

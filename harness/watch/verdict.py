@@ -253,8 +253,7 @@ def hosted(r: StallBreakdown) -> Finding:
         )
     if largest == "logging":
         return Finding("host", cause, f"watch.window_steps={10 * r.evidence.window_steps}")
-    larger = f"loader.batch_size={2 * r.evidence.settings.batch_size}"
-    return Finding("host", cause, larger, "do less between two steps")
+    return Finding("host", cause, r.larger, "do less between two steps")
 
 
 def launched(r: StallBreakdown) -> Finding:
@@ -262,9 +261,7 @@ def launched(r: StallBreakdown) -> Finding:
     cause = f"The device waited for Python within the step {r.launch:.0%} of the time"
     if launch := r.evidence.window.launch_ms:
         cause += f". Launching a step takes {launch.median:.1f} ms"
-    faster = "trainer.compile=true"
-    if r.evidence.compiled:
-        faster = f"loader.batch_size={2 * r.evidence.settings.batch_size}"
+    faster = r.larger if r.evidence.compiled else "trainer.compile=true"
     return Finding("launch", cause, faster)
 
 

@@ -170,7 +170,7 @@ def test_an_odd_report_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         page_runs,
         "run_json",
-        lambda folder, name, **more: read(folder if name == "b" else 1 / 0, name, **more),
+        lambda folder, name, *more: read(folder if name == "b" else 1 / 0, name, *more),
     )
     os.utime(tmp_path / "a" / "report.json", (0, 0))
     listed = json.loads(ask(plugin(tmp_path), "/runs")[2])

@@ -86,7 +86,6 @@ def evidence(
         "stall_basis": "device",
         "stall_fraction": starved + copy,
         "shares": shares,
-        "compute_fraction": shares["compute"],
         "wait_parts": {"make": 0.9, "transport": 0.05, "pin": 0.03, "move": 0.02} if stages else {},
         "step_ms": spread(50.0),
         "compute_ms": spread(45.0),
@@ -435,7 +434,7 @@ CASES = [
         evidence(
             0.01,
             device="mps",
-            window={"stall_basis": "host", "shares": {"starved": 0.01}, "compute_fraction": None},
+            window={"stall_basis": "host", "shares": {"starved": 0.01}},
         ),
         "unknown",
         "Unknown. Loading does not hold the steps up. The loop waited for data 1% of the time, the "
@@ -819,7 +818,6 @@ def drawn(rng: random.Random) -> Evidence:
         elapsed_s=rng.choice([0.0, rng.random() * 100]),
         images_per_s=maybe(rng.choice([0.0, 10 ** rng.uniform(-2, 5)])),
         stall_fraction=maybe(share()),
-        compute_fraction=maybe(share()),
         stall_basis=rng.choice(["host", "device"]),
         shares=shares,
         wait_parts=parts,
