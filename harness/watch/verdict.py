@@ -85,12 +85,13 @@ def judge(evidence: Evidence) -> Verdict:
     # beside other programs the ceiling would be theirs too
     if 1 - 1 / ceiling >= _FED and kind != "neighbours":
         gain = f"Faster loading gives at most {ceiling:.3g}x"
-        if evidence.device == "cpu" and window.stall_basis == "host":
+        if evidence.device == "cpu":
             gain += ", and less where it takes processors from the step"
             # they hardly wait, and are slower all the same
             if evidence.ceiling and r.lost < HARM and ceiling > 1 / (1 - HARM):
                 gain = (
-                    f"Loading takes processors from the steps: without it, they run {ceiling:.3g}x"
+                    "Loading takes processors from the steps: without it, they are "
+                    f"{ceiling:.3g}x as fast"
                 )
         sentences.append(gain)
     ways = [way for way in (found.next_step, found.advice) if way]

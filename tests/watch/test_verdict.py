@@ -632,7 +632,7 @@ def test_steps_that_hardly_wait_are_slowed_by_loading_on_their_processors() -> N
     """A measured ceiling that waits do not explain is no gain of faster loading."""
     window = {"stall_basis": "host"}
     sentence = judge(evidence(0.01, window=window, ceiling=1.2, device="cpu")).sentence
-    assert "Loading takes processors from the steps: without it, they run 1.2x." in sentence
+    assert "Loading takes processors from the steps: without it, they are 1.2x as fast." in sentence
     assert "Faster loading" not in sentence
 
 
