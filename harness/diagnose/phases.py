@@ -34,8 +34,6 @@ _STEPS_S = 3.0
 _FETCH_S = 4.0
 # workers and their first files
 _START_S = 2.0
-# what must be left for another round, which may take as long as those before it did
-_ROUND_S = 35.0
 _UNREAD = "no whole batch was read before"
 _WHAT = {
     "": "loading alone, files as they are",
@@ -151,13 +149,17 @@ class Session:
         """
         demands: list[tuple[Rate, float]] = []
         trials: list[Trial] = []
+        # P, F and their workers need some of the time
+        after_s = 2 * _LOADING_S + _FETCH_S + _START_S
         for number in range(1, _ROUNDS + 1):
+            began = self.now()
             self.rows.status(f"{_WHAT['G']}, then {_WHAT['A']} (round {number})")
             # by the mean, as real steps are counted: the two are to be compared
-            demand, cpu_s = self.lab.demand(_DEMAND_S, Rate.of)
-            demands.append((demand, cpu_s))
-            trials.append(self.steps(settings, loading, demand))
-            if not trials[-1].rate or self._left_s() <= _ROUND_S:
+            demands.append(self.lab.demand(_DEMAND_S, Rate.of))
+            trials.append(self.steps(settings, loading, demands[-1][0]))
+            # another round may take as long as this one
+            round_s = self.now() - began
+            if not trials[-1].rate or self._left_s(round_s) <= after_s:
                 break
         demand = _middle([rate for rate, _ in demands])
         self._row("G", demand)
@@ -240,9 +242,9 @@ class Session:
             return None
         return len(batch.labels) / seconds[pinned]
 
-    def _left_s(self) -> float:
-        """Returns seconds left to the rank that has the fewest."""
-        return self.lab.ranks.smallest(self.ends + self.lab.first_s - self.now())
+    def _left_s(self, less_s: float = 0.0) -> float:
+        """Returns seconds left to the rank that has the fewest, after ``less_s`` of its own."""
+        return self.lab.ranks.smallest(self.ends + self.lab.first_s - self.now() - less_s)
 
     def _supply(self, name: str, settings: FeedSettings) -> Trial:
         """Returns loading alone, of at least one worker: a worker that hangs can be ended."""

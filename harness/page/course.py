@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -87,17 +88,16 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     steps = windows.columns["step"]
     if not steps:
         return None
-    # windows of a group
-    size = math.ceil(len(steps) / buckets)
-    starts = range(0, len(steps), size)
+    groups = min(len(steps), buckets)
+    edges = [group * len(steps) // groups for group in range(groups + 1)]
     columns = {}
     kinds: dict[str, Any] = {"mean": fmean}
-    if size > 1:
+    if groups < len(steps):
         # a group's lowest and highest keep every spike
         kinds |= {"low": min, "high": max}
     for tag in TAGS:
         figures = windows.columns[tag]
-        known = [[ms for ms in figures[at : at + size] if ms is not None] for at in starts]
+        known = [[ms for ms in figures[a:b] if ms is not None] for a, b in pairwise(edges)]
         if any(known):
             # four digits are more than a chart shows
             columns[tag] = {
@@ -105,19 +105,20 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
                 for kind, of in kinds.items()
             }
 
+    begins = [0, *steps]
     # the longest spike comes first, so that each group marks its own longest one
     found = spikes(windows)
     marked: dict[int, dict[str, Any]] = {}
     for index in found:
-        group = index // size
+        group = bisect_right(edges, index) - 1
         ms = windows.columns[LONGEST][index]
-        spike = {"after": [0, *steps][index], "step": steps[index], "ms": ms, "at": group}
+        spike = {"after": begins[index], "step": steps[index], "ms": ms, "at": group}
         parts = {part: windows.columns[f"time/{part}_ms/max"][index] or 0.0 for part in PARTS}
         cause = max(PARTS, key=lambda part: parts[part])
         if parts[cause] > ms / 2:
             spike["cause"] = cause
         marked.setdefault(group, spike)
-    ends = [min(at + size, len(steps)) - 1 for at in starts]
+    ends = [edge - 1 for edge in edges[1:]]
     return {
         "steps": [steps[end] for end in ends],
         "epochs": [windows.columns["epoch"][end] for end in ends],

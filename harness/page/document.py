@@ -8,14 +8,13 @@ import html
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from harness.page.course import declared
-from harness.page.runs import BUCKETS, find_runs, read_run, read_runs
+from harness.page.runs import BUCKETS, find_runs, run_json, told
 from harness.runtime.files import write_whole
 
 ASSETS = Path(__file__).parent
@@ -38,7 +37,7 @@ def write_report(folder: Path) -> None:
     path = folder / "report.html"
     try:
         name = run_name(folder)
-        write_whole(path, page([read_run(folder, name)], (), name).encode())
+        write_whole(path, page([run_json(folder, name)], (), name).encode())
     # the run is over and has its report.json: nothing here may change how it ends
     except Exception as error:
         _log.warning("%s: %s; the run goes on without it", path, error)
@@ -62,7 +61,7 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
         )
     # the more runs, the fewer points each, so that a sweep's page stays below a megabyte
     buckets = max(60, min(BUCKETS, 3 * BUCKETS // len(folders)))
-    runs = read_runs(folders, partial(read_run, buckets=buckets), notes)
+    runs = told(folders, partial(run_json, buckets=buckets), notes)
     path = root / "report.html"
     write_whole(path, page(runs, notes, run_name(root)).encode())
     return path, len(runs), notes
@@ -75,8 +74,8 @@ def run_name(folder: Path) -> str:
     return below[1] if below else path.name
 
 
-def page(runs: Sequence[Mapping[str, Any]], notes: Sequence[str], name: str) -> str:
-    """Returns the whole page as HTML: ``runs``, as ``read_run`` gives them, below ``notes``."""
+def page(runs: Sequence[str], notes: Sequence[str], name: str) -> str:
+    """Returns the whole page as HTML: ``runs``, as ``run_json`` gives them, below ``notes``."""
     script = bundle()
     return Template(asset("page.html")).substitute(
         title=html.escape(f"Data stalls: {name}"),
@@ -89,10 +88,10 @@ def page(runs: Sequence[Mapping[str, Any]], notes: Sequence[str], name: str) -> 
     )
 
 
-def listed(runs: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
+def listed(runs: Sequence[str], notes: Sequence[str]) -> str:
     """Returns the JSON that the page starts from: ``runs``, and ``notes`` on all of them."""
-    data = {"notes": notes, "declared": declared(), "runs": runs}
-    return json.dumps(data, allow_nan=False, separators=(",", ":"))
+    head = json.dumps({"notes": notes, "declared": declared()})
+    return f'{head[:-1]}, "runs": [{",".join(runs)}]}}'
 
 
 def bundle() -> str:

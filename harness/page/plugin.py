@@ -17,6 +17,8 @@ from urllib.parse import parse_qs
 
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 
+# folders, to see whether there is a run at all
+_GLANCED_AT = 2000
 # that there is no run is remembered for so long
 _RECALL_S = 60.0
 
@@ -49,8 +51,8 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 self._looked_s = time.monotonic()
                 unseen: list[str] = []
                 self._has_run = any(
-                    # more folders than are looked into
-                    any(each_run(Path(path), unseen)) or unseen
+                    # more folders than a glance can tell of
+                    any(each_run(Path(path), unseen, _GLANCED_AT)) or unseen
                     for path in self._logdirs.values()
                 )
             return self._has_run
@@ -82,22 +84,20 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                     folders[os.path.join(label, name)] = folder
             return folders
 
-        @lru_cache(maxsize=1024)
-        def read_once(folder: Path, name: str, changed_s: float) -> dict[str, Any]:
-            # again if one of its files has changed
-            return runs.read_run(folder, name, 60)
+        # made again if one of the run's files has changed
+        kept = lru_cache(maxsize=1024)(lambda stamps, *run: runs.run_json(*run))
 
-        def read(folder: Path, name: str) -> dict[str, Any]:
-            return read_once(folder, name, runs.changed_s(folder))
+        def tell(folder: Path, name: str, buckets: int = 60) -> str:
+            return kept(runs.stamps(folder), folder, name, buckets)
 
         def every(query: str) -> str:
             notes: list[str] = []
-            return document.listed(runs.read_runs(found(notes), read, notes), notes)
+            return document.listed(runs.told(found(notes), tell, notes), notes)
 
         def one(query: str) -> str:
             name = parse_qs(query).get("name", [""])[0]
             # a name is looked up and never made into a path
-            return json.dumps(runs.read_run(found([])[name], name))
+            return tell(found([])[name], name, runs.BUCKETS)
 
         def file(name: str) -> Callable[[str], str]:
             return lambda query: document.asset(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ FILES = (REPORT_JSON, METRICS_JSONL, "tuning.json")
 
 # looked at below one folder
 _MOST_RUNS = 1000
-_MOST_FOLDERS = 10_000
+_MOST_FOLDERS = 50_000
 
 
 def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
@@ -34,19 +35,19 @@ def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
         notes.append(
             f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last"
         )
-        found.sort(key=lambda run: changed_s(run[1]))
+        found.sort(key=lambda run: max(stamps(run[1])))
     return dict(sorted(found[-_MOST_RUNS:], key=lambda run: natural(run[0])))
 
 
-def each_run(root: Path, notes: list[str]) -> Iterator[tuple[str, Path]]:
+def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterator[tuple[str, Path]]:
     """Yields every run folder as it is found, the last by name first, without links.
 
-    It ends after 10,000 folders, and ``notes`` say so.
+    It ends after ``most`` folders, and ``notes`` say so.
     """
     for count, (path, folders, files) in enumerate(os.walk(root)):
-        if count == _MOST_FOLDERS:
+        if count == most:
             notes.append(
-                f"{root}: more than {count:,} folders; the rest, from {path} on, is not looked "
+                f"{root}: more than {most:,} folders; the rest, from {path} on, is not looked "
                 "into: name one below it"
             )
             return
@@ -60,26 +61,33 @@ def each_run(root: Path, notes: list[str]) -> Iterator[tuple[str, Path]]:
         folders[:] = sorted(looked_into, key=natural, reverse=True)
 
 
-def changed_s(folder: Path) -> float:
-    """Returns when a run's files were last written to, in seconds of the wall clock."""
-    found = [0.0]
+def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Returns what changes when a run's files do: nanoseconds of the wall clock, and bytes."""
+    found = [(0, 0)]
     for name in FILES:
         with suppress(OSError):
-            found.append((folder / name).stat().st_mtime)
-    return max(found)
+            status = (folder / name).stat()
+            found.append((status.st_mtime_ns, status.st_size))
+    return tuple(found)
 
 
-def read_runs(
-    folders: Mapping[str, Path], read: Callable[[Path, str], dict[str, Any]], notes: list[str]
-) -> list[dict[str, Any]]:
-    """Returns what ``read`` returns of each run in ``folders``; a run that fails is a note."""
+def told(
+    folders: Mapping[str, Path], tell: Callable[[Path, str], str], notes: list[str]
+) -> list[str]:
+    """Returns what ``tell`` returns of each run in ``folders``; a run that fails is a note."""
     found = []
     for name, folder in folders.items():
         try:
-            found.append(read(folder, name))
+            found.append(tell(folder, name))
         except Exception as error:
             notes.append(f"run {name} cannot be shown: {type(error).__name__}: {error}")
     return found
+
+
+def run_json(folder: Path, name: str, buckets: int = BUCKETS) -> str:
+    """Returns one run as JSON, in letters of ASCII."""
+    run = read_run(folder, name, buckets=buckets)
+    return json.dumps(run, allow_nan=False, separators=(",", ":"))
 
 
 def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
@@ -119,7 +127,7 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
     config = ".hydra/config.yaml"
     return {
         "name": name,
-        "changed_s": changed_s(folder),
+        "changed_s": max(stamps(folder))[0] / 1e9,
         "report": fitted(latest(windows), REPORT) if report is None else report,
         "latest": report is None,
         "tuning": read("tuning.json", lambda path: _fitting(path, TUNING)),

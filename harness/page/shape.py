@@ -76,7 +76,6 @@ TUNING: dict[Any, Any] = {
     "sentence": str,
     "demand?": _RATE,
     "trials": [{"settings": _SETTINGS, "kind": str, "rate?": _RATE, "refused?": str}],
-    "override?": str,
     "seconds?": float,
     "reused?": bool,
 }

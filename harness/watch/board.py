@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Self
@@ -88,9 +88,7 @@ class Board:
         flat: dict[str, float] = {}
         for tag, figure in figures.items():
             if isinstance(figure, Spread):
-                flat[f"{tag}/median"] = figure.median
-                flat[f"{tag}/p95"] = figure.p95
-                flat[f"{tag}/max"] = figure.max
+                flat |= {f"{tag}/{of}": value for of, value in asdict(figure).items()}
             elif figure is not None:
                 flat[str(tag)] = figure
         if self._there:
@@ -232,10 +230,7 @@ def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
     """
     if not totals.samples or worker_s <= 0:
         return {}
-    each = {
-        f"stages/{name}_ms": 1e3 * cost.wall_s / totals.samples
-        for name, cost in totals.stages.items()
-    }
+    each = {f"stages/{row['name']}_ms": row["wall_ms"] for row in totals.rows()}
     return {**each, Tag.BUSY_FRACTION: min(1.0, totals.busy_s / worker_s)}
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import isnan
 from typing import Any
 
 from harness.runtime.folder import LOGGER
@@ -31,18 +31,15 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
     nvml = _started()
     if nvml is None:
         return None
-    try:
+    names: list[str] = []
+    # NVML's own, or of another module of its name
+    with suppress(Exception):
+        driver = str(nvml.nvmlSystemGetDriverVersion())
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         names = [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]
-        driver = str(nvml.nvmlSystemGetDriverVersion())
-    except Exception:
-        # NVML's own, or of another module of its name
-        names = []
     with suppress(Exception):
         nvml.nvmlShutdown()
-    if not names:
-        return None
-    return driver, names
+    return (driver, names) if names else None
 
 
 class Source:
@@ -68,7 +65,8 @@ class Source:
         for tags, read in list(self._reads.items()):
             try:
                 for tag, figure in zip(tags, read(), strict=False):
-                    if figure is not None:
+                    # NVML's counters say so of what they could not measure
+                    if figure is not None and not isnan(figure):
                         found[tag] = figure
                         # two counters are not read at the very same moment
                         if tag.figure.unit == "fraction":
@@ -139,14 +137,13 @@ def _sm_utilization(nvml: Any, handle: Any, is_mig: bool) -> Callable[[], Figure
         NVMLError: this GPU or its driver has no counters.
     """
     device = handle
+    take = partial(nvml.nvmlGpmSampleGet, handle)
     if is_mig:
         device = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
-        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    take = partial(nvml.nvmlGpmSampleGet, device)
-    if is_mig:
         instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
         take = partial(nvml.nvmlGpmMigSampleGet, device, instance)
+    if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
     before = nvml.nvmlGpmSampleAlloc()
     after = nvml.nvmlGpmSampleAlloc()
     taken = False
@@ -163,8 +160,6 @@ def _sm_utilization(nvml: Any, handle: Any, is_mig: bool) -> Callable[[], Figure
         metric = nvml.nvmlGpmMetricsGet(asked).metrics[0]
         if metric.nvmlReturn:
             raise nvml.NVMLError(metric.nvmlReturn)
-        if math.isnan(metric.value):
-            return ()
         return (metric.value / 100,)
 
     return read

@@ -175,6 +175,7 @@ class StallBreakdown:
         moved: share of ``starved`` until it was on the device and normalised.
         host_parts: what ``host`` was spent on, as far as that has a name.
         workers: of the loader.
+        larger: a batch twice as large, as a setting to try.
         rate: images/s; 0: not known.
         search: the search for loader settings, as a setting to try; None: they come of one.
         others: cores that other programs took; None: they harmed nothing.
@@ -197,7 +198,7 @@ class StallBreakdown:
         self.launch = share("launch", 0.0)
         self.lost = self.starved + self.copy + self.host + self.launch
         self.prepare = share("prepare", 0.0)
-        self.compute = share("compute", window.compute_fraction)
+        self.compute = share("compute")
         self.made = part("make", 1.0)
         self.handed = part("transport", 0.0) + part("pin", 0.0)
         self.moved = part("move", 0.0)
@@ -207,6 +208,7 @@ class StallBreakdown:
             for name, spent_s in window.host_parts_s.items()
         }
         self.workers: int = evidence.settings.num_workers
+        self.larger = f"loader.batch_size={2 * evidence.settings.batch_size}"
         self.rate = window.images_per_s or 0.0
         self.search = None if evidence.autotuned else "loader.autotune=true"
 

@@ -280,8 +280,6 @@ class Window:
         "fraction",
         "of the time the host waited, two steps ahead of the device: no harm",
     )
-    # of the time, by the clock that ``stall_basis`` names
-    compute_fraction: float | None = None
     shares: Mapping[str, float]
     wait_parts: Mapping[str, float]
     host_parts_s: Mapping[str, float]

@@ -157,7 +157,6 @@ class Ledger:
             data_wait_fraction=of_host.get("wait"),
             device_full_fraction=of_host.get("full") or None,
             stall_fraction=shares["starved"] + shares.get("exposed_copy", 0.0) if shares else None,
-            compute_fraction=shares.get("compute"),
             stall_basis="device" if on_device else "host",
             shares=shares,
             wait_parts=_shares(self.wait_parts_s, sum(self.wait_parts_s.values())),

@@ -111,8 +111,8 @@ def steady_rise(windows: Sequence[tuple[int, int]]) -> float | None:
     # fewer may rise by chance
     if len(windows) < 10:
         return None
-    (first_step, first) = windows[0]
-    (last_step, last) = windows[-1]
+    first_step, first = windows[0]
+    last_step, last = windows[-1]
     rises = [after - before for (_, before), (_, after) in pairwise(windows)]
     whole = last - first
     if min(rises) <= 0 or max(rises) > 0.5 * whole or whole < 0.01 * first:

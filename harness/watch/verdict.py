@@ -58,7 +58,9 @@ class Finding:
 def judge(evidence: Evidence) -> Verdict:
     """Returns what bounds the steps in ``evidence.window``, and what to try."""
     window = evidence.window
-    if window.stall_fraction is None or window.steps < 10:
+    # in under a second, a single slow step among a few would decide
+    least = 10 if window.elapsed_s >= 1.0 else 20
+    if window.stall_fraction is None or window.steps < least:
         few = f"{window.steps} steps are too few for a verdict"
         return Verdict(
             "unknown", None, f"Unknown. {few}. Try: let the run go on for longer.", None, ()
@@ -83,12 +85,13 @@ def judge(evidence: Evidence) -> Verdict:
     # beside other programs the ceiling would be theirs too
     if 1 - 1 / ceiling >= _FED and kind != "neighbours":
         gain = f"Faster loading gives at most {ceiling:.3g}x"
-        if evidence.device == "cpu" and window.stall_basis == "host":
+        if evidence.device == "cpu":
             gain += ", and less where it takes processors from the step"
             # they hardly wait, and are slower all the same
             if evidence.ceiling and r.lost < HARM and ceiling > 1 / (1 - HARM):
                 gain = (
-                    f"Loading takes processors from the steps: without it, they run {ceiling:.3g}x"
+                    "Loading takes processors from the steps: without it, they are "
+                    f"{ceiling:.3g}x as fast"
                 )
         sentences.append(gain)
     ways = [way for way in (found.next_step, found.advice) if way]
@@ -251,8 +254,7 @@ def hosted(r: StallBreakdown) -> Finding:
         )
     if largest == "logging":
         return Finding("host", cause, f"watch.window_steps={10 * r.evidence.window_steps}")
-    larger = f"loader.batch_size={2 * r.evidence.settings.batch_size}"
-    return Finding("host", cause, larger, "do less between two steps")
+    return Finding("host", cause, r.larger, "do less between two steps")
 
 
 def launched(r: StallBreakdown) -> Finding:
@@ -260,9 +262,7 @@ def launched(r: StallBreakdown) -> Finding:
     cause = f"The device waited for Python within the step {r.launch:.0%} of the time"
     if launch := r.evidence.window.launch_ms:
         cause += f". Launching a step takes {launch.median:.1f} ms"
-    faster = "trainer.compile=true"
-    if r.evidence.compiled:
-        faster = f"loader.batch_size={2 * r.evidence.settings.batch_size}"
+    faster = r.larger if r.evidence.compiled else "trainer.compile=true"
     return Finding("launch", cause, faster)
 
 

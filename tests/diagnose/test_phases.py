@@ -132,6 +132,9 @@ def test_the_runs_take_turns() -> None:
     ("seconds", "did"),
     [
         pytest.param(
+            {"G": 6.0, "A": 10.0}, ["loading", *3 * ["G", "A"], "P", "F"], id="three long rounds"
+        ),
+        pytest.param(
             {"G": 8.0, "A": 12.0}, ["loading", "G", "A", "G", "A", "P", "F"], id="two rounds"
         ),
         pytest.param({"G": 20.0, "A": 20.0}, ["loading", "G", "A", "P", "F"], id="one round"),

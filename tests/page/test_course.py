@@ -63,6 +63,13 @@ def test_groups_keep_lowest_and_highest(buckets: int) -> None:
     assert (max(highest), min(lowest)) == (22, 10)
 
 
+@pytest.mark.parametrize("windows", [399, 400, 401, 700, 1601])
+def test_a_chart_has_all_points_that_fit(windows: int) -> None:
+    """One window beyond does not halve them."""
+    found = course(windows_of([12.0] * windows), 400)
+    assert found is not None and len(found["steps"]) == min(windows, 400)
+
+
 def test_every_line_of_a_chart_is_read() -> None:
     """What the page draws is among the tags that are read for it."""
     charts = {

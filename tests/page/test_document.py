@@ -131,7 +131,7 @@ def test_a_run_that_cannot_be_told_ends_no_other(
             raise RuntimeError("never thought of")
         return read(folder, name, **options)
 
-    monkeypatch.setattr("harness.page.document.read_run", refuse)
+    monkeypatch.setattr("harness.page.runs.read_run", refuse)
     assert main([str(tmp_path)]) == 0
     said = capsys.readouterr()
     note = "run 3 cannot be shown: RuntimeError: never thought of"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from importlib import metadata
@@ -53,7 +54,7 @@ def test_runs_are_listed_and_told(tmp_path: Path) -> None:
     here = plugin(tmp_path)
     listed = json.loads(ask(here, "/runs")[2])
     assert [(run["name"], len(run["course"]["steps"])) for run in listed["runs"]] == [
-        ("a/long", 59),
+        ("a/long", 60),
         ("b", 40),
     ]
     status, headers, body = ask(here, "/run", "name=a%2Flong")
@@ -76,6 +77,36 @@ def test_a_run_that_goes_on_is_read_anew(tmp_path: Path) -> None:
         False,
         "completed",
     )
+
+
+def test_a_run_is_read_again_only_where_a_file_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file counts that is older than another, and one of the same time and another length."""
+    folder = runs.cpu_run(tmp_path / "run")
+    read: list[int] = []
+    own = page_runs.read_run
+
+    def noting(folder: Path, name: str, buckets: int) -> dict[str, Any]:
+        read.append(buckets)
+        return own(folder, name, buckets)
+
+    monkeypatch.setattr(page_runs, "read_run", noting)
+    apps = plugin(tmp_path).get_plugin_apps()
+
+    def look() -> list[int]:
+        read.clear()
+        for route, query in (("/runs", ""), ("/run", "name=run")):
+            apps[route]({"QUERY_STRING": query}, lambda *_: None)
+        return [*read]
+
+    assert (look(), look()) == ([60, 400], [])
+    (folder / "tuning.json").write_text("{}")
+    os.utime(folder / "tuning.json", (1.0, 1.0))
+    assert (look(), look()) == ([60, 400], [])
+    (folder / "tuning.json").write_text("{ }")
+    os.utime(folder / "tuning.json", (1.0, 1.0))
+    assert look() == [60, 400]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +147,7 @@ def test_the_tab_sleeps_where_there_is_no_run(
 
 def test_a_glance_at_many_folders_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few folders are looked into; that there may be a run further on is shown."""
-    monkeypatch.setattr("harness.page.runs._MOST_FOLDERS", 3)
+    monkeypatch.setattr("harness.page.plugin._GLANCED_AT", 3)
     for name in ("c", "d"):
         (tmp_path / name).mkdir()
     assert not plugin(tmp_path).is_active()
@@ -135,12 +166,13 @@ def test_an_odd_report_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.Mo
         {"loader": {"num_workers": 2}},
         {},
     ]
-    read = page_runs.read_run
+    read = page_runs.run_json
     monkeypatch.setattr(
         page_runs,
-        "read_run",
+        "run_json",
         lambda folder, name, *more: read(folder if name == "b" else 1 / 0, name, *more),
     )
+    os.utime(tmp_path / "a" / "report.json", (0, 0))
     listed = json.loads(ask(plugin(tmp_path), "/runs")[2])
     assert [run["name"] for run in listed["runs"]] == ["b"]
     assert listed["notes"] == ["run a cannot be shown: ZeroDivisionError: division by zero"]

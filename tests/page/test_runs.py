@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import oddities
@@ -11,7 +12,7 @@ import pytest
 import runs
 from oddities import Plant
 
-from harness.page.runs import find_runs, read_run
+from harness.page.runs import each_run, find_runs, read_run
 
 
 def test_a_whole_run_has_no_notes(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_of_too_many_folders_the_last_by_name_are_looked_into(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which are the newest where names are dates; a note says where it ended."""
-    monkeypatch.setattr("harness.page.runs._MOST_FOLDERS", 3)
+    monkeypatch.setattr("harness.page.runs.each_run", partial(each_run, most=3))
     for day in ("2026-05-01", "2026-05-02", "2026-05-10"):
         runs.write(tmp_path / day, report={})
     assert list(find_runs(tmp_path, notes := [])) == ["2026-05-02", "2026-05-10"]

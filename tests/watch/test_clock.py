@@ -35,7 +35,7 @@ def test_a_window_holds_its_steps(clock: StepClock, hand: Hand) -> None:
     assert window.images_per_s == pytest.approx(40)
     assert window.data_wait_fraction == pytest.approx(0.3)
     assert window.stall_fraction == pytest.approx(0.3)
-    assert window.compute_fraction == pytest.approx(0.6)
+    assert window.shares.get("compute") == pytest.approx(0.6)
     assert known(window.step_ms).max == pytest.approx(100)
     assert known(window.data_wait_ms).max == pytest.approx(30)
     assert known(window.compute_ms).max == pytest.approx(60)
@@ -238,7 +238,7 @@ def test_watch_gives_a_plain_loop_its_figures(clock: StepClock, hand: Hand) -> N
     total = clock.total()
     assert (total.steps, total.first_steps, total.images) == (4, 1, 8)
     assert total.data_wait_fraction == pytest.approx(0.25)
-    assert total.compute_fraction == pytest.approx(0.75)
+    assert total.shares.get("compute") == pytest.approx(0.75)
     assert total.images_per_s == pytest.approx(1.0)
 
 

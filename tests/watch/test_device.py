@@ -215,6 +215,15 @@ def test_multiprocessors_are_counted_where_the_gpu_does(
     assert Tag.GPU_SM_UTILIZATION not in source.sample()
 
 
+def test_what_is_not_a_number_is_not_measured(install: Callable[[Nvml | None], None]) -> None:
+    """It is absent this time, and neither full use nor a loss."""
+    nvml = Nvml()
+    nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=math.nan)  # type: ignore[method-assign]
+    install(nvml)
+    source = GpuSource(UUID)
+    assert (Tag.GPU_UTILIZATION in source.sample(), source.lost) == (False, set())
+
+
 @pytest.mark.parametrize(
     ("users", "others"),
     [

@@ -25,7 +25,7 @@ def test_a_device_that_waits_for_data_is_stalled(clock: StepClock, gpu: Gpu) -> 
     total = settled(clock, gpu)
     assert total.stall_basis == "device"
     assert total.stall_fraction == pytest.approx(0.8, abs=0.01)
-    assert total.compute_fraction == pytest.approx(0.2, abs=0.01)
+    assert total.shares.get("compute") == pytest.approx(0.2, abs=0.01)
     assert known(total.step_ms).median == pytest.approx(10, rel=0.011)
 
 
@@ -36,7 +36,7 @@ def test_a_wait_that_the_device_does_not_notice_is_no_stall(clock: StepClock, gp
     total = settled(clock, gpu)
     assert total.data_wait_fraction == pytest.approx(8 / 9, rel=0.02)
     assert total.stall_fraction == 0.0
-    assert total.compute_fraction == pytest.approx(1.0)
+    assert total.shares.get("compute") == pytest.approx(1.0)
     assert known(total.compute_ms).median == pytest.approx(10, rel=0.011)
 
 
@@ -193,7 +193,7 @@ def test_python_between_steps_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
         gpu.host += 0.008
     total = settled(clock, gpu)
     assert total.stall_fraction == 0.0
-    assert total.compute_fraction == pytest.approx(0.25, abs=0.01)
+    assert total.shares.get("compute") == pytest.approx(0.25, abs=0.01)
 
 
 def starve(clock: StepClock, gpu: Gpu, steps: int) -> None:

@@ -86,7 +86,6 @@ def evidence(
         "stall_basis": "device",
         "stall_fraction": starved + copy,
         "shares": shares,
-        "compute_fraction": shares["compute"],
         "wait_parts": {"make": 0.9, "transport": 0.05, "pin": 0.03, "move": 0.02} if stages else {},
         "step_ms": spread(50.0),
         "compute_ms": spread(45.0),
@@ -418,6 +417,12 @@ CASES = [
         id="too short",
     ),
     pytest.param(
+        evidence(0.5, window={"steps": 19, "elapsed_s": 0.9}),
+        "unknown",
+        "Unknown. 19 steps are too few for a verdict. Try: let the run go on for longer.",
+        id="too short for quick steps",
+    ),
+    pytest.param(
         evidence(0.4),
         "unknown",
         "Unknown. The device waited for data 40% of the time. The feed does not say for what. "
@@ -429,7 +434,7 @@ CASES = [
         evidence(
             0.01,
             device="mps",
-            window={"stall_basis": "host", "shares": {"starved": 0.01}, "compute_fraction": None},
+            window={"stall_basis": "host", "shares": {"starved": 0.01}},
         ),
         "unknown",
         "Unknown. Loading does not hold the steps up. The loop waited for data 1% of the time, the "
@@ -627,7 +632,7 @@ def test_steps_that_hardly_wait_are_slowed_by_loading_on_their_processors() -> N
     """A measured ceiling that waits do not explain is no gain of faster loading."""
     window = {"stall_basis": "host"}
     sentence = judge(evidence(0.01, window=window, ceiling=1.2, device="cpu")).sentence
-    assert "Loading takes processors from the steps: without it, they run 1.2x." in sentence
+    assert "Loading takes processors from the steps: without it, they are 1.2x as fast." in sentence
     assert "Faster loading" not in sentence
 
 
@@ -813,7 +818,6 @@ def drawn(rng: random.Random) -> Evidence:
         elapsed_s=rng.choice([0.0, rng.random() * 100]),
         images_per_s=maybe(rng.choice([0.0, 10 ** rng.uniform(-2, 5)])),
         stall_fraction=maybe(share()),
-        compute_fraction=maybe(share()),
         stall_basis=rng.choice(["host", "device"]),
         shares=shares,
         wait_parts=parts,
