@@ -151,7 +151,7 @@ GUESSES = [
     (
         "mode=eval",
         (
-            "mode: Invalid value 'eval', expected one of [train, evaluate, diagnose]; did "
+            "mode: Invalid value 'eval', expected one of [train, evaluate, diagnose, verify]; did "
             "you mean evaluate?"
         ),
     ),

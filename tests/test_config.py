@@ -141,7 +141,7 @@ BAD = [
     ("+model._target_=os.system", "model._target_: unknown setting"),
     (
         "mode=training",
-        "mode: Invalid value 'training', expected one of [train, evaluate, diagnose]",
+        "mode: Invalid value 'training', expected one of [train, evaluate, diagnose, verify]",
     ),
     (
         "mode=evaluate",

@@ -63,6 +63,7 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
         ),
         status="completed",
         skipped=0,
+        replaced=(),
         ranks=(),
         turns_ms=[{"val": 1.5, "train": 2.5}],
         evaluation=None,
