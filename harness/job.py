@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness import config as schema
-from harness.config import Backend, Config, Mode, StartMethod, TunerName
+from harness.config import Backend, Config, Mode, OnError, StartMethod, TunerName
 from harness.runtime import folder, parts, signals, workers
 from harness.runtime.errors import CheckpointError, printable
 
@@ -121,7 +121,11 @@ def _wire(world: World, job: Job) -> None:
     config = resume.settings(job.config, saved, job.overridden)
     seeding.seed_everything(config.seed, config.trainer.deterministic)
     # storage -> decode -> augment
-    splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
+    data = config.data
+    if config.mode is Mode.verify:
+        # opening it must not end at the first bad sample
+        data = replace(data, on_error=OnError.skip)
+    splits = datasets.load(data, config.augment, config.seed, world.gathered)
     if config.mode is Mode.verify:
         feeds = Feeds(splits, config, world)
         verify(feeds, feeds.settings(limits.measure(world.local_size)), job.folder)
@@ -133,15 +137,15 @@ def _wire(world: World, job: Job) -> None:
     steps = feeds.steps_per_epoch()
     state = make_state(config, len(splits.classes), world, steps, filled=saved is not None)
     resumed = resume.take_over(state, saved, config, world, splits.classes)
+    allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
+    train = feeds.settings(allowed)
+    val = feeds.val_settings(train)
     if job.goes_on and world.is_main:
-        # nothing was refused
+        # nothing is refused any more
         folder.write_settings(job.folder, job.settings)
     with station.watched(config, world, job.folder, job.began_s, resumed) as watch:
-        allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
         step = Step(state, config, world, len(splits.classes))
         trials = StepTrials(step, config, world)
-        train = feeds.settings(allowed)
-        val = feeds.val_settings(train)
         if config.mode is Mode.diagnose:
             diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +17,7 @@ from PIL import Image
 
 from harness import job
 from harness.config import Config
-from harness.runtime.errors import DataError, Interrupted
+from harness.runtime.errors import BadSample, DataError, Interrupted
 from harness.training.saving import Boundary
 from scripts.chaos_left import digest
 
@@ -143,6 +144,54 @@ def test_too_many_end_the_run(composed: Composed, tree: Path, tmp_path: Path) ->
     assert report(tmp_path)["status"] == "failed"
 
 
+def test_ranks_judge_what_they_have_met_together(tree: Path, tmp_path: Path) -> None:
+    """No rank alone has met too many: all end with 3, in one line, and the list is whole."""
+    more = ("dist=spawn", "dist.nprocs=2", "loader.num_workers=1", "data.max_bad_fraction=0.03")
+    done = trained(tmp_path, *settings(tree, *more, "loader.batch_size=4", "seed=1"))
+    assert done.returncode == 3, done.stderr
+    assert "error: 2 of 48 training images cannot be read" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert set(BAD[:2]) <= set(listed(tmp_path / "outputs/x"))
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_mended_samples_count_no_more(composed: Composed, tree: Path, tmp_path: Path) -> None:
+    """A run that ended for too many goes on once they are mended; the list keeps them."""
+    root = tmp_path / "tree"
+    shutil.copytree(tree, root)
+    few = ("data.max_bad_fraction=0.03", WAYS[0])
+    with pytest.raises(DataError, match="of 48 training images"):
+        run(composed(*settings(root, *few)), tmp_path / "run")
+    named = listed(tmp_path / "run")
+    for place in BAD:
+        shutil.copy(root / "train/a/0.jpg", root / place)
+    run(composed(*settings(root, *few, "resume=auto")), tmp_path / "run")
+    assert report(tmp_path / "run")["status"] == "completed"
+    assert "bad_samples" not in report(tmp_path / "run")
+    assert listed(tmp_path / "run") == named
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_what_tuning_read_counts_too(composed: Composed, tree: Path, tmp_path: Path) -> None:
+    """Arrays that probes have filled: the training feed still names what was replaced."""
+    more = ("loader.backend=arrays", "loader.autotune=true", "tuner.budget_s=2", "tuner.fresh=true")
+    run(composed(*settings(tree, *more)), tmp_path)
+    assert listed(tmp_path) == sorted(BAD)
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_an_evaluation_may_raise_after_a_run_that_skipped(
+    composed: Composed, tree: Path, tmp_path: Path
+) -> None:
+    """What a bad sample does is the command's to say, not the checkpoint's."""
+    run(composed(*settings(tree, WAYS[0])), tmp_path / "run")
+    typed = (*settings(tree), "mode=evaluate", f"resume={tmp_path / 'run'}", "data.on_error=raise")
+    typed = tuple(text for text in typed if "max_bad" not in text)
+    (tmp_path / "again").mkdir()
+    with pytest.raises(BadSample):
+        job.main_worker(0, job.Job(composed(*typed), tmp_path / "again", typed))
+
+
 @pytest.mark.usefixtures("kept_globals")
 def test_a_data_set_of_the_users_is_replaced_too(
     composed: Composed, write_module: Callable[[str, str], None], tmp_path: Path
@@ -198,6 +247,12 @@ def test_verify_reads_every_file(tree: Path, tmp_path: Path, more: tuple[str, ..
     assert len(done.stderr.splitlines()) == 1
     assert listed(tmp_path / "outputs/x") == sorted(BAD)
     assert not (tmp_path / "outputs/x/checkpoints").exists()
+    # a second look replaces the list of the first
+    again = trained(
+        tmp_path, "mode=verify", "data=imagefolder", f"data.root={tree}", "run.name=x", *more
+    )
+    assert again.returncode == 3
+    assert listed(tmp_path / "outputs/x") == sorted(BAD)
 
 
 def test_verify_of_a_good_set_ends_well(tmp_path: Path) -> None:

@@ -162,11 +162,12 @@ def test_a_diagnosis_among_runs_is_passed_over(
     for folders in ([runs[0].parent], [diagnosis, *runs]):
         code, said, errors = compare(capsys, *folders, "--fail-beyond", "speed=0.9")
         assert (code, errors, [row["run"] for row in cells(said)]) == (0, [], ["b", "c"])
-        assert f"- {os.path.relpath(diagnosis)}: passed over: a diagnosis trains nothing" in said
+        passed = "passed over: mode=diagnose and mode=verify train nothing"
+        assert f"- {os.path.relpath(diagnosis)}: {passed}" in said
     assert "passed over" in json.loads(compare(capsys, runs[0].parent, "--json")[1])["notes"][-1]
     code, _, errors = compare(capsys, diagnosis)
     assert code == 2
-    assert errors[0].endswith("a diagnosis trains nothing; name a run's folder, or a sweep's")
+    assert errors[0].endswith("mode=verify train nothing; name a run's folder, or a sweep's")
 
 
 def test_a_sweep_stands_for_its_jobs_in_order(

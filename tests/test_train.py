@@ -894,9 +894,21 @@ def test_a_killed_worker_ends_the_run_saved(tmp_path: Path) -> None:
         (("++hydra.run.dir='{}'",), 2, "holds a run; go on with resume=auto"),
         (("-m", "hydra.sweep.dir={}/..", "hydra.sweep.subdir=done"), 2, "holds a run; go on with"),
         (("hydra.run.dir={}/report.json/x",), 2, "cannot be the run's folder: Not a directory"),
+        (
+            ("resume={}", "augment.crop=random_resized", "loader.backend=arrays"),
+            2,
+            "crops are cut from whole images",
+        ),
         (("resume={}", "optim=adamw"), 4, "the optimizer is of another kind"),
     ],
-    ids=["named folder", "quoted folder", "sweep's folder", "no folder", "refused checkpoint"],
+    ids=[
+        "named folder",
+        "quoted folder",
+        "sweep's folder",
+        "no folder",
+        "refused form",
+        "refused checkpoint",
+    ],
 )
 def test_a_refused_run_changes_nothing(
     finished: tuple[Path, str],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +96,7 @@ class Run(NamedTuple):
 
 
 def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Returns the runs in ``folders``, in the order given, and a note for each diagnosis.
+    """Returns the runs in ``folders``, in the order given, and a note for each that trains nothing.
 
     Those of one folder are in the order of their names.
 
@@ -116,9 +117,9 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
                 "report.json, or one above it"
             )
         found += [Path(os.path.abspath(place)) for place in places]
-    runs = [place for place in found if not _is_diagnosis(place)]
+    runs = [place for place in found if not _trains_nothing(place)]
     passed = [
-        f"{os.path.relpath(place)}: passed over: a diagnosis trains nothing"
+        f"{os.path.relpath(place)}: passed over: mode=diagnose and mode=verify train nothing"
         for place in found
         if place not in runs
     ]
@@ -132,8 +133,13 @@ def _is_run(folder: Path) -> bool:
     return (folder / "report.json").is_file() or (folder / ".hydra").is_dir()
 
 
-def _is_diagnosis(folder: Path) -> bool:
-    return (folder / "diagnosis.json").is_file() and not (folder / "report.json").is_file()
+def _trains_nothing(folder: Path) -> bool:
+    if (folder / "report.json").is_file():
+        return False
+    with suppress(OSError, ValueError):
+        if config.saved(read_inside(folder, ".hydra/config.yaml")).get("mode") == "verify":
+            return True
+    return (folder / "diagnosis.json").is_file()
 
 
 def _read(folder: Path, name: str) -> Run:

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 import threading
 import time
 import urllib.request as web
@@ -202,25 +203,39 @@ def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
 def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: float) -> None:
     """Completes ``file``, which lies at ``part``."""
     here = file.seek(0, os.SEEK_END)
-    request = web.Request(url, headers={"User-Agent": "wellfed"})
-    # Ask for the rest, and believe the reply only in what it says.
-    if here:
-        request.add_header("Range", f"bytes={here}-")
     due_s = time.monotonic() + stall_s
     opener = web.build_opener(_NoFtp)
-    reply = _waited(lambda: opener.open(request, timeout=stall_s), due_s, stall_s)
+
+    def asked(**headers: str) -> Any:
+        request = web.Request(url, headers={"User-Agent": "wellfed", **headers})
+        return _waited(lambda: opener.open(request, timeout=stall_s), due_s, stall_s)
+
+    # Ask for the rest, and believe the reply only in what it says.
+    try:
+        reply = asked(Range=f"bytes={here}-") if here else asked()
+    except _Fault as fault:
+        if not here or fault.retry:
+            raise
+        # it may refuse parts alone
+        reply = asked()
     if reply.headers.get_content_type() == "text/html":
         raise _Fault(_PAGE)
     if reply.status != 206:
         here = 0
-    elif not reply.headers.get("Content-Range", "").startswith(f"bytes {here}-"):
-        raise _Fault("the server sent another range than was asked for", retry=True, restart=True)
-    if reply.length is None or here + reply.length == 0:
+    total = here + (reply.length or 0)
+    if reply.status == 206:
+        span = re.match(r"bytes (\d+)-\d+(?:/(\d+))?", reply.headers.get("Content-Range", ""))
+        if span is None or int(span[1]) != here:
+            raise _Fault(
+                "the server sent another range than was asked for", retry=True, restart=True
+            )
+        if reply.length is None:
+            total = int(span[2] or 0)
+    if total == 0:
         raise _Fault(
             "the server does not give the file's size (Content-Length), so that a cut-off could "
             "not be told"
         )
-    total = here + reply.length
     if total > 1 << 30:
         raise _Fault(f"the server offers {total} bytes, more than any archive that is known here")
     file.truncate(here)
@@ -235,6 +250,7 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
             if file.tell() - counted >= _STALL_BYTES:
                 due_s = time.monotonic() + stall_s
                 counted = file.tell()
+    reply.close()
     file.flush()
     if file.tell() != total:
         raise _Fault(f"the connection closed after {file.tell()} of {total} bytes", retry=True)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
-from contextlib import closing
+from collections.abc import Iterable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
 from harness.data.images import ImageDataset
-from harness.feed.forms import Feeds
+from harness.data.own import OwnDataset
+from harness.feed.forms import AnyDataset, Feeds
 from harness.feed.interface import ARRAYS, THREADS, Failure, FeedSettings, in_form
 from harness.runtime import signals
 from harness.runtime.errors import DataError
+from harness.watch.board import BAD_SAMPLES as FILE
 from harness.watch.board import Board
 from harness.watch.console import progress, say
 
 
 def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
-    """Reads both sets by ``settings`` and writes ``bad_samples.jsonl`` in ``folder``.
+    """Reads both sets by ``settings`` and writes ``bad_samples.jsonl`` anew in ``folder``.
 
-    Every rank calls this, and reads its share. A cache is passed by: files are read.
+    Every rank calls this, and reads its share. A cache is passed by: files are read. The list is
+    written as it grows; other ranks' part comes at the end of a set.
 
     Raises:
         DataError: an image cannot be read.
@@ -30,39 +35,59 @@ def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
     world = feeds.world
     if settings.backend == ARRAYS:
         settings = in_form(settings, THREADS)
-    bad: dict[str, list[Failure]] = {}
+    bad: list[Failure] = []
     total = 0
-    for name, dataset in (("training", feeds.splits.train), ("validation", feeds.splits.val)):
-        if isinstance(dataset, ImageDataset):
-            dataset = replace(dataset, cache=None)
-        own: list[Failure] = []
-        began_s = time.perf_counter()
-        with (
-            closing(feeds.whole(dataset, settings)) as feed,
-            progress(f"verify: {name} images", len(feed), "batches") as bar,
-        ):
-            # not by iterating the feed, which ends at the first image that cannot be read
-            for batch in feed.batches_of(0, False, math.inf):
-                signals.check()
-                if batch is not None:
-                    own += batch.failures
-                    bar.advance(1)
-        bad[name] = [failure for of_rank in world.gathered(own) for failure in of_rank]
-        total += len(dataset)
-        say(
-            f"verify: {len(bad[name])} of {len(dataset)} {name} images cannot be read "
-            f"({time.perf_counter() - began_s:.1f} s)"
+    with ExitStack() as stack:
+        board = None
+        if world.is_main:
+            # of an earlier look
+            (folder / FILE).unlink(missing_ok=True)
+            board = stack.enter_context(Board(folder, tensorboard=False))
+        for name, dataset in (("training", feeds.splits.train), ("validation", feeds.splits.val)):
+            began_s = time.perf_counter()
+            found = _unreadable(feeds, dataset, settings, name, board)
+            bad += found
+            total += len(dataset)
+            say(
+                f"verify: {len(found)} of {len(dataset)} {name} images cannot be read "
+                f"({time.perf_counter() - began_s:.1f} s)"
+            )
+    if bad:
+        raise DataError(
+            f"{len(bad)} of {total} images cannot be read, the first is {bad[0].where}: "
+            f"{bad[0].reason}; all are listed in {os.path.relpath(folder)}/{FILE}"
         )
-    count = sum(map(len, bad.values()))
-    if not count:
-        return
-    if world.is_main:
-        with Board(folder, tensorboard=False) as board:
-            for name, failures in bad.items():
-                for failure in sorted(failures):
-                    board.bad_sample(name, failure.sample, failure.where, failure.reason)
-    first = next(failure for failures in bad.values() for failure in sorted(failures))
-    raise DataError(
-        f"{count} of {total} images cannot be read, the first is {first.where}: {first.reason}; "
-        f"all are listed in {os.path.relpath(folder)}/bad_samples.jsonl"
-    )
+
+
+def _unreadable(
+    feeds: Feeds, dataset: AnyDataset, settings: FeedSettings, name: str, board: Board | None
+) -> list[Failure]:
+    """Returns the samples of ``dataset`` that cannot be read, and has ``board`` list them."""
+    if isinstance(dataset, ImageDataset):
+        dataset = replace(dataset, cache=None, skips=False)
+    elif isinstance(dataset, OwnDataset):
+        dataset = replace(dataset, skips=False)
+    own: list[Failure] = []
+    with (
+        closing(feeds.whole(dataset, settings)) as feed,
+        progress(f"verify: {name} images", len(feed), "batches") as bar,
+    ):
+        # not by iterating the feed, which ends at the first image that cannot be read
+        for batch in feed.batches_of(0, False, math.inf):
+            signals.check()
+            if batch is None:
+                continue
+            own += batch.failures
+            _list(board, name, batch.failures)
+            bar.advance(1)
+    # the first rank has listed its own
+    first, *others = feeds.world.gathered(own)
+    for failures in others:
+        _list(board, name, failures)
+    return sorted(itertools.chain(first, *others))
+
+
+def _list(board: Board | None, name: str, failures: Iterable[Failure]) -> None:
+    if board is not None:
+        for failure in failures:
+            board.bad_sample(name, failure.sample, failure.where, failure.reason)

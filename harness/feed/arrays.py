@@ -82,7 +82,6 @@ class ArrayFeed(Feed):
         # until the end, or until the feed was closed
         while self._due and self._coming is coming:
             indices, missing = self._due.popleft()
-            failures: tuple[Failure, ...] = ()
             if missing:
                 if self._threads is None:
                     return
@@ -93,7 +92,6 @@ class ArrayFeed(Feed):
                 else:
                     return
                 read.check()
-                failures = read.failures
                 self.pixels.keep(read)
                 del read
             # threads read for the next batch while this one is used
@@ -117,6 +115,10 @@ class ArrayFeed(Feed):
             if self.gauge is not None:
                 wall_s = stamps.made_s - stamps.begun_s
                 self.gauge.add(0, wall_s / count, cpu_s / count, count)
+            failures: tuple[Failure, ...] = ()
+            if replaced := self.pixels.replaced:
+                # another feed may have read them
+                failures = tuple(replaced[i] for i in indices.tolist() if i in replaced)
             yield HostBatch(images, labels, torch.from_numpy(indices), failures, epoch, stamps)
             del images, labels
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import mirror_into
-from harness.feed.interface import HostBatch
+from harness.feed.interface import Failure, HostBatch
 from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER
 from harness.runtime.seeding import uniforms
@@ -62,6 +62,7 @@ class InMemoryImages:
 
     Attributes:
         on_device: whether the images lie in the device's memory.
+        replaced: samples that could not be read, with others in their places.
         untransformed: a data set that makes what ``keep`` takes: the images as they are before crop
             and mirror.
     """
@@ -93,6 +94,7 @@ class InMemoryImages:
         if self.on_device:
             self._labels = self._labels.to(self._own.device)
         self._there = np.zeros(len(dataset), bool)
+        self.replaced: dict[int, Failure] = {}
 
         # an array that holds the images already, if one does, and which rows of it
         self._source: tuple[np.ndarray, np.ndarray] | None = None
@@ -122,7 +124,8 @@ class InMemoryImages:
         """Takes in ``made``, a batch of ``untransformed``."""
         indices = made.indices.numpy()
         self._put(indices, made.images.permute(0, 2, 3, 1).numpy())
-        if any(failure.replaced for failure in made.failures):
+        if made.failures:
+            self.replaced |= {failure.sample: failure for failure in made.failures}
             # the labels are those of other samples
             place = self._moved(indices) if self.on_device else made.indices
             self._labels[place] = self._own.copy(made.labels)

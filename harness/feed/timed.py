@@ -125,8 +125,11 @@ class TimedSteps(ABC):
             images, seconds = self._stretch(batches, clock, 2, math.inf, limit_s)
             cpu_s = time.process_time() - cpu_s
             clock.settle()
-        if self._failed is not None:
-            raise self._failed
+        failed = self._failed
+        # with its traceback it holds a batch
+        self._failed = None
+        if failed is not None:
+            raise failed
         window = clock.close_window()
         stall = window.stall_fraction if window else None
         steps_s = clock.device_steps(len(images)) or tuple(seconds)

@@ -149,13 +149,15 @@ def read_any(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, damaged or not a checkpoint.
     """
-    if path.is_dir() or _target(path).with_suffix(".json").is_file():
+    if path.is_dir():
         return read(path)[1]
-    if path.is_file():
-        return _load(path, None)
-    raise CheckpointError(
-        f"model.weights={printable(str(path))}: no such file; use null, DEFAULT or a path"
-    )
+    if not path.is_file():
+        raise CheckpointError(
+            f"model.weights={printable(str(path))}: no such file; use null, DEFAULT or a path"
+        )
+    if _target(path).with_suffix(".json").is_file():
+        return read(path)[1]
+    return _load(path, None)
 
 
 def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:

@@ -181,8 +181,6 @@ class Engine:
             result = evaluate(network, batches, self.world, self.step.autocast)
             self.val_batches.close()
             self.val_feed.close()
-        self.replaced.look()
-        self.replaced.share()
         self.state.pending = False
         self.state.best_top1 = max(result.top1, self.state.best_top1 or 0.0)
         self.evaluation = result
@@ -198,6 +196,7 @@ class Engine:
             f"{name}: top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f} on "
             f"{result.images} validation images{trained}"
         )
+        self.replaced.share()
         return result
 
     def close(self) -> None:
@@ -297,7 +296,6 @@ class Engine:
                 if last or due or signum or state.step % self.config.watch.window_steps == 0:
                     with named("close window"):
                         bar.note(str(self._close_window(epoch)))
-                if signum or last:
                     self.replaced.share()
                 if signum:
                     raise Interrupted(signum)
@@ -363,7 +361,6 @@ class Engine:
                 values |= stages(self._worked.since(before), worker_s)
             for look in self.watch.on_window:
                 look(clock, window)
-        self.replaced.look()
         with clock.noted("logging"):
             self._write(epoch, values | self.memory.trained(now))
         if figures.skipped:

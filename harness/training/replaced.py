@@ -7,27 +7,28 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from harness.config import DataConfig
+from harness.config import DataConfig, OnError
 from harness.feed.interface import Failure, Feed
 from harness.feed.order import Order
 from harness.runtime.distributed import World
 from harness.runtime.errors import DataError
 from harness.runtime.files import parsed, read_regular
 from harness.runtime.folder import LOGGER
+from harness.watch.board import BAD_SAMPLES as FILE
 from harness.watch.board import Board
-
-FILE = "bad_samples.jsonl"
 
 _log = logging.getLogger(LOGGER)
 
 
 class Replaced:
-    """Takes from the feeds which samples they replaced, and lists each once in ``FILE``.
+    """Takes from the feeds which samples they replaced, counts them, and lists each in ``FILE``.
+
+    Every rank makes and asks such an object.
 
     Args:
-        data: its ``max_bad_fraction`` of a set may be replaced.
-        world: this rank; every rank makes and asks such an object.
-        folder: the run's, which may hold a list already.
+        data: says whether samples are replaced, and how many may be.
+        world: this rank.
+        folder: the run's, which may hold a list already: nothing is listed twice.
         board: writes the list; None: not this rank.
         feeds: by the name of their set.
     """
@@ -40,62 +41,57 @@ class Replaced:
         board: Board | None,
         feeds: Mapping[str, Feed],
     ) -> None:
-        self._most = data.max_bad_fraction
+        self._data = data
         self._world = world
         self._board = board
         self._feeds = feeds
-        # what is in the list, and what this rank has met since
-        self._listed = _read(folder / FILE)
-        self._met: dict[tuple[str, int], Failure] = {}
+        self._listed = _listed(folder / FILE)
+        # since the start: the list may name what was mended since
+        self._met: dict[str, set[int]] = {name: set() for name in feeds}
 
     def __len__(self) -> int:
-        return len(self._listed | self._met.keys())
-
-    def look(self) -> None:
-        """Takes what the feeds replaced since the last look.
-
-        Raises:
-            DataError: too many samples of a set cannot be read.
-        """
-        for name, feed in self._feeds.items():
-            while feed.replaced:
-                failure = feed.replaced.popleft()
-                key = (name, failure.sample)
-                if key in self._listed or key in self._met:
-                    continue
-                if not len(self):
-                    _log.warning(
-                        "%s: %s: another image takes its place; such images are listed in %s",
-                        failure.where,
-                        failure.reason,
-                        FILE,
-                    )
-                self._met[key] = failure
-        if self._world.size == 1:
-            self.share()
-        for name, feed in self._feeds.items():
-            assert isinstance(feed.order, Order)
-            length = feed.order.length
-            bad = sum(key[0] == name for key in self._listed | self._met.keys())
-            if bad > self._most * length:
-                raise DataError(
-                    f"{bad} of {length} {name} images cannot be read, more than "
-                    f"data.max_bad_fraction={self._most:g}; mend those listed in {FILE} or raise it"
-                )
+        return sum(map(len, self._met.values()))
 
     def share(self) -> None:
-        """Lists what all ranks have met; every rank calls this."""
-        met: dict[tuple[str, int], Failure] = {}
-        for of_rank in self._world.gathered(self._met):
-            met |= of_rank
-        for (name, sample), failure in met.items():
-            if (name, sample) not in self._listed and self._board is not None:
-                self._board.bad_sample(name, sample, failure.where, failure.reason)
-        self._listed |= met.keys()
-        self._met.clear()
+        """Lists what all ranks have replaced since the last time; every rank calls this.
+
+        Raises:
+            DataError: more samples of a set were replaced than may be, on every rank.
+        """
+        if self._data.on_error is not OnError.skip:
+            return
+        new: list[tuple[str, Failure]] = []
+        for name, feed in self._feeds.items():
+            while feed.replaced:
+                new.append((name, feed.replaced.popleft()))
+        for of_rank in self._world.gathered(new):
+            for name, failure in of_rank:
+                if failure.sample not in self._met[name]:
+                    self._note(name, failure)
+                self._met[name].add(failure.sample)
+        for name, feed in self._feeds.items():
+            assert isinstance(feed.order, Order)
+            bad, length = len(self._met[name]), feed.order.length
+            if bad > self._data.max_bad_fraction * length:
+                raise DataError(
+                    f"{bad} of {length} {name} images cannot be read, more than "
+                    f"data.max_bad_fraction={self._data.max_bad_fraction:g}; mend those listed in "
+                    f"{FILE} or raise it"
+                )
+
+    def _note(self, name: str, failure: Failure) -> None:
+        if not len(self):
+            _log.warning(
+                "%s: %s: another image takes its place; such images are listed in %s",
+                failure.where,
+                failure.reason,
+                FILE,
+            )
+        if self._board is not None and (name, failure.where) not in self._listed:
+            self._board.bad_sample(name, failure.sample, failure.where, failure.reason)
 
 
-def _read(path: Path) -> set[tuple[str, int]]:
+def _listed(path: Path) -> set[tuple[str, str]]:
     """Returns what the list at ``path`` has; lines that are not ours are passed over."""
     found = set()
     lines: list[bytes] = []
@@ -104,5 +100,5 @@ def _read(path: Path) -> set[tuple[str, int]]:
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             listed = parsed(line)
-            found.add((str(listed["set"]), int(listed["index"])))
+            found.add((str(listed["set"]), str(listed["where"])))
     return found

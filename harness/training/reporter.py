@@ -18,7 +18,7 @@ from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
 from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
-from harness.training.replaced import FILE
+from harness.watch.board import BAD_SAMPLES
 from harness.watch.console import say
 from harness.watch.evidence import Evidence
 from harness.watch.figures import Tag, Window, by_name
@@ -205,7 +205,7 @@ class Reporter:
                 say(f"next time      {settled}")
             say(f"verdict        {report['verdict'].sentence}", stands_out=True)
         if bad := report.get("bad_samples"):
-            say(f"bad samples    {bad} replaced by others; they are listed in {FILE}")
+            say(f"bad samples    {bad} replaced by others; they are listed in {BAD_SAMPLES}")
         if self.cache is not None:
             say(f"cache          {self.cache.summary()}")
         say(f"run folder     {os.path.relpath(folder)}")

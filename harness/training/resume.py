@@ -30,6 +30,8 @@ _TRAINS = (
     "trainer.accumulate_steps",
     "trainer.epochs",
 )
+# of data.*, what is this command's alone
+_COMMANDS = ("data.on_error", "data.max_bad_fraction")
 # of data.*, what a network expects of its images; the rest says which images
 _PIXELS = {
     "data.image_size",
@@ -118,7 +120,7 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
     taken = []
     for path, ours, _ in walk(config):
         value = theirs[path]
-        if ours == value or not path.startswith(compared):
+        if ours == value or not path.startswith(compared) or path in _COMMANDS:
             continue
         if not evaluating or path in kept:
             say(f"checkpoint: {path} {shown(value)}, now {shown(ours)}")

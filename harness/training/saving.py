@@ -201,6 +201,8 @@ def on_host(value: Any, rooms: Rooms, copied: dict[int, torch.UntypedStorage]) -
         copied: by their places, those of this state so far.
     """
     if isinstance(value, torch.Tensor):
+        # a storage knows nothing of these two
+        value = value.resolve_conj().resolve_neg()
         storage = value.untyped_storage()
         key = storage.data_ptr()
         if key not in copied:
@@ -216,7 +218,8 @@ def on_host(value: Any, rooms: Rooms, copied: dict[int, torch.UntypedStorage]) -
         made.update((key, on_host(item, rooms, copied)) for key, item in value.items())
         return made
     if isinstance(value, list | tuple):
-        return type(value)(on_host(item, rooms, copied) for item in value)
+        parts = [on_host(item, rooms, copied) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 

@@ -240,5 +240,11 @@ def _changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def _tensors(batch: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    _changed(batch, found.append)
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    # a container may refuse anything but tensors
+    _changed(batch, note)
     return found

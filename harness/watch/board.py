@@ -21,6 +21,7 @@ from harness.watch.figures import Spread, Tag
 from harness.watch.stages import StageTotals
 from harness.watch.tfrecord import framed
 
+BAD_SAMPLES = "bad_samples.jsonl"
 Value = float | Spread | None
 
 _log = logging.getLogger(LOGGER)
@@ -49,7 +50,7 @@ class Board:
         self._now = now
         self._began = now()
         self._metrics = _Records(folder / "metrics.jsonl", self._failed)
-        self._bad_samples = _Records(folder / "bad_samples.jsonl", self._failed)
+        self._bad_samples = _Records(folder / BAD_SAMPLES, self._failed)
         # the tags that the step that the run goes on from has already
         self._there: set[tuple[int, str]] = set()
         try:

@@ -139,8 +139,33 @@ def test_a_refusal_leaves_the_part(tmp_path: Path, answer: Answer) -> None:
     part.write_bytes(BODY[:1000])
     with site(answer) as here, pytest.raises(DataError):
         get(here, tmp_path / NAME)
-    assert here.asked == ["bytes=1000-"]
+    assert here.asked[0] == "bytes=1000-"
     assert part.read_bytes() == BODY[:1000]
+
+
+@pytest.mark.parametrize("code", [400, 403])
+def test_a_server_may_refuse_parts_alone(tmp_path: Path, code: int) -> None:
+    """It is asked for the whole file then."""
+    (tmp_path / f"{NAME}.part").write_bytes(BODY[:1000])
+    with site(in_turn(lambda handler: reply(handler, code), WHOLE)) as here:
+        get(here, tmp_path / NAME)
+    assert md5_of(tmp_path / NAME) == MD5
+    assert here.asked == ["bytes=1000-", None]
+
+
+def test_a_part_without_its_own_length(tmp_path: Path) -> None:
+    """Where Content-Length is missing, Content-Range says how long the whole is."""
+    (tmp_path / f"{NAME}.part").write_bytes(BODY[:1000])
+    rest: Answer = lambda handler: reply(
+        handler,
+        206,
+        BODY[1000:],
+        Content_Length="",
+        Content_Range=f"bytes 1000-{len(BODY) - 1}/{len(BODY)}",
+    )
+    with site(rest) as here:
+        get(here, tmp_path / NAME)
+    assert md5_of(tmp_path / NAME) == MD5
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])

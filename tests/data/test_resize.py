@@ -42,6 +42,16 @@ def torchs(part: np.ndarray, width: int, height: int) -> np.ndarray:
     return result
 
 
+@pytest.mark.parametrize("size", [(1000, 2, 256), (5, 5, 9), (60, 1, 20)], ids=str)
+def test_a_width_of_one_pixel(size: tuple[int, int, int]) -> None:
+    """An image as narrow as that is Pillow's; torch's kernels for floats are wrong there."""
+    height, width, wanted = size
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    expected = np.asarray(Image.fromarray(pixels).resize((1, wanted), Image.Resampling.BILINEAR))
+    found = resized(pixels, 1, wanted)
+    assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
+
+
 BOXES = [
     (0, 0, 90, 70), (3, 5, 80, 60), (10, 0, 48, 70), (10, 20, 30, 20), (40, 30, 1, 1),
     (0, 0, 90, 1), (89, 0, 1, 70), (9, 9, 48, 48),

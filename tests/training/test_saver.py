@@ -20,6 +20,7 @@ import disk
 import killed_saves
 import pytest
 import torch
+from torch import nn
 
 from harness.runtime.errors import CheckpointError, DiskError
 from harness.training import checkpoint, saving
@@ -61,6 +62,16 @@ def test_a_copy_is_as_its_source() -> None:
         != shared.data_ptr()
     )
     assert copied["numbers"] == [1, (2, None)] and copied["text"] == "x"
+
+
+def test_a_copy_has_the_values_of_a_view() -> None:
+    """Conjugated and negated views are copied as what they show; a named tuple keeps its kind."""
+    numbers = torch.randn(3, dtype=torch.complex64)
+    packed = nn.utils.rnn.pack_sequence([torch.arange(3.0), torch.arange(2.0)])
+    state = {"c": numbers.conj(), "i": numbers.conj().imag, "p": packed}
+    copied = saving.on_host(state, {}, {})
+    assert torch.equal(copied["c"], numbers.conj()) and torch.equal(copied["i"], state["i"])
+    assert type(copied["p"]) is type(packed) and torch.equal(copied["p"].data, packed.data)
 
 
 def test_a_copy_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

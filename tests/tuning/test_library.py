@@ -11,6 +11,7 @@ import pytest
 import samples
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from harness.config import TunerConfig, TunerName
@@ -133,6 +134,20 @@ def test_a_batch_may_be_any_dictionary() -> None:
     )  # fmt: skip
     assert {type(batch) for batch in seen} == {defaultdict}
     assert seen[0]["x"].data_ptr() != seen[1]["x"].data_ptr()
+
+
+def test_a_batch_may_refuse_what_is_no_tensor() -> None:
+    """A packed sequence, whose parts are checked, is a batch like others."""
+    seen: list[Any] = []
+    tune(
+        Pairs(), seen.append, batch_size=8, collate_fn=as_packed,
+        start_method="forkserver", config=QUICK,
+    )  # fmt: skip
+    assert {type(batch) for batch in seen} == {PackedSequence}
+
+
+def as_packed(rows: list[dict[str, torch.Tensor]]) -> PackedSequence:
+    return pack_sequence([row["x"].flatten() for row in rows])
 
 
 def as_defaults(rows: list[dict[str, torch.Tensor]]) -> defaultdict[str, torch.Tensor]:
