@@ -32,6 +32,7 @@ from torch import nn
 from harness import app, job
 from harness.config import Config, ConfigError
 from harness.feed import forms
+from harness.feed.order import Order
 from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.runtime.limits import Limits
 from harness.training import checkpoint
@@ -555,6 +556,14 @@ def test_losses_that_stay_nonfinite_end_the_run(composed: Composed, tmp_path: Pa
     with pytest.raises(NonFiniteError, match=r"in a row had a non-finite loss .* lower optim\.lr"):
         run_here(config, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["status"] == "failed"
+    # the samples of the last steps, as the order gave them
+    noted = json.loads((tmp_path / "nonfinite.json").read_text())
+    first, last = noted["steps"]
+    order = Order(1438, config.loader.batch_size, seed=config.seed)
+    batches = [batch.tolist() for batch in order.batches(noted["epoch"] - 1)]
+    before = (noted["epoch"] - 1) * len(order)
+    assert noted["batches"] == batches[first - 1 - before : last - before]
+    assert len(noted["batches"]) == last - first + 1 >= 5
 
 
 @pytest.mark.usefixtures("kept_globals")

@@ -10,7 +10,7 @@ from harness.data.cache import PixelCache
 from harness.data.decode import DecodeOptions, Undecodable, decode
 from harness.data.storage import Source
 from harness.data.transforms import TrainTransform
-from harness.runtime.errors import BadSample
+from harness.runtime.errors import BadSample, is_out_of_memory
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
@@ -76,9 +76,9 @@ class ImageDataset:
                     lap("decode")
             self.transform(pixels, SampleRng(self.seed, epoch, index), out, lap)
             return int(self.source.labels[place])
-        except (BadSample, MemoryError):
-            raise
         except Exception as error:
+            if isinstance(error, BadSample) or is_out_of_memory(error):
+                raise
             # any error: a StopIteration that got out would end a worker's epoch in silence
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, Undecodable):

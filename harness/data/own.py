@@ -19,7 +19,7 @@ from PIL import Image
 from harness.config import ConfigError, DataConfig, OnError
 from harness.data.storage import ArraySource, FolderSource, Source, Subset
 from harness.runtime import parts
-from harness.runtime.errors import BadSample
+from harness.runtime.errors import BadSample, is_out_of_memory
 from harness.runtime.seeding import seeded
 
 # of a source, besides ``__len__``
@@ -71,9 +71,9 @@ class OwnSource:
         """
         try:
             content, label = self._given.read(i)
-        except (BadSample, MemoryError):
-            raise
         except Exception as error:
+            if isinstance(error, BadSample) or is_out_of_memory(error):
+                raise
             raise BadSample(self.where(i), parts.told(error)) from error
         is_pixels = isinstance(content, np.ndarray) and content.dtype == np.uint8
         if isinstance(content, bytes) or (is_pixels and content.shape[2:] == (3,)):
@@ -129,10 +129,10 @@ class OwnDataset:
         try:
             with seeded(self.seed, epoch, index):
                 image, label = self.given[place]
-        # no sample's fault
-        except MemoryError:
-            raise
         except Exception as error:
+            # no sample's fault
+            if is_out_of_memory(error):
+                raise
             raise BadSample(where, parts.told(error)) from error
         try:
             out[:] = _pixels(image, self.image_size)

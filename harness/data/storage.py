@@ -15,11 +15,15 @@ import numpy as np
 from harness.config import ConfigError
 from harness.data.index import Index, listed, open_index
 from harness.data.mapped import MappedFile, in_memory
-from harness.runtime.errors import BadSample, DataError, printable
+from harness.runtime.errors import BadSample, DataError, is_out_of_memory, printable
 from harness.runtime.files import read_regular
 from harness.runtime.folder import LOGGER
 
 _log = logging.getLogger(LOGGER)
+
+
+# of one file; larger ones are no images, and would take the run's memory
+_MOST_BYTES = 1 << 30
 
 
 class Source(Protocol):
@@ -99,8 +103,10 @@ class FolderSource:
             BadSample: the file is gone or unreadable.
         """
         try:
-            return read_regular(self._path(i)), int(self.labels[i])
+            return read_regular(self._path(i), _MOST_BYTES), int(self.labels[i])
         except OSError as error:
+            if is_out_of_memory(error):
+                raise
             reason = f"cannot be read: {error.strerror or error}"
             if isinstance(error, FileNotFoundError):
                 reason = "the file is gone; it was there when the folder was read"

@@ -12,7 +12,7 @@ import numpy as np
 
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Failure, FillableDataset, stages_of
-from harness.runtime.errors import BadSample
+from harness.runtime.errors import BadSample, is_out_of_memory
 from harness.runtime.seeding import instead_of
 from harness.watch.stages import SAMPLE, START, StageMeter, StageTimer, Stamps
 
@@ -64,7 +64,7 @@ class Filler:
             batches: how many batches the chunk completes, for the meter's count.
 
         Raises:
-            MemoryError: no sample's fault.
+            MemoryError: no sample's fault, whichever allocator refused.
         """
         fill: Any = self._dataset.fill
         gauge = self._gauge
@@ -93,8 +93,8 @@ class Filler:
             except Exception as error:
                 if laps is not None:
                     laps.fail()
-                if isinstance(error, MemoryError):
-                    raise
+                if is_out_of_memory(error):
+                    raise MemoryError(str(error)) from error
                 # as text: an error that cannot be pickled would never arrive (pytorch #142884)
                 where, reason = f"sample {index}", f"{type(error).__name__}: {error}"
                 if isinstance(error, BadSample):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import faulthandler
 import os
+import re
 import signal
 import sys
 import traceback
@@ -89,6 +90,10 @@ class Interrupted(RunError):
         self.exit_code = 128 + signum
 
 
+# the exit code of a rank that lost another, which says why itself
+LOST_RANK = 10
+
+
 def described(error: BaseException) -> tuple[str, int] | None:
     """Returns the line that a user sees and the exit code; None for an unknown cause."""
     cause: BaseException | None = error
@@ -101,15 +106,32 @@ def described(error: BaseException) -> tuple[str, int] | None:
         return refusal, 2
     if isinstance(error, KeyboardInterrupt):
         return described(Interrupted(signal.SIGINT))
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        first = str(error).split(". ")[0] or "the host has no memory left"
-        advice = (
-            "lower loader.batch_size, or set trainer.precision=bf16 or trainer.accumulate_steps"
+    if is_out_of_memory(error):
+        # what torch begins with on the host says nothing
+        said = str(error).rpartition("err == 0. ")[2].split(". ")[0]
+        return (
+            f"{said or 'the host has no memory left'}; halve loader.batch_size "
+            "(trainer.accumulate_steps=2 keeps the images of an update) or set "
+            "trainer.precision=bf16",
+            8,
         )
-        return f"{first}; {advice}", 8
+    # gloo's and NCCL's, from a collective call or within the network's own
+    if isinstance(error, RuntimeError) and re.search("gloo|NCCL|ProcessGroup", str(error)):
+        reason = str(error).splitlines()[0].rpartition("] ")[2].split(". ")[0] or str(error)
+        return f"another rank ended or does not answer, and says why: {reason[:200]}", LOST_RANK
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether some allocator had no memory: Python's, torch's, a device's or a codec's."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    said = re.search("DefaultCPUAllocator|not enough memory|bad_alloc", str(error))
+    return isinstance(error, RuntimeError) and said is not None
 
 
 def told(error: BaseException) -> tuple[str, int]:

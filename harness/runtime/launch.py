@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.runtime import signals, workers
-from harness.runtime.errors import RunError, tell_crashes, told
+from harness.runtime.errors import LOST_RANK, RunError, tell_crashes, told
 
 # of the others, once a process has failed
 _GRACE_S = 5.0
@@ -131,13 +131,13 @@ def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> Pr
                     found = ProcessError(*pipe.recv())
             if signals.received():
                 # others fail as well once one is gone
-                if not 1 < found.exit_code < 128:
+                if not 1 < found.exit_code < 128 or found.exit_code == LOST_RANK:
                     end = signals.interrupted()
                     found = ProcessError(str(end), end.exit_code)
                 # a failure tells more than the signal
                 if failure is None or failure.exit_code > 128 > found.exit_code:
                     failure = found
-            elif failure is None:
+            elif failure is None or failure.exit_code == LOST_RANK:
                 failure = found
                 # at these ends the first rank saves
                 rest_s = max(_GRACE_S, grace_s) if found.exit_code in (3, 6) else _GRACE_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -101,6 +102,8 @@ class Engine:
         self._whole = True
         self._starting = True
         self._logged_step = self.state.step
+        # batches of the epoch so far
+        self._taken = 0
         self._epoch = Shown()
         steps = config.profile.steps if world.is_main else None
         self._trace = Trace(steps, place.folder, watch.clock.pause)
@@ -282,7 +285,8 @@ class Engine:
                 parts = min(config.accumulate_steps, left)
                 self._one_step(batches, parts)
                 left -= parts
-                state.samples = self.order.taken(epoch, count - left)
+                self._taken = count - left
+                state.samples = self.order.taken(epoch, self._taken)
                 if left == 0:
                     state.epoch = epoch + 1
                     state.samples = 0
@@ -368,12 +372,27 @@ class Engine:
             _log.warning(text, now, figures.skipped)
         most = self.config.trainer.max_nonfinite_steps
         if figures.worst_streak > most:
+            if self.watch.board is not None:
+                self.watch.board.nonfinite(self._window(epoch, steps))
             raise NonFiniteError(
                 f"step {now}: {figures.worst_streak} updates in a row had a non-finite loss or "
                 f"gradient (trainer.max_nonfinite_steps={most}); lower optim.lr, set "
-                "optim.clip_norm=1 or use trainer.precision=fp32"
+                "optim.clip_norm=1 or use trainer.precision=fp32; nonfinite.json has the samples "
+                f"of the last {steps} steps"
             )
         return latest
+
+    def _window(self, epoch: int, steps: int) -> dict[str, Any]:
+        """Returns which samples the last ``steps`` steps were made of, on all ranks together."""
+        order = self.order.indices(epoch)
+        parts = self.config.trainer.accumulate_steps
+        batches = range(max(0, self._taken - steps * parts), self._taken)
+        ends = [self.order.taken(epoch, batch) for batch in (*batches, self._taken)]
+        return {
+            "epoch": epoch + 1,
+            "steps": [self.state.step - steps + 1, self.state.step],
+            "batches": [order[a:b].tolist() for a, b in itertools.pairwise(ends)],
+        }
 
     def _write(self, epoch: int, figures: Mapping[str, Value]) -> None:
         if self.watch.board is not None:

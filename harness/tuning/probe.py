@@ -21,7 +21,7 @@ from harness.feed.gauge import Gauge, Work
 from harness.feed.interface import PROCESSES, Feed, FeedSettings, HostBatch, with_workers
 from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
-from harness.runtime.errors import BadSample, LoaderError, printable
+from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory, printable
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
 from harness.tuning.capacity import Needs
@@ -255,10 +255,12 @@ class Lab:
                 trial = self._supply(ask)
         except BadSample as error:
             bad = (error.where, error.reason)
-        except (MemoryError, torch.OutOfMemoryError):
-            refused = "out of memory"
         except LoaderError as error:
             refused = printable(str(error))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            refused = "out of memory"
         trial = replace(
             trial,
             settings=settings,

@@ -134,10 +134,16 @@ class Board:
 
     def report(self, report: Mapping[str, Any]) -> None:
         """Write ``report.json``, whole or not at all, as ``plain`` gives it."""
-        path = self._folder / "report.json"
-        text = json.dumps(plain(report), indent=2, allow_nan=False) + "\n"
+        self._whole("report.json", json.dumps(plain(report), indent=2, allow_nan=False))
+
+    def nonfinite(self, window: Mapping[str, Any]) -> None:
+        """Write ``nonfinite.json``: the samples among which the loss went wrong."""
+        self._whole("nonfinite.json", json.dumps(window))
+
+    def _whole(self, name: str, text: str) -> None:
+        path = self._folder / name
         try:
-            write_whole(path, text.encode())
+            write_whole(path, f"{text}\n".encode())
         except OSError as error:
             self._failed(path, error)
 

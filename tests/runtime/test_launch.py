@@ -45,6 +45,17 @@ def test_the_first_error_ends_the_others(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int((tmp_path / "0").read_text()))
 
 
+def test_the_cause_is_told_and_not_its_echo(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that was killed is named, also where another noticed it first."""
+    monkeypatch.setattr(launch, "_GRACE_S", 5.0)
+    with pytest.raises(ProcessError, match=r"^rank1 was killed by signal 9") as error:
+        run_processes(jobs.lose_the_other, tmp_path, 2)
+    assert error.value.exit_code == 137
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_an_error_can_go_on_to_another_process() -> None:
     """Text and exit code survive the way from a launcher's process to the command line's."""
     error = pickle.loads(pickle.dumps(ProcessError("multirun/x/0: no more", 6)))

@@ -35,6 +35,23 @@ def first_fails(i: int, folder: Path) -> None:
     raise LoaderError("loader.num_workers: no more")
 
 
+def lose_the_other(i: int, folder: Path) -> None:
+    """Process 1 is killed later than process 0 says that it lost it."""
+    if i == 0:
+        note(i, folder)
+        raise RuntimeError(GLOO)
+    while not (folder / "0").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+GLOO = (
+    "[/src/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:44938. This is "
+    "typically caused by a remote worker crashing."
+)
+
+
 def divide(i: int, by: int) -> None:
     """Fail with an error that nobody expects."""
     print(1 / by)

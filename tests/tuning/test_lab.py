@@ -248,8 +248,9 @@ def test_held_images_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (LoaderError("a worker died"), "a worker died"),
         (MemoryError(), "out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
     ],
-    ids=["worker", "memory", "the device's memory"],
+    ids=["worker", "memory", "the device's memory", "torch's memory"],
 )
 def test_what_fails_is_refused_with_its_symptom(error: Exception, reason: str) -> None:
     """Tuning goes on, and the feed is closed."""

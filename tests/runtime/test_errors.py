@@ -1,0 +1,107 @@
+"""What is said of an error, and with which exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import jobs
+import numpy as np
+import pytest
+import torch
+from commands import ran
+
+from harness.data.decode import DecodeOptions
+from harness.data.images import ImageDataset
+from harness.data.storage import ArraySource
+from harness.data.transforms import TrainTransform
+from harness.feed.fill import Filler
+from harness.runtime.errors import described
+
+ADVICE = (
+    "; halve loader.batch_size (trainer.accumulate_steps=2 keeps the images of an update) or set "
+    "trainer.precision=bf16"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "the host has no memory left"),
+        (MemoryError("no memory for images of 12 MB"), "no memory for images of 12 MB"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"),
+            "CUDA out of memory",
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+                "memory: you tried to allocate 9 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+        ),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "[Errno 12] Cannot allocate memory"),
+    ],
+    ids=["python", "ours", "device", "torch", "system"],
+)
+def test_memory_of_any_allocator(error: Exception, said: str) -> None:
+    """Exit code 8, in one line that says what to lower."""
+    assert described(error) == (f"{said}{ADVICE}", 8)
+
+
+def test_torch_says_so_itself() -> None:
+    """The words that are looked for are those of the torch that is installed."""
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 55, dtype=torch.uint8)
+    found = described(error.value)
+    assert found is not None and found[1] == 8 and "tried to allocate" in found[0]
+
+
+def test_a_lost_rank_is_one_line() -> None:
+    """Gloo's lines become one, with the exit code of an echo."""
+    assert described(RuntimeError(jobs.GLOO)) == (
+        "another rank ended or does not answer, and says why: Connection closed by peer "
+        "[127.0.0.1]:44938",
+        10,
+    )
+
+
+def test_memory_is_no_samples_fault() -> None:
+    """An allocator that refuses while a sample is made ends the run, and skips nothing."""
+
+    class Full(TrainTransform):
+        def __call__(self, *_: object) -> None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    source = ArraySource(np.zeros((2, 8, 8, 3), np.uint8), np.arange(2), ["a", "b"], "x")
+    options = DecodeOptions(False, (255, 255, 255), 100)
+    dataset = ImageDataset(source, Full(8), options, 8, 0, skips=True)
+    filler = Filler(dataset, 0, None, None)
+    pixels, labels = np.zeros((2, 3, 8, 8), np.uint8), np.zeros(2, np.int64)
+    with pytest.raises(MemoryError, match="can't allocate memory"):
+        filler.fill(filler.timer.begin(2), 0, np.arange(2), pixels, labels)
+
+
+def test_a_run_without_memory_ends_with_8(tmp_path: Path) -> None:
+    """Of a whole command, whose memory is limited: one line, no traceback."""
+    limit = 3 << 30
+    done = ran(
+        sys.executable,
+        "-c",
+        "import resource, sys; "
+        f"resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit})); "
+        "from harness.app import command; command()",
+        "data=digits",
+        "data.image_size=2000",
+        "data.eval_resize=null",
+        "loader.batch_size=64",
+        "loader.backend=threads",
+        "loader.num_workers=1",
+        "device=cpu",
+        "trainer.max_steps=1",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 8, done.stderr
+    assert "Traceback" not in done.stderr and "halve loader.batch_size" in done.stderr
