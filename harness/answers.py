@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 
+import yaml  # type: ignore[import-untyped]
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -142,6 +143,8 @@ def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
 
     ``settings`` are the dotted names of all settings. None: another error.
     """
+    if isinstance(error, yaml.YAMLError):
+        return yaml_fault(error)
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     if isinstance(error, OverrideParseException):
@@ -182,6 +185,13 @@ def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
     if name in said:
         return said
     return f"{name}: {said}"
+
+
+def yaml_fault(error: yaml.YAMLError) -> str:
+    """Returns what is wrong in a file of settings, and where."""
+    said = " ".join(str(getattr(error, "problem", None) or error).split())
+    mark = getattr(error, "problem_mark", None)
+    return said if mark is None else f"{mark.name}, line {mark.line + 1}: {said}"
 
 
 def no_choice(group: str, value: str, options: Sequence[str]) -> str:

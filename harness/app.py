@@ -12,14 +12,13 @@ from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness import BEGAN_S, __version__, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
-from harness.runtime.errors import printable, tell, tell_crashes, told
+from harness.runtime.errors import described, printable, tell, tell_crashes, told
 from harness.watch.figures import Tag
 
 # of the jobs in this process
@@ -63,6 +62,10 @@ def cli() -> int:
         return _only_run[0][1]
 
     tell_crashes()
+    try:
+        os.getcwd()
+    except OSError:
+        return tell([schema.ConfigError("the current folder is gone; change to another one")])
     # Hydra then raises what is wrong with the settings
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     schema.register()
@@ -78,13 +81,24 @@ def cli() -> int:
         sys.argv[1:] = schema.prepared(sys.argv[1:])
         composing(main)()
     except (Exception, KeyboardInterrupt) as error:
-        is_ours = bool(_failed) or isinstance(error, HydraException | BrokenPipeError)
-        if isinstance(error, OSError) and error.filename and not is_ours:
-            # of Hydra, which makes the folder of hydra.run.dir
-            return tell([folder.unusable(Path(error.filename), error)])
         # a job's own error says more
-        return tell(_failed or [error])
+        return tell(_failed or [_composing(error)])
     return tell(_failed)
+
+
+def _composing(error: BaseException) -> BaseException:
+    """Returns what to tell of an ``error`` before any job, of Hydra or of what it calls."""
+    if described(error) is not None or isinstance(error, BrokenPipeError):
+        return error
+    if isinstance(error, OSError) and error.filename:
+        # the folder of hydra.run.dir
+        return folder.unusable(Path(error.filename), error)
+    why = str(error).partition("\n")[0]
+    if isinstance(error, RecursionError):
+        why = "files name each other in a circle, or are nested too deeply"
+    elif not isinstance(error, ValueError):
+        return error
+    return schema.ConfigError(f"the settings cannot be read: {why}")
 
 
 def main(composed: DictConfig) -> float | None:

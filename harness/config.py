@@ -22,6 +22,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
+import yaml  # type: ignore[import-untyped]
 from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -436,7 +437,9 @@ class WatchConfig:
     """What is logged, and how often."""
 
     window_steps: int = setting(10, "Steps in one logged window.", ge=1)
-    sample_s: float = setting(1.0, "Seconds between two looks at the GPU and the host.", ge=0.1)
+    sample_s: float = setting(
+        1.0, "Seconds between two looks at the GPU and the host.", ge=0.1, le=3600.0
+    )
     tensorboard: bool = setting(True, "Write TensorBoard's event file.")
 
 
@@ -453,7 +456,7 @@ class DistConfig:
         no_effect_with=["dist=single", "dist=torchrun"],
     )
     backend: DistBackend = setting(DistBackend.auto, "auto: nccl with CUDA, gloo without.")
-    timeout_s: float = setting(600.0, "Longest wait of a collective in seconds.", gt=0.0)
+    timeout_s: float = setting(600.0, "Longest wait of a collective in seconds.", gt=0.0, le=2.5e6)
 
 
 @dataclass(slots=True)
@@ -623,6 +626,9 @@ def _typed(composed: DictConfig) -> Config:
         # without Hydra's own part; resolving finds every missing environment variable
         ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
         plain = OmegaConf.to_container(ours, resolve=True)
+        # the schema's default would take its place
+        for key in sorted(OmegaConf.missing_keys(ours)):
+            raise ConfigError(f"{key}=???: a value is missing; write {key}=VALUE")
         # merged once more: composing lets keys pass that were added with a plus
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
     except OmegaConfBaseException as error:
@@ -728,7 +734,8 @@ def prepared(arguments: list[str]) -> list[str]:
     stand anywhere. ``model=`` takes torchvision's names too.
 
     Raises:
-        ConfigError: a flag that there is not, such as ``--lr 0.1``, or ``loader=null``.
+        ConfigError: a flag that there is not, such as ``--lr 0.1``, ``loader=null``, or a file of
+            settings that cannot be read.
     """
     for text in arguments:
         group, _, value = text.partition("=")
@@ -739,10 +746,17 @@ def prepared(arguments: list[str]) -> list[str]:
         raise ConfigError(wrong)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-path", "-cp")
-    known, rest = parser.parse_known_args(arguments)
-    # pkg://... is Hydra's
-    if known.config_path is not None and "://" not in known.config_path:
-        arguments = [f"--config-path={Path.cwd() / known.config_path}", *rest]
+    parser.add_argument("--config-dir", "-cd")
+    known, arguments = parser.parse_known_args(arguments)
+    for flag, place in (("--config-dir", known.config_dir), ("--config-path", known.config_path)):
+        if place is None:
+            continue
+        # pkg://... is Hydra's
+        if "://" not in place:
+            place = Path.cwd() / place
+            for file in sorted(place.rglob("*.yaml")):
+                _check_file(file)
+        arguments = [f"{flag}={place}", *arguments]
     # Hydra copies what is stored for each group that it lists: 0.4 s of --help
     if any(text.startswith("model=") for text in arguments):
         for name in set(classifiers()).difference(choices("model")):
@@ -801,6 +815,45 @@ def check_names(config: Config) -> None:
             f"data.name={name}: no such data set; choose from {', '.join(sets)}"
             f"{answers.nearest(name, sets)}"
         )
+
+
+def _check_file(path: Path) -> None:
+    """Refuses a file of settings that YAML cannot read, or would take too long over.
+
+    Raises:
+        ConfigError: with the file and the reason.
+    """
+    if not path.is_file():
+        return
+    why = None
+    try:
+        if path.stat().st_size > 1 << 18:
+            why = "more than 256 KiB"
+        elif _nodes(yaml.compose(path.read_text("utf-8"), yaml.SafeLoader), {}) > 10_000:
+            why = "its aliases stand for more than 10,000 values"
+    except yaml.YAMLError as error:
+        why = answers.yaml_fault(error)
+    except UnicodeDecodeError:
+        why = "is not UTF-8"
+    except RecursionError:
+        why = "nested too deeply"
+    except OSError as error:
+        why = error.strerror
+    if why is not None:
+        raise ConfigError(f"{path}: {why}; settings are YAML, as in conf/")
+
+
+def _nodes(node: Any, known: dict[int, int]) -> int:
+    """Returns how many nodes a tree of YAML has once its aliases are written out."""
+    if isinstance(node, yaml.CollectionNode):
+        if id(node) not in known:
+            known[id(node)] = 1
+            parts = [
+                part for each in node.value for part in (each if type(each) is tuple else (each,))
+            ]
+            known[id(node)] += sum(_nodes(part, known) for part in parts)
+        return known[id(node)]
+    return 1
 
 
 def _groups() -> list[str]:

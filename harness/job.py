@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness import config as schema
-from harness.config import Backend, Config, Mode, OnError, StartMethod, TunerName
+from harness.config import (
+    Backend,
+    Config,
+    ConfigError,
+    DistName,
+    Mode,
+    OnError,
+    StartMethod,
+    TunerName,
+)
 from harness.runtime import folder, parts, signals, workers
 from harness.runtime.errors import CheckpointError, printable
 
@@ -49,20 +59,39 @@ def check(config: Config) -> None:
         ConfigError: there is no such network or data set.
         CheckpointError: there is no such file.
     """
+    _check_launcher(config)
     schema.check_names(config)
     parts.check("model.name", config.model.name)
     parts.check("data.name", config.data.name)
     resume = config.resume
     weights = config.model.weights
-    if resume not in (None, "auto") and not Path(resume).exists():
+    if resume not in (None, "auto") and not os.path.exists(resume):
         raise CheckpointError(
             f"resume={printable(resume)}: no such checkpoint; use null, auto or a path"
         )
     # a run that goes on reads no other weights
-    if resume is None and weights not in (None, "DEFAULT") and not Path(weights).exists():
+    if resume is None and weights not in (None, "DEFAULT") and not os.path.exists(weights):
         raise CheckpointError(
             f"model.weights={printable(weights)}: no such file; use null, DEFAULT or a path"
         )
+
+
+def _check_launcher(config: Config) -> None:
+    """Refuses what no launcher of ranks would set.
+
+    Raises:
+        ConfigError: a variable is missing, or no number.
+    """
+    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    for name in (*numbers, "MASTER_ADDR"):
+        value = os.environ.get(name)
+        if value is None and config.dist.name is DistName.torchrun:
+            raise ConfigError(
+                f"dist=torchrun: {name} is not set; start with `torchrun --nproc-per-node N "
+                "train.py ...`"
+            )
+        if name in numbers and not (value or "0").isdecimal():
+            raise ConfigError(f"{name}={printable(value or '')}: not a number; torchrun sets it")
 
 
 def _needs_processes(config: Config) -> bool:

@@ -136,16 +136,10 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
     """Opens a block in which this rank has a ``World`` and its process group.
 
     Raises:
-        ConfigError: the device or the backend cannot be had, or ``dist=torchrun`` runs without
-            torchrun.
+        ConfigError: the device or the backend cannot be had.
     """
     kind = config.dist.name
     if kind is DistName.torchrun:
-        if "RANK" not in os.environ:
-            raise ConfigError(
-                "dist=torchrun: not started by torchrun; use `torchrun --nproc-per-node N train.py "
-                "...`"
-            )
         size = int(os.environ["WORLD_SIZE"])
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         rank = int(os.environ["RANK"])

@@ -119,6 +119,8 @@ def described(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, RuntimeError) and re.search("gloo|NCCL|ProcessGroup", str(error)):
         reason = str(error).splitlines()[0].rpartition("] ")[2].split(". ")[0] or str(error)
         return f"another rank ended or does not answer, and says why: {reason[:200]}", LOST_RANK
+    if isinstance(error, OSError) and "AF_UNIX path too long" in str(error):
+        return "TMPDIR: too long a path for the sockets of worker processes; set a shorter one", 2
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
     return None
@@ -151,7 +153,10 @@ def tell(failures: Sequence[BaseException]) -> int:
     with contextlib.suppress(OSError):
         # nobody may read: the exit code says it too
         for text, _ in lines:
-            print(f"{name} {text}", file=sys.stderr, flush=True)
+            line = printable(text)
+            if len(line) > 2000:
+                line = f"{line[:1200]} ... {line[-600:]}"
+            print(f"{name} {line}", file=sys.stderr, flush=True)
     return lines[0][1] if lines else 0
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness import job
 from harness.config import Config, ConfigError, DistBackend, DistConfig, DistName, TrainerConfig
 from harness.runtime import distributed, signals
 from harness.runtime.distributed import World, choose_device, joined, launch, spawn_size
@@ -227,11 +228,8 @@ def test_an_impossible_number_of_processes_is_refused(
 
 def test_torchrun_needs_torchrun() -> None:
     """dist=torchrun under plain python is refused with the command to use."""
-    with (
-        pytest.raises(ConfigError, match="^dist=torchrun: not started by torchrun; use `torchrun"),
-        joined(0, config(DistName.torchrun)),
-    ):
-        pass
+    with pytest.raises(ConfigError, match="^dist=torchrun: RANK is not set; start with `torchrun"):
+        job.check(config(DistName.torchrun))
 
 
 def test_torchrun_tells_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

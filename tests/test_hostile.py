@@ -1,0 +1,114 @@
+"""Settings, files of settings, variables and folders that no user means: one line, exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT, ran, trained
+
+HEAD = "# @package _global_\n"
+# six levels of nine aliases each: half a million values
+BOMB = (
+    HEAD
+    + "a: &a [1,1,1,1,1,1,1,1,1]\n"
+    + "".join(
+        f"{name}: &{name} [{','.join(9 * [f'*{before}'])}]\n"
+        for before, name in zip("abcdef", "bcdefg", strict=True)
+    )
+)
+FILES = {
+    "tab": (b"optim:\n\tlr: 1\n", "line 2: found character"),
+    "key twice": (f"{HEAD}seed: 1\nseed: 2\n".encode(), "line 3: found duplicate key seed"),
+    "python": (f"{HEAD}seed: !!python/object/apply:os.getpid []\n".encode(), "line 2: could not"),
+    "tag": (f"{HEAD}seed: !foo 1\n".encode(), "line 2: could not determine a constructor"),
+    "merge": (f"{HEAD}<<: [1]\n".encode(), "line 2: expected a mapping for merging"),
+    "latin-1": (f"{HEAD}seed: 1 # \xe9\n".encode("latin-1"), "bad.yaml: is not UTF-8"),
+    "utf-16": (f"{HEAD}seed: 1\n".encode("utf-16"), "bad.yaml: is not UTF-8"),
+    "deep": (f"{HEAD}x: {2000 * '['}{2000 * ']'}".encode(), "bad.yaml: nested too deeply"),
+    "long number": (f"{HEAD}seed: {5000 * '9'}".encode(), "the settings cannot be read: Exceeds"),
+    "circle": (f"{HEAD}defaults:\n  - bad\n".encode(), "files name each other in a circle"),
+    "aliases": (BOMB.encode(), "its aliases stand for more than 10,000 values"),
+    "long": (b"#" * (1 << 19), "bad.yaml: more than 256 KiB"),
+    "zero byte": (f"{HEAD}seed: \x00\n".encode(), "bad.yaml"),
+}
+
+
+def refused(stderr: str, code: int) -> str:
+    """The one line of a refusal."""
+    assert code == 2, stderr
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: ") and len(line) < 2100 and "\x1b" not in line
+    return line
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
+    """It is named, with the line where there is one; nothing in it runs, and nothing hangs."""
+    content, said = FILES[name]
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    (tmp_path / "mine/experiment/bad.yaml").write_bytes(content)
+    done = trained(tmp_path, "--config-dir=mine", "experiment=bad", "data=digits")
+    assert said in refused(done.stderr, done.returncode)
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["optim.lr=" + 10_000 * "9"], "the settings cannot be read: Exceeds the limit"),
+        (["model.name=???"], "model.name=???: a value is missing"),
+        (["run.name=a\x1b[31m"], "run.name=a\\x1b[31m"),
+        (["watch.sample_s=1e30"], "watch.sample_s=1e+30: must be <= 3600.0"),
+        (["dist.timeout_s=1e300"], "dist.timeout_s=1e+300: must be <= "),
+        (["--run", "-m"], "Only one of --run, --multirun"),
+        (["-sc"], "the settings cannot be read"),
+        (["hydra.run.dir=/dev/null/x"], "/dev/null/x: cannot be the run's folder: Not a directory"),
+        (["run.name=../../evil"], "run.name='../../evil': use up to 200 letters"),
+    ],
+    ids=lambda value: value[0][:30] if isinstance(value, list) else "",
+)
+def test_odd_words(arguments: list[str], said: str, tmp_path: Path) -> None:
+    """What is typed comes back short and without control characters."""
+    done = trained(tmp_path, *arguments)
+    assert said in refused(done.stderr, done.returncode)
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("setting", ["resume", "model.weights"])
+def test_a_path_that_no_system_takes(setting: str, tmp_path: Path) -> None:
+    """It is no checkpoint, and comes back short."""
+    done = trained(tmp_path, f"{setting}={10_000 * 'x'}")
+    assert done.returncode == 4
+    assert "no such " in done.stderr and len(done.stderr) < 2100
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_odd_variables_of_a_launcher(name: str, tmp_path: Path) -> None:
+    """A variable that is no number is named before anything starts."""
+    done = trained(tmp_path, "data=digits", **{name: "x"})
+    assert f"{name}=x: not a number" in refused(done.stderr, done.returncode)
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    """Started in a folder that was removed meanwhile, a run says so."""
+    script = f"rmdir {tmp_path}/gone; exec {sys.executable} {ROOT}/train.py data=digits"
+    (tmp_path / "gone").mkdir()
+    done = ran("bash", "-c", script, cwd=tmp_path / "gone")
+    assert "the current folder is gone" in refused(done.stderr, done.returncode)
+
+
+def test_sockets_need_a_short_path(tmp_path: Path) -> None:
+    """A TMPDIR that is too long for worker processes is named."""
+    long = tmp_path / (120 * "t")
+    long.mkdir()
+    done = trained(
+        tmp_path,
+        "data=digits",
+        "loader.backend=processes",
+        "loader.num_workers=1",
+        "device=cpu",
+        TMPDIR=str(long),
+    )
+    assert "TMPDIR: too long a path" in refused(done.stderr, done.returncode)
