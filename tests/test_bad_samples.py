@@ -234,30 +234,36 @@ def test_a_data_set_of_the_users_is_replaced_too(
     assert "OSError: gone" in lines[0]["reason"]
 
 
-@pytest.mark.parametrize("more", [(), ("dist=spawn", "dist.nprocs=2")], ids=["one", "ranks"])
-def test_verify_reads_every_file(tree: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
-    """mode=verify names every file that cannot be read, and ends with 3; nothing is trained."""
-    done = trained(
-        tmp_path, "mode=verify", "data=imagefolder", f"data.root={tree}", "run.name=x", *more
-    )
+@pytest.mark.usefixtures("kept_globals")
+def test_verify_reads_every_file(
+    composed: Composed, tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mode=verify names every file that cannot be read; a second look replaces the first's list."""
+    for _ in range(2):
+        with pytest.raises(DataError, match="^3 of 60 images cannot be read, the first is "):
+            run(composed("mode=verify", "data=imagefolder", f"data.root={tree}"), tmp_path)
+        assert listed(tmp_path) == sorted(BAD)
+    printed = capsys.readouterr().out
+    assert "verify: 2 of 48 training images cannot be read" in printed
+    assert "verify: 1 of 12 validation images cannot be read" in printed
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_verify_of_a_good_set_ends_well(
+    composed: Composed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a bad image nothing is raised, and nothing listed."""
+    run(composed("mode=verify", "data=digits"), tmp_path)
+    assert "verify: 0 of 359 validation images cannot be read" in capsys.readouterr().out
+    assert not (tmp_path / "bad_samples.jsonl").exists()
+
+
+def test_ranks_verify_together(tree: Path, tmp_path: Path) -> None:
+    """Each reads its share; the command ends with 3 and one line; nothing is trained."""
+    more = ("data=imagefolder", f"data.root={tree}", "run.name=x", "dist=spawn", "dist.nprocs=2")
+    done = trained(tmp_path, "mode=verify", *more)
     assert done.returncode == 3
-    assert "verify: 2 of 48 training images cannot be read" in done.stdout
-    assert "verify: 1 of 12 validation images cannot be read" in done.stdout
     assert "error: 3 of 60 images cannot be read, the first is " in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert listed(tmp_path / "outputs/x") == sorted(BAD)
     assert not (tmp_path / "outputs/x/checkpoints").exists()
-    # a second look replaces the list of the first
-    again = trained(
-        tmp_path, "mode=verify", "data=imagefolder", f"data.root={tree}", "run.name=x", *more
-    )
-    assert again.returncode == 3
-    assert listed(tmp_path / "outputs/x") == sorted(BAD)
-
-
-def test_verify_of_a_good_set_ends_well(tmp_path: Path) -> None:
-    """Without a bad image the exit code is 0."""
-    done = trained(tmp_path, "mode=verify", "data=digits", "run.name=x")
-    assert done.returncode == 0, done.stderr
-    assert "verify: 0 of 359 validation images cannot be read" in done.stdout
-    assert not (tmp_path / "outputs/x/bad_samples.jsonl").exists()
