@@ -745,18 +745,25 @@ def prepared(arguments: list[str]) -> list[str]:
     if wrong := answers.refused_flag(arguments, names()):
         raise ConfigError(wrong)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--config-dir", "-cd")
-    known, arguments = parser.parse_known_args(arguments)
-    for flag, place in (("--config-dir", known.config_dir), ("--config-path", known.config_path)):
-        if place is None:
-            continue
+    flags = {"config_path": "-cp", "config_dir": "-cd", "config_name": "-cn", "cfg": "-c"}
+    for name, short in flags.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", short)
+    known, words = parser.parse_known_args(arguments)
+    has_places = known.config_path is not None or known.config_dir is not None
+    if has_places:
+        arguments = words
+    for name in flags if has_places else ():
+        value = getattr(known, name)
         # pkg://... is Hydra's
-        if "://" not in place:
-            place = Path.cwd() / place
-            for file in sorted(place.rglob("*.yaml")):
-                _check_file(file)
-        arguments = [f"{flag}={place}", *arguments]
+        if name in ("config_path", "config_dir") and value is not None and "://" not in value:
+            value = Path.cwd() / value
+            # what Hydra will read first
+            _check_file(value / f"{known.config_name or 'config'}.yaml")
+            for text in words:
+                group, _, choice = text.lstrip("+").partition("=")
+                _check_file(value / group / f"{choice}.yaml")
+        if value is not None:
+            arguments = [f"--{name.replace('_', '-')}={value}", *arguments]
     # Hydra copies what is stored for each group that it lists: 0.4 s of --help
     if any(text.startswith("model=") for text in arguments):
         for name in set(classifiers()).difference(choices("model")):
@@ -823,7 +830,8 @@ def _check_file(path: Path) -> None:
     Raises:
         ConfigError: with the file and the reason.
     """
-    if not path.is_file():
+    # the name is of any text that was typed
+    if not os.path.isfile(path):
         return
     why = None
     try:

@@ -82,16 +82,21 @@ def _check_launcher(config: Config) -> None:
     Raises:
         ConfigError: a variable is missing, or no number.
     """
-    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    for name in (*numbers, "MASTER_ADDR"):
+    # what is read without torchrun too, and what it sets besides
+    numbers = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
+    names = numbers
+    if config.dist.name is DistName.torchrun:
+        numbers = [*numbers, "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+        names = [*numbers, "MASTER_ADDR"]
+    for name in names:
         value = os.environ.get(name)
         if value is None and config.dist.name is DistName.torchrun:
             raise ConfigError(
                 f"dist=torchrun: {name} is not set; start with `torchrun --nproc-per-node N "
                 "train.py ...`"
             )
-        if name in numbers and not (value or "0").isdecimal():
-            raise ConfigError(f"{name}={printable(value or '')}: not a number; torchrun sets it")
+        if value is not None and name in numbers and not value.isdecimal():
+            raise ConfigError(f"{name}={printable(value)}: not a number; unset it, or use torchrun")
 
 
 def _needs_processes(config: Config) -> bool:

@@ -84,11 +84,22 @@ def test_a_path_that_no_system_takes(setting: str, tmp_path: Path) -> None:
     assert "no such " in done.stderr and len(done.stderr) < 2100
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_files_that_nobody_asked_for_are_left_alone(tmp_path: Path) -> None:
+    """A template of something else in the folder of settings is no fault of a run."""
+    (tmp_path / "charts").mkdir()
+    (tmp_path / "charts/helm.yaml").write_text("a: {{ x }}\n---\nb: 1\n")
+    (tmp_path / "charts/tab.yaml").write_text("a:\n\tb: 1\n")
+    done = trained(tmp_path, "--config-dir=.", "--cfg", "job", "seed=7")
+    assert done.returncode == 0, done.stderr
+    assert "seed: 7" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
 def test_odd_variables_of_a_launcher(name: str, tmp_path: Path) -> None:
     """A variable that is no number is named before anything starts."""
-    done = trained(tmp_path, "data=digits", **{name: "x"})
-    assert f"{name}=x: not a number" in refused(done.stderr, done.returncode)
+    for value in ("x", ""):
+        done = trained(tmp_path, "data=digits", **{name: value})
+        assert f"{name}={value}: not a number" in refused(done.stderr, done.returncode)
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:

@@ -92,6 +92,10 @@ class Interrupted(RunError):
 
 # the exit code of a rank that lost another, which says why itself
 LOST_RANK = 10
+_LOST = re.compile(
+    "(gloo|NCCL|ProcessGroup)(?s:.*)"
+    "(closed by peer|reset by peer|Broken pipe|[Tt]imed out|[Tt]imeout|remote process exited)"
+)
 
 
 def described(error: BaseException) -> tuple[str, int] | None:
@@ -116,7 +120,7 @@ def described(error: BaseException) -> tuple[str, int] | None:
             8,
         )
     # gloo's and NCCL's, from a collective call or within the network's own
-    if isinstance(error, RuntimeError) and re.search("gloo|NCCL|ProcessGroup", str(error)):
+    if isinstance(error, RuntimeError) and _LOST.search(str(error)):
         reason = str(error).splitlines()[0].rpartition("] ")[2].split(". ")[0] or str(error)
         return f"another rank ended or does not answer, and says why: {reason[:200]}", LOST_RANK
     if isinstance(error, OSError) and "AF_UNIX path too long" in str(error):
@@ -132,7 +136,11 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    said = re.search("DefaultCPUAllocator|not enough memory|bad_alloc", str(error))
+    said = re.search(
+        "DefaultCPUAllocator|not enough memory|bad_alloc|CUDA error: out of memory|ALLOC_FAILED|"
+        r"Cuda failure 2\b",
+        str(error),
+    )
     return isinstance(error, RuntimeError) and said is not None
 
 

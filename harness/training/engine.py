@@ -104,6 +104,7 @@ class Engine:
         self._logged_step = self.state.step
         # batches of the epoch so far
         self._taken = 0
+        self._window_began = 0
         self._epoch = Shown()
         steps = config.profile.steps if world.is_main else None
         self._trace = Trace(steps, place.folder, watch.clock.pause)
@@ -270,6 +271,7 @@ class Engine:
         evaluated = ends or (epoch + 1) % config.eval_every_epochs == 0
         warm_up = EvalWarmup(steps) if evaluated else None
         self._epoch = Shown()
+        self._taken = self._window_began = 0
         due = False
         if self._starting:
             images = self.feed.settings.batch_size * self.world.size * config.accumulate_steps
@@ -380,13 +382,13 @@ class Engine:
                 "optim.clip_norm=1 or use trainer.precision=fp32; nonfinite.json has the samples "
                 f"of the last {steps} steps"
             )
+        self._window_began = self._taken
         return latest
 
     def _window(self, epoch: int, steps: int) -> dict[str, Any]:
         """Returns which samples the last ``steps`` steps were made of, on all ranks together."""
         order = self.order.indices(epoch)
-        parts = self.config.trainer.accumulate_steps
-        batches = range(max(0, self._taken - steps * parts), self._taken)
+        batches = range(self._window_began, self._taken)
         ends = [self.order.taken(epoch, batch) for batch in (*batches, self._taken)]
         return {
             "epoch": epoch + 1,

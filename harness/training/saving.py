@@ -201,10 +201,14 @@ def on_host(value: Any, rooms: Rooms, copied: dict[int, torch.UntypedStorage]) -
         copied: by their places, those of this state so far.
     """
     if isinstance(value, torch.Tensor):
+        is_lazy = value.is_conj() or value.is_neg()
         # a storage knows nothing of these two
         value = value.resolve_conj().resolve_neg()
         storage = value.untyped_storage()
         key = storage.data_ptr()
+        if is_lazy:
+            # new memory, whose address another may have next
+            key = -1 - len(copied)
         if key not in copied:
             room = len(copied), storage.nbytes()
             if room not in rooms:

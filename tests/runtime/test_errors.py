@@ -42,9 +42,10 @@ ADVICE = (
             ),
             "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
         ),
+        (RuntimeError("CUDA error: out of memory"), "CUDA error: out of memory"),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "[Errno 12] Cannot allocate memory"),
     ],
-    ids=["python", "ours", "device", "torch", "system"],
+    ids=["python", "ours", "device", "torch", "driver", "system"],
 )
 def test_memory_of_any_allocator(error: Exception, said: str) -> None:
     """Exit code 8, in one line that says what to lower."""
@@ -66,6 +67,18 @@ def test_a_lost_rank_is_one_line() -> None:
         "[127.0.0.1]:44938",
         10,
     )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[enforce fail at /src/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find",
+        "NCCL error in: x.cpp:1, invalid usage",
+    ],
+)
+def test_a_group_that_was_never_joined_is_no_lost_rank(said: str) -> None:
+    """What is not known keeps its traceback."""
+    assert described(RuntimeError(said)) is None
 
 
 def test_memory_is_no_samples_fault() -> None:

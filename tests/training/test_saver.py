@@ -68,8 +68,13 @@ def test_a_copy_has_the_values_of_a_view() -> None:
     """Conjugated and negated views are copied as what they show; a named tuple keeps its kind."""
     numbers = torch.randn(3, dtype=torch.complex64)
     packed = nn.utils.rnn.pack_sequence([torch.arange(3.0), torch.arange(2.0)])
-    state = {"c": numbers.conj(), "i": numbers.conj().imag, "p": packed}
-    copied = saving.on_host(state, {}, {})
+    other = torch.randn(3, dtype=torch.complex64)
+    state = {"c": numbers.conj(), "i": numbers.conj().imag, "p": packed, "o": other.conj()}
+    rooms: saving.Rooms = {}
+    saving.on_host(state, rooms, {})
+    # into the same memory again
+    copied = saving.on_host(state, rooms, {})
+    assert torch.equal(copied["o"], other.conj())
     assert torch.equal(copied["c"], numbers.conj()) and torch.equal(copied["i"], state["i"])
     assert type(copied["p"]) is type(packed) and torch.equal(copied["p"].data, packed.data)
 
