@@ -130,14 +130,16 @@ def main_worker(local_rank: int, job: Job) -> None:
     with joined as world, folder.logging_to(job.folder, world.rank), station.quiet_ranks(world):
         signals.set_grace(config.checkpoint.grace_s)
         station.refuse_hidden_gpu(config, world)
-        _wire(world, job)
+        if config.mode is Mode.verify:
+            _verify(world, job)
+        else:
+            _wire(world, job)
 
 
 def _wire(world: World, job: Job) -> None:
     """Wires the rooms in the order of the data, from the disk to the report."""
     from harness.data import datasets
     from harness.diagnose.diagnosis import diagnose
-    from harness.diagnose.verify import verify
     from harness.feed.forms import Feeds
     from harness.page import document, link
     from harness.runtime import limits, seeding
@@ -155,22 +157,13 @@ def _wire(world: World, job: Job) -> None:
     config = resume.settings(job.config, saved, job.overridden)
     seeding.seed_everything(config.seed, config.trainer.deterministic)
     # storage -> decode -> augment
-    data = config.data
-    if config.mode is Mode.verify:
-        # opening it must not end at the first bad sample
-        data = replace(data, on_error=OnError.skip)
-    splits = datasets.load(data, config.augment, config.seed, world.gathered)
-    if config.mode is Mode.verify:
-        feeds = Feeds(splits, config, world)
-        verify(feeds, feeds.settings(limits.measure(world.local_size)), job.folder)
-        return
+    splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
     config, rest = resume.rest(config, saved, world, len(splits.train))
     # order -> load -> pin -> copy
     feeds = Feeds(splits, config, world)
-    # what takes the batches
-    steps = feeds.steps_per_epoch()
-    state = make_state(config, len(splits.classes), world, steps, filled=saved is not None)
-    resumed = resume.take_over(state, saved, config, world, splits.classes)
+    classes = splits.classes
+    state = make_state(config, len(classes), world, feeds.steps_per_epoch(), filled=bool(saved))
+    resumed = resume.take_over(state, saved, config, world, classes)
     allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
     train = feeds.settings(allowed)
     val = feeds.val_settings(train)
@@ -178,33 +171,46 @@ def _wire(world: World, job: Job) -> None:
         # nothing is refused any more
         folder.write_settings(job.folder, job.settings)
     with station.watched(config, world, job.folder, job.began_s, resumed) as watch:
-        step = Step(state, config, world, len(splits.classes))
+        step = Step(state, config, world, len(classes))
         trials = StepTrials(step, config, world)
         if config.mode is Mode.diagnose:
             diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
             return
-        found = summary = None
+        found = None
         if config.loader.autotune:
             found = tuned(feeds, trials, config, allowed, world, resumed)
             train, val = found.told(watch, job.folder)
-            summary = found.summary
         has_stepped = found is not None and not found.report.reused
         if config.mode is Mode.train and feeds.on_device(train) and not has_stepped:
             # a step first takes what the network needs: images get of the rest
             with trials.kept():
                 trials.demand(feeds.noise(train.batch_size), 0.0)
-
         # normalise -> step -> evaluate -> save
         feed = feeds.train(train, rest)
         val_feed = feeds.val(val)
         if found is not None:
             found.follow(feed, val_feed, watch, state.step)
-        place = Place(job.folder, splits.classes)
-        engine = Engine(config, world, step, feed, val_feed, watch, place)
+        engine = Engine(config, world, step, feed, val_feed, watch, Place(job.folder, classes))
         page = Page(link.pinned_link(), document.write_report)
+        summary = None if found is None else found.summary
         told = Reporter(config, job.overridden, summary, allowed.cores, page, splits.cache)
         with told.reporting(engine):
             engine.fit() if config.mode is Mode.train else engine.evaluate_only()
+
+
+def _verify(world: World, job: Job) -> None:
+    """Reads every image of the data set."""
+    from harness.data import datasets
+    from harness.diagnose.verify import verify
+    from harness.feed.forms import Feeds
+    from harness.runtime import limits
+
+    config = job.config
+    # opening it must not end at the first bad sample
+    data = replace(config.data, on_error=OnError.skip)
+    splits = datasets.load(data, config.augment, config.seed, world.gathered)
+    feeds = Feeds(splits, config, world)
+    verify(feeds, feeds.settings(limits.measure(world.local_size)), job.folder)
 
 
 def run(index: int, job: Job) -> None:

@@ -222,22 +222,7 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
         raise _Fault(_PAGE)
     if reply.status != 206:
         here = 0
-    total = here + (reply.length or 0)
-    if reply.status == 206:
-        span = re.match(r"bytes (\d+)-\d+(?:/(\d+))?", reply.headers.get("Content-Range", ""))
-        if span is None or int(span[1]) != here:
-            raise _Fault(
-                "the server sent another range than was asked for", retry=True, restart=True
-            )
-        if reply.length is None:
-            total = int(span[2] or 0)
-    if total == 0:
-        raise _Fault(
-            "the server does not give the file's size (Content-Length), so that a cut-off could "
-            "not be told"
-        )
-    if total > 1 << 30:
-        raise _Fault(f"the server offers {total} bytes, more than any archive that is known here")
+    total = _size(reply, here)
     file.truncate(here)
     counted = file.seek(here)
     with progress(f"Downloading {part.stem}", total=total, unit="B") as bar:
@@ -263,6 +248,27 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
             retry=here > 0,
             restart=True,
         )
+
+
+def _size(reply: Any, here: int) -> int:
+    """Returns the bytes of the whole file, of which ``reply`` gives those from ``here`` on."""
+    total: int = here + (reply.length or 0)
+    if reply.status == 206:
+        span = re.match(r"bytes (\d+)-\d+(?:/(\d+))?", reply.headers.get("Content-Range", ""))
+        if span is None or int(span[1]) != here:
+            raise _Fault(
+                "the server sent another range than was asked for", retry=True, restart=True
+            )
+        if reply.length is None:
+            total = int(span[2] or 0)
+    if total == 0:
+        raise _Fault(
+            "the server does not give the file's size (Content-Length), so that a cut-off could "
+            "not be told"
+        )
+    if total > 1 << 30:
+        raise _Fault(f"the server offers {total} bytes, more than any archive that is known here")
+    return total
 
 
 def _waited(call: Callable[[], Any], due_s: float, stall_s: float) -> Any:

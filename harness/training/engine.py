@@ -270,8 +270,7 @@ class Engine:
         ends = epoch + 1 == config.epochs or state.step + steps == config.max_steps
         evaluated = ends or (epoch + 1) % config.eval_every_epochs == 0
         warm_up = EvalWarmup(steps) if evaluated else None
-        self._epoch = Shown()
-        self._taken = self._window_began = 0
+        self._begin_epoch()
         due = False
         if self._starting:
             images = self.feed.settings.batch_size * self.world.size * config.accumulate_steps
@@ -309,6 +308,11 @@ class Engine:
                 if due and not last:
                     self._save(None)
         return due
+
+    def _begin_epoch(self) -> None:
+        self._epoch = Shown()
+        self._taken = 0
+        self._window_began = 0
 
     def _one_step(self, batches: DataPrefetcher, parts: int) -> None:
         clock = self.watch.clock
