@@ -122,7 +122,10 @@ def described(error: BaseException) -> tuple[str, int] | None:
     # gloo's and NCCL's, from a collective call or within the network's own
     if isinstance(error, RuntimeError) and _LOST.search(str(error)):
         reason = str(error).splitlines()[0].rpartition("] ")[2].split(". ")[0] or str(error)
-        return f"another rank ended or does not answer, and says why: {reason[:200]}", LOST_RANK
+        return (
+            f"another rank ended or does not answer ({reason[:200]}); look at its lines",
+            LOST_RANK,
+        )
     if isinstance(error, OSError) and "AF_UNIX path too long" in str(error):
         return "TMPDIR: too long a path for the sockets of worker processes; set a shorter one", 2
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

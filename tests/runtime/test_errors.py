@@ -63,8 +63,8 @@ def test_torch_says_so_itself() -> None:
 def test_a_lost_rank_is_one_line() -> None:
     """Gloo's lines become one, with the exit code of an echo."""
     assert described(RuntimeError(jobs.GLOO)) == (
-        "another rank ended or does not answer, and says why: Connection closed by peer "
-        "[127.0.0.1]:44938",
+        "another rank ended or does not answer (Connection closed by peer [127.0.0.1]:44938); "
+        "look at its lines",
         10,
     )
 
