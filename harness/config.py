@@ -299,6 +299,12 @@ class LoaderConfig:
     timeout_s: float = setting(
         120.0, "Longest wait for a batch from a worker in seconds; 0 waits for ever.", ge=0.0
     )
+    restart_workers: bool = setting(
+        False,
+        "Replace workers (processes or threads) that died or gave nothing for timeout_s, and go on "
+        "with the same batch; the third loss at one batch ends the run.",
+        no_effect_with=["loader.num_workers=0"],
+    )
     start_method: StartMethod = setting(StartMethod.forkserver, "How worker processes start.")
     device_prefetch: bool = setting(
         True, "Copy and normalise one batch ahead on a CUDA stream of its own."

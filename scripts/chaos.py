@@ -21,10 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1, Signals
+from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, Signals
 from typing import Any, NamedTuple
+
+import psutil
 
 from harness.training import checkpoint
 from scripts.chaos_left import batches, digest, lines, logged, updates, wrong_lines, wrong_samples
@@ -220,16 +223,20 @@ def _signalled(
         wrong.append(f"{len(left)} processes after {exit_s:.1f} s")
     if "Traceback" in said:
         wrong.append("a traceback")
-    # what torch's compiler keeps is a cache
-    temporary = [
-        path for path in (life.place / "tmp").iterdir() if not path.name.startswith("torchinductor")
+    wrong += [
+        f"{path.name} left" for path in (*_temporary(life), *life.place.rglob("checkpoints/.*"))
     ]
-    wrong += [f"{path.name} left" for path in (*temporary, *life.place.rglob("checkpoints/.*"))]
     for folder in life.place.glob("outputs/x"):
         wrong += wrong_lines(folder)
         if not complete:
             wrong += _untold(folder, said)
     return _End(life, exit_s, [f"run {name} at {after_s:.1f} s: {text}" for text in wrong])
+
+
+def _temporary(life: Run) -> list[Path]:
+    # what torch's compiler keeps is a cache
+    left = (life.place / "tmp").iterdir()
+    return [path for path in left if not path.name.startswith("torchinductor")]
 
 
 def _untold(folder: Path, said: str) -> list[str]:
@@ -359,9 +366,60 @@ def user(plan: Plan) -> list[Row]:
     return rows
 
 
+def workers(plan: Plan) -> list[Row]:
+    """SIGKILL and SIGSTOP of a random worker again and again, with loader.restart_workers."""
+    rows = []
+    overrides = (
+        *_DIGITS, "loader.backend=processes", "loader.num_workers=2", "loader.batch_size=16",
+        "loader.drop_last=false", "loader.timeout_s=1.5", "loader.restart_workers=true",
+        "trainer.epochs=4",
+    )  # fmt: skip
+    whole = ended(plan, "whole", *overrides).folder
+    for sign in (SIGKILL, SIGSTOP):
+        draw = random.Random(f"{plan.seed} {sign}")
+        wrong = []
+        hit = replaced = runs = 0
+        longest_s = 0.0
+        while hit < plan.n:
+            runs += 1
+            seen = set()
+            with Run(plan, plan.place(f"{sign.name}/{runs}"), [*NOTED, *overrides]) as life:
+                going = life.trains()
+                while going and hit < plan.n and life.goes_on(draw.uniform(0.1, 1.0)):
+                    there = life.workers()
+                    if not there:
+                        continue
+                    seen |= {worker.pid for worker in there}
+                    before = life.said.count("New workers go on")
+                    with suppress(psutil.NoSuchProcess):
+                        draw.choice(there).send_signal(sign)
+                    hit += 1
+                    begin_s = time.monotonic()
+                    # one that had nothing left to do is not missed
+                    while (going := life.goes_on(POLL_S)) and time.monotonic() < begin_s + 8:
+                        if life.said.count("New workers go on") > before:
+                            replaced += 1
+                            longest_s = max(longest_s, time.monotonic() - begin_s)
+                            break
+                if (code := life.code()) != 0:
+                    wrong.append(f"run {runs}: exit code {code}")
+            names = [f"torch_{pid}_*" for pid in seen]
+            left = _temporary(life)
+            left += [path for name in names for path in Path("/dev/shm").glob(name)]
+            wrong += [f"run {runs}: {path.name} left" for path in left]
+            wrong += [f"run {runs}: {text}" for text in _differences(life, whole)]
+        required = (
+            "loader.restart_workers=true: the epoch goes on; every sample once; the same state and "
+            "losses as without; nothing left in shared memory or the temporary folder"
+        )
+        told = f"{runs} runs, {replaced} replacements, each told within {longest_s:.1f} s"
+        rows.append(row(f"workers, {sign.name}", hit, required, wrong, told))
+    return rows
+
+
 PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
     "kills": (kills, 20), "terms": (terms, 120), "forms": (forms, 24), "ranks": (ranks, 1),
-    "user": (user, 1),
+    "user": (user, 1), "workers": (workers, 100),
 }  # fmt: skip
 
 

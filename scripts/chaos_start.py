@@ -107,6 +107,13 @@ class Run:
                     found.append(process.pid)
         return found
 
+    def workers(self) -> list[psutil.Process]:
+        """Its worker processes: the fork server's children."""
+        with suppress(psutil.NoSuchProcess):
+            servers = psutil.Process(self._process.pid).children()
+            return [worker for server in servers for worker in server.children()]
+        return []
+
     def signal(self, number: int) -> None:
         """Signal its process group."""
         with suppress(ProcessLookupError):

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -122,9 +123,9 @@ class ArrayFeed(Feed):
             yield HostBatch(images, labels, torch.from_numpy(indices), failures, epoch, stamps)
             del images, labels
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: int, first: int = 0) -> None:
         """As in ``Feed``."""
-        self._coming = self.order.batches(epoch)
+        self._coming = islice(self.order.batches(epoch), first, None)
         self._due.clear()
         self._wanted.clear()
         self._look_ahead()

@@ -134,7 +134,8 @@ class Feeds:
         """
         if settings.backend != ARRAYS:
             self._pixels.clear()
-        return self._make(self.splits.train, replace(self._train_order(), rest=rest), settings)
+        order = replace(self._train_order(), rest=rest)
+        return self._with_restarts(self._make(self.splits.train, order, settings))
 
     def val(self, settings: FeedSettings) -> Feed:
         """Returns the validation feed: every sample once, on one of the ranks."""
@@ -149,7 +150,7 @@ class Feeds:
             rank=self.world.rank,
             world_size=self.world.size,
         )
-        return self._make(dataset, order, settings)
+        return self._with_restarts(self._make(dataset, order, settings))
 
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
@@ -218,6 +219,10 @@ class Feeds:
                 f"there are {order.length} for training; {advice}"
             )
         return order
+
+    def _with_restarts(self, feed: Feed) -> Feed:
+        feed.restarts = self.config.loader.restart_workers
+        return feed
 
     def _make(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,6 +18,7 @@ from harness.config import LoaderConfig
 from harness.feed.gauge import Gauge
 from harness.feed.order import AnyOrder
 from harness.runtime.errors import BadSample, LoaderError
+from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.watch.stages import SAMPLE, StageMeter, Stamps
 
@@ -25,6 +27,10 @@ PROCESSES = "processes"
 THREADS = "threads"
 # the backend for images that all fit in memory
 ARRAYS = "arrays"
+
+_log = logging.getLogger(LOGGER)
+# losses of workers at one batch that end the pass: one that kills each worker is never there
+_TRIES = 3
 
 
 class Failure(NamedTuple):
@@ -119,9 +125,12 @@ class Feed(ABC):
         gauge: is told what each sample takes, for probes; to be set before the first pass.
         replaced: samples of this feed's batches that could not be read and were replaced, for
             whoever wants to take them.
+        restarts: whether new workers take the place of lost ones. A batch is a function of its
+            place in the order, so that none is lost and none comes twice.
     """
 
     on_device = False
+    restarts = False
     meter: StageMeter | None = None
     gauge: Gauge | None = None
 
@@ -181,7 +190,7 @@ class Feed(ABC):
         try:
             if not wanted:
                 return
-            for batch in self.batches_of(self._epoch, primed, poll_s):
+            for batch in self._lasting(self._epoch, primed, poll_s):
                 if batch is not None:
                     batch.check()
                     self.replaced += batch.failures
@@ -202,6 +211,32 @@ class Feed(ABC):
                 if not given or given < wanted or not self.settings.persistent_workers:
                     self.close()
 
+    def _lasting(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        """Iterates over ``batches_of``; if ``restarts``, with new workers in place of lost ones."""
+        given = tries = 0
+        while True:
+            try:
+                for batch in self.batches_of(epoch, primed, poll_s):
+                    if batch is not None:
+                        given += 1
+                        tries = 0
+                    yield batch
+                    del batch
+                return
+            except LoaderError as error:
+                tries += 1
+                if not self.restarts or tries == _TRIES:
+                    raise
+                # as text: an error keeps the frames that it came through, and their batches
+                _log.warning(
+                    "loader.restart_workers: %s. New workers go on with batch %d",
+                    str(error),
+                    given + 1,
+                )
+            self.end()
+            self.begin(epoch, given)
+            primed = True
+
     def close(self) -> None:
         """Ends the workers; the next ``iter()`` starts new ones. Safe to call twice."""
         self._primed = self._running = None
@@ -212,8 +247,8 @@ class Feed(ABC):
         """Iterates over ``epoch``, begun already if ``primed``; None stands for a vain wait."""
 
     # a backend that makes nothing ahead has nothing to begin or to end
-    def begin(self, epoch: int) -> object:  # noqa: B027
-        """Begins the pass of ``epoch`` without waiting."""
+    def begin(self, epoch: int, first: int = 0) -> object:  # noqa: B027
+        """Begins the pass of ``epoch`` at its batch ``first`` without waiting."""
 
     def end(self) -> None:  # noqa: B027
         """Ends what a pass has begun."""

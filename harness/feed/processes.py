@@ -136,7 +136,7 @@ class ProcessFeed(Feed):
                 batch = None
             yield batch
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: int, first: int = 0) -> None:
         """Starts the workers, or wakes persistent ones, for ``epoch`` in the background."""
         device: tuple[Any, ...] = ()
         if self.settings.pin_memory:
@@ -145,11 +145,11 @@ class ProcessFeed(Feed):
             own = torch.accelerator
             device = (own.set_device_index, (own.current_device_index(),))
         pool = ThreadPoolExecutor(1, "prime", *device)
-        self._started = pool.submit(self._start, epoch)
+        self._started = pool.submit(self._start, epoch, first)
         pool.shutdown(wait=False)
 
-    def _start(self, epoch: int) -> Iterator[HostBatch]:
-        """Returns torch's iterator over ``epoch``, with its workers started."""
+    def _start(self, epoch: int, first: int = 0) -> Iterator[HostBatch]:
+        """Returns torch's iterator over ``epoch`` from ``first`` on, with its workers started."""
         s = self.settings
         if self._loader is None:
             # for the workers' sockets: a killed one would leave its own folder behind
@@ -170,6 +170,7 @@ class ProcessFeed(Feed):
             # the pass before may have looked more often than persistent workers can answer
             self._pass._timeout = self._poll_s
         self._keys.epoch = epoch
+        self._keys.first = first
         former = signal.getsignal(signal.SIGCHLD)
         try:
             self._pass = iter(self._loader)
@@ -178,7 +179,7 @@ class ProcessFeed(Feed):
                 raise
             # workers of an earlier pass that cannot answer at once, on a machine that was asleep
             self._end_workers()
-            return self._start(epoch)
+            return self._start(epoch, first)
         except (PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"num_workers={s.num_workers}: the data set cannot be sent to worker processes "
@@ -261,9 +262,11 @@ class _Keys:
 
     order: AnyOrder
     epoch: int = 0
+    first: int = 0
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        return zip(itertools.repeat(self.epoch), self.order.batches(self.epoch))
+        batches = itertools.islice(self.order.batches(self.epoch), self.first, None)
+        return zip(itertools.repeat(self.epoch), batches)
 
 
 class _Batches(Dataset[HostBatch]):

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -91,13 +92,13 @@ class ThreadFeed(Feed):
             threads = self.begin(epoch)
         return threads.batches(poll_s)
 
-    def begin(self, epoch: int) -> BatchThreads:
+    def begin(self, epoch: int, first: int = 0) -> BatchThreads:
         """As in ``Feed``."""
         if self._threads is None:
             filler = partial(Filler, self._dataset, meter=self.meter, gauge=self.gauge)
             self._threads = BatchThreads(self, filler, self._dataset.image_size, self.settings)
         threads = self._threads
-        threads.begin(epoch, self.order.batches(epoch))
+        threads.begin(epoch, islice(self.order.batches(epoch), first, None))
         return threads
 
     def end(self) -> None:

@@ -287,6 +287,29 @@ def test_a_read_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert samples.comes_true(lambda: samples.at_work() == [])
 
 
+def test_a_read_that_hangs_once_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With loader.restart_workers what was read stays, and new threads read on."""
+    gate = threading.Event()
+    source = Files()
+    read = source.read
+
+    def hangs_once(i: int) -> tuple[bytes, int]:
+        first = not source.reads[i]
+        given = read(i)
+        if i == 7 and first:
+            gate.wait(30.0)
+        return given
+
+    monkeypatch.setattr("harness.feed.threads._JOIN_S", 0.05)
+    monkeypatch.setattr(source, "read", hangs_once)
+    made = ArrayFeed(dataset(source), ORDER, samples.settings(timeout_s=1.0))
+    made.restarts = True
+    assert_same(epochs(made, 0), epochs(feed(dataset(Files())), 0))
+    assert source.reads[7] == 2
+    gate.set()
+    assert samples.comes_true(lambda: samples.at_work() == [])
+
+
 def test_feeds_may_share_what_was_read() -> None:
     """A second feed over the same pixels reads nothing."""
     source = Files()

@@ -66,6 +66,13 @@ def test_probes_read_disjoint_samples(feeds: Feeds) -> None:
     assert feeds.cursor.asked == 6
 
 
+def test_training_and_validation_replace_lost_workers(feeds: Feeds) -> None:
+    """As loader.restart_workers has it; a probe is to see what its settings do."""
+    feeds.config.loader.restart_workers = True
+    assert feeds.train(SETTINGS).restarts and feeds.val(SETTINGS).restarts
+    assert not feeds.probe(SETTINGS).restarts
+
+
 def test_a_probe_may_read_again_what_was_read(feeds: Feeds) -> None:
     """again=True goes round what the last probe has given, and leaves what the next probe reads
     alone.
