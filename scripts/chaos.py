@@ -12,6 +12,7 @@ requirement is not met.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -27,7 +28,9 @@ from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, Signals
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
+from PIL import Image
 
 from harness.training import checkpoint
 from scripts.chaos_left import batches, digest, lines, logged, updates, wrong_lines, wrong_samples
@@ -50,6 +53,7 @@ _SHAPES = (
     "trainer.epochs=2", "tuner.budget_s=2", "tuner.max_workers=2", "tuner.fresh=true",
 )  # fmt: skip
 _SHAPES_STEPS = 50
+_BAD_OF = 608
 _RANKS = {1: (), **{ranks: ("dist=spawn", f"dist.nprocs={ranks}") for ranks in (2, 3)}}
 
 _LOADERS = {
@@ -417,9 +421,69 @@ def workers(plan: Plan) -> list[Row]:
     return rows
 
 
+def bad(plan: Plan) -> list[Row]:
+    """Random loaders, stops and ranks over images of which one in a hundred is damaged."""
+    draw = random.Random(plan.seed)
+    root = plan.base / "images"
+    names = _damaged(root, draw)
+    overrides = (
+        "data=imagefolder", f"data.root={root}", "data.on_error=skip", "data.max_bad_fraction=0.02",
+        "data.image_size=16", *_COMMON, "trainer.epochs=2",
+    )  # fmt: skip
+    rows = []
+    wholes = {}
+    for count in (1, 2):
+        own = (*overrides, *_RANKS[count], f"loader.batch_size={32 // count}")
+        whole = wholes[count] = ended(plan, f"{count}/whole", *own, "loader.num_workers=0")
+        wrong = _wrong_list(whole.folder, names)
+        for i in range(plan.n):
+            before = _form(draw)
+            after = _form(draw)
+            stop = draw.randrange(1, 2 * _BAD_OF // 32)
+            ended(plan, f"{count}/{i}", *own, *before, stop=stop)
+            last = ended(plan, f"{count}/{i}", *own, *after, "resume=auto")
+            same = digest(last.folder), updates(last.notes)
+            found = _wrong_list(last.folder, names)
+            if same != (digest(whole.folder), updates(whole.notes)):
+                found.append("another run")
+            way = f"{shlex.join(before)}, then {shlex.join(after)} at step {stop}"
+            wrong += [f"{way}: {text}" for text in found]
+        if batches(updates(whole.notes)) != batches(updates(wholes[1].notes)):
+            wrong.append("other samples than one rank")
+        required = (
+            "data.on_error=skip, 1 % damaged: other loaders, caches, tuning and a resume give the "
+            "same state; ranks the same samples; bad_samples.jsonl names each file once"
+        )
+        rows.append(row(f"bad images, {count} ranks", plan.n, required, wrong))
+    return rows
+
+
+def _damaged(root: Path, draw: random.Random) -> list[str]:
+    """Makes JPEG files to train and to validate, and damages one in a hundred of each."""
+    names = []
+    for part, count in (("train", _BAD_OF), ("val", 100)):
+        hit = set(draw.sample(range(count), count // 100))
+        for i in range(count):
+            path = root / part / "ab"[i % 2] / f"{i}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            noise = np.random.default_rng(i).integers(0, 256, (4, 4, 3), np.uint8)
+            Image.fromarray(noise).resize((24, 24)).save(path)
+            if i in hit:
+                whole = path.read_bytes()
+                path.write_bytes(draw.choice((whole[: len(whole) // 2], b"", bytes(999), b"text")))
+                names.append(str(path))
+    return sorted(names)
+
+
+def _wrong_list(folder: Path, names: list[str]) -> list[str]:
+    text = (folder / "bad_samples.jsonl").read_text()
+    listed = sorted(json.loads(line)["where"] for line in text.splitlines())
+    return [] if listed == names else [f"bad_samples.jsonl has {len(listed)} of {len(names)} files"]
+
+
 PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
     "kills": (kills, 20), "terms": (terms, 120), "forms": (forms, 24), "ranks": (ranks, 1),
-    "user": (user, 1), "workers": (workers, 100),
+    "user": (user, 1), "workers": (workers, 100), "bad": (bad, 12),
 }  # fmt: skip
 
 
