@@ -6,7 +6,7 @@ valid. Where an image's entry begins is one word, written last: a killed writer 
 entry, and a reader sees the old entry or the new one. Entries of earlier runs, or of other ones,
 are verified on first use by a checksum of the pixels and of the source's size and time of change,
 which finds files that have changed and pages that a power failure took away. Entries of this run
-need no check. A page that the disk fails to read ends the process, as with any mapped file.
+need no check. Pages that the disk fails to read are damage like any other.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class PixelCache:
         self._file = file
         self._source = source
         self._max_side = max_side
+        self._on_disk = os.fstat(file.fd).st_nlink > 0
         self._head = np.frombuffer(file.map, _HEAD, 1)
         cells = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START)
         self._table = cells.reshape(_COLUMNS, -1)
@@ -83,14 +84,16 @@ class PixelCache:
         if not start:
             return None
         pixels = None
+        begin = start + _ENTRY.size
+        stop = start + int(self._sizes[i])
         # else it is damaged, or in a part by which another run made the file longer
-        if 0 < start <= len(self._pixels) - _ENTRY.size:
+        known = start > 0 and begin < stop <= len(self._pixels)
+        if known and (not self._on_disk or self._file.is_readable(start, stop)):
             height, width, digest = _ENTRY.unpack_from(self._file.map, start)
-            begin = start + _ENTRY.size
             end = begin + height * width * 3
-            if begin < end <= len(self._pixels):
+            if begin < end <= stop:
                 pixels = self._pixels[begin:end].reshape(height, width, 3)
-        if checked:
+        if checked and pixels is not None:
             return pixels
         # The source file may be gone.
         with suppress(OSError):
@@ -148,7 +151,7 @@ class PixelCache:
     @property
     def reserved_bytes(self) -> int:
         """Memory that the cache may still take; 0 on a disk."""
-        if self._is_on_disk():
+        if self._on_disk:
             return 0
         return max(0, int(self._head[0]["limit"] - self._head[0]["used"]))
 
@@ -168,16 +171,13 @@ class PixelCache:
         text = f"{images} of {samples} images, {used / 1e9:.1f} of at most {limit / 1e9:.1f} GB"
         if images < samples and used + used // max(1, images) > limit:
             text += ", full: the others are decoded each time"
-            if self._is_on_disk():
+            if self._on_disk:
                 # a part may be of files that have changed since
                 path = printable(os.readlink(f"/proc/self/fd/{self._file.fd}"))
                 text += (
                     f"; if files of the data set were replaced, delete {path} to keep the new ones"
                 )
         return text
-
-    def _is_on_disk(self) -> bool:
-        return os.fstat(self._file.fd).st_nlink > 0
 
 
 def shrunk(pixels: np.ndarray, max_side: int) -> np.ndarray:

@@ -216,6 +216,18 @@ def test_damaged_pixels_are_not_used(
     assert right(later, COUNT) == [0, 1, 2]
 
 
+def test_pages_that_cannot_be_read_are_not_used(source: FolderSource, tmp_path: Path) -> None:
+    """A page behind the end of a file that somebody has cut is one that the disk does not give."""
+    fd = os.open(tmp_path / "kept", os.O_RDWR | os.O_CREAT)
+    cache.set_budget(fd, FACTS, COUNT, 0, 1 << 22)
+    kept = over(MappedFile(fd, writable=True), source)
+    put_all(kept, range(3))
+    os.truncate(tmp_path / "kept", kept._places[1])
+    assert right(kept, COUNT) == [0]
+    put_all(kept, [1, 2])
+    assert right(kept, COUNT) == [0, 1, 2]
+
+
 def test_sides_that_were_swapped_are_not_used(source: FolderSource) -> None:
     """Height and width that changed places lead to the same bytes, and to another image."""
     kept = cache_of(source)
