@@ -40,6 +40,8 @@ from harness.watch.stages import StageMeter
 
 # how soon a dead worker, or a signal to the trainer, ends a wait
 _POLL_S = 2.0
+# what workers have to start, however short loader.timeout_s is
+_START_S = 5.0
 
 
 class ProcessFeed(Feed):
@@ -110,7 +112,7 @@ class ProcessFeed(Feed):
             except (RuntimeError, OSError, EOFError) as error:
                 if not self.settings.num_workers:
                     raise
-                if watchdog.fired:
+                if watchdog.fired or isinstance(error, TimeoutError):
                     signals.check()
                     raise too_slow(self.settings) from error
                 # a worker's own error comes behind its traceback
@@ -172,8 +174,13 @@ class ProcessFeed(Feed):
         self._keys.epoch = epoch
         self._keys.first = first
         former = signal.getsignal(signal.SIGCHLD)
+        before = multiprocessing.active_children()
+        limit_s = s.timeout_s and max(s.timeout_s, _START_S)
         try:
-            self._pass = iter(self._loader)
+            # a worker that hangs does not take the data set off the pipe
+            with Watchdog(limit_s, workers.kill_starting) as watchdog:
+                watchdog.wait = 0
+                self._pass = iter(self._loader)
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise
@@ -186,6 +193,12 @@ class ProcessFeed(Feed):
                 f"({error}); define its functions and classes at the top of a module, or use "
                 "num_workers=0"
             ) from error
+        except OSError as error:
+            # those that started before it
+            _kill([child for child in multiprocessing.active_children() if child not in before])
+            if watchdog.fired:
+                raise TimeoutError from error
+            raise
         finally:
             if threading.current_thread() is threading.main_thread():
                 # torch's handler raises wherever the trainer happens to be

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import connection, forkserver, resource_tracker
 
+import psutil
+
 from harness.runtime import signals
 
 # how often a watchdog looks
@@ -37,6 +39,17 @@ def start_server(preload: Sequence[str] = ()) -> None:
     # a second block, for starting the tracker ends by letting in SIGINT and SIGTERM
     with signals.unheard():
         forkserver.ensure_running()
+
+
+def kill_starting() -> None:
+    """Kills the fork server's children that no one has been given yet, and ends their start."""
+    known = {child.pid for child in multiprocessing.active_children()}
+    # private to Python: without it a start has no limit
+    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    with suppress(psutil.Error):
+        for child in psutil.Process(server).children() if server else ():
+            if child.pid not in known:
+                child.kill()
 
 
 def enter_worker() -> None:

@@ -282,6 +282,20 @@ def test_workers_that_stop_at_their_start_are_a_loader_error(
     ends_in_time(iter(make_feed(2, samples.StopsAtStart(LENGTH), timeout_s=1.0)))
 
 
+def test_workers_that_stop_before_they_have_the_data_set_are_a_loader_error(
+    make_feed: MakeFeed, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is not held up at the pipe, and another feed's workers live on."""
+    monkeypatch.setattr("harness.feed.processes._START_S", 1.0)
+    other = iter(make_feed(1, samples.Noise(80)))
+    next(other)
+    [running] = workers()
+    with pytest.raises(LoaderError, match=TOO_SLOW):
+        list(make_feed(2, samples.StopsInItsStart(LENGTH), timeout_s=1.0))
+    assert workers() == [running]
+    assert len(list(other)) == 19
+
+
 def test_a_worker_that_stops_in_a_batch_is_a_loader_error(make_feed: MakeFeed, quick: None) -> None:
     """Half of a message is in the pipe: the wait for the rest ends too."""
     in_second_batch = int(ORDER.indices(0)[5])

@@ -97,6 +97,13 @@ class StopsAtStart(Noise):
         halt()
 
 
+class StopsInItsStart(Noise):
+    """``Noise`` whose workers stop before they have taken all of it off the pipe."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return max, (StopsAtStart(1), bytes(1 << 20))
+
+
 def halt() -> None:
     """Stop this process, as a read that never comes back stops all its threads."""
     os.kill(os.getpid(), signal.SIGSTOP)
