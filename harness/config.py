@@ -543,7 +543,9 @@ def load(composed: DictConfig) -> Config:
     """
     config = _typed(composed)
     settings = list(walk(config))
-    shown_as = {path: shown(value) for path, value, _ in settings}
+    shown_as = {
+        path: str(value) if isinstance(value, str) else shown(value) for path, value, _ in settings
+    }
 
     # of texts such as "loader.num_workers=0 dist=spawn"
     def holds(typed: str) -> bool:
@@ -626,6 +628,12 @@ def _check_values(c: Config) -> None:
             raise ConfigError(text)
 
 
+class Interpolated(str):
+    """A setting's value that was ``written`` as an interpolation, such as ``${oc.env:TOKEN}/x``."""
+
+    written: str
+
+
 def _typed(composed: DictConfig) -> Config:
     """Returns ``composed`` with the types of the schema, and nothing else checked."""
     try:
@@ -640,11 +648,22 @@ def _typed(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(config, Config)
-    # OmegaConf makes lists of tuples
+    written: Any = OmegaConf.to_container(ours)
     for path, value, _ in list(walk(config)):
+        place, _, name = path.rpartition(".")
+        group = operator.attrgetter(place)(config) if place else config
         if isinstance(value, list):
-            group, _, name = path.rpartition(".")
-            setattr(operator.attrgetter(group)(config), name, tuple(value))
+            # OmegaConf makes lists of tuples
+            setattr(group, name, tuple(value))
+        elif isinstance(value, str):
+            # the schema's default, alone or within a group that is interpolated, was not written
+            text = written
+            for key in path.split("."):
+                text = text.get(key, "") if isinstance(text, dict) else ""
+            if "${" in str(text):
+                given = Interpolated(value)
+                given.written = text
+                setattr(group, name, given)
     return config
 
 
@@ -660,12 +679,21 @@ def typed(chosen: HydraConf) -> tuple[str, ...]:
         ("dir", places.get("command-line"), None),
     )
     others = [f"--config-{name}={value}" for name, value, usual in flags if value != usual]
-    return (*others, *chosen.overrides.task)
+    # as they were written: an item of the list itself is resolved
+    overrides = cast("list[str]", OmegaConf.to_container(cast("Any", chosen.overrides.task)))
+    return (*others, *overrides)
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Returns ``config`` as nested dictionaries of plain values, enums by name."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    """Returns ``config`` as nested dictionaries of plain values, enums by name.
+
+    What was written as ``${...}`` is so again: its value may be a secret of the environment.
+    """
+    tree = OmegaConf.structured(config)
+    for path, value, _ in walk(config):
+        if isinstance(value, Interpolated):
+            OmegaConf.update(tree, path, value.written)
+    plain = OmegaConf.to_container(tree, enum_to_str=True)
     return cast("dict[str, Any]", plain)
 
 
@@ -719,6 +747,8 @@ def shown(value: Any) -> str:
         return value.name
     if value is None:
         return "null"
+    if isinstance(value, Interpolated):
+        return value.written
     # true and false in YAML's way
     return str(value).lower() if isinstance(value, bool) else str(value)
 

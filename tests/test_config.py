@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from harness import config as schema
 from harness.config import Config, ConfigError
@@ -278,9 +279,8 @@ def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
         ]
         runtime = SimpleNamespace(config_sources=sources)
         job = SimpleNamespace(config_name=name)
-        return SimpleNamespace(
-            runtime=runtime, job=job, overrides=SimpleNamespace(task=["data=digits"])
-        )
+        overrides = OmegaConf.create({"task": ["data=digits"]})
+        return SimpleNamespace(runtime=runtime, job=job, overrides=overrides)
 
     assert schema.typed(chosen(str(ROOT / "conf"), "config")) == ("data=digits",)
     found = schema.typed(chosen("/runs/1/.hydra", "other", **{"command-line": "/mine"}))

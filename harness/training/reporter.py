@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.config import Config, DistName, Mode, walk
+from harness.config import Config, DistName, Mode, shown, walk
 from harness.data.cache import PixelCache
 from harness.runtime import accelerator, launch
 from harness.runtime.errors import described
@@ -93,12 +93,15 @@ class Reporter:
         # few, for the page opens with five columns
         columns = ["loader.batch_size", "model.name", "optim.lr", "trainer.precision"]
         columns += [text.lstrip("+").partition("=")[0] for text in self.overridden]
-        values = {path: value for path, value, _ in walk(self.config)}
+        values = {
+            path: shown(value) if isinstance(value, str) else value
+            for path, value, _ in walk(self.config)
+        }
         row = {name: values[name] for name in columns if name in values}
         for name in ("num_workers", "pin_memory", "prefetch_factor"):
             row[f"used.{name}"] = getattr(engine.feed.settings, name)
-        shown = ("top1", "images_per_s", "stall_fraction")
-        results = {f"hparam/{name}": report.get(name) for name in shown}
+        told = ("top1", "images_per_s", "stall_fraction")
+        results = {f"hparam/{name}": report.get(name) for name in told}
         goodput = report.get("goodput")
         board.hparams(row, results | {"hparam/goodput": goodput and goodput.fraction})
 

@@ -1,0 +1,77 @@
+"""What comes from the environment is used, and not written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra import compose
+from PIL import Image
+
+from harness import config as schema
+from harness import job
+from harness.config import Config
+from harness.training import checkpoint
+
+Composed = Callable[..., Config]
+SECRET = "hunter2hunter2"
+OTHERS = (
+    "data=imagefolder", "data.image_size=16", "loader.batch_size=8", "device=cpu",
+    "trainer.num_threads=1", "trainer.epochs=2", "run.name=x",
+)  # fmt: skip
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Two classes of eight images to train and two to validate, in a folder with a secret name."""
+    root = tmp_path / SECRET
+    for part, count in (("train", 8), ("val", 2)):
+        for name in "ab":
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = np.full((16, 16, 3), 9 * i, np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{i}.png")
+    return root
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_a_secret_is_in_no_file_of_a_run(
+    composed: Composed, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the checkpoints' settings nor in TensorBoard's, report.json or the page."""
+    monkeypatch.setenv("TOKEN", SECRET)
+    hidden = Path(str(tree).replace(SECRET, "${oc.env:TOKEN}"))
+    typed = (f"data.root={hidden}", *OTHERS)
+    config = composed(*typed)
+    assert config.data.root == str(tree)
+    folder = tmp_path / "x"
+    folder.mkdir()
+    job.main_worker(0, job.Job(config, folder, typed))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} >= {".pt", ".json", ".html", ".jsonl", ".log"}
+    assert [path.name for path in files if SECRET.encode() in path.read_bytes()] == []
+    # and a run that goes on finds what it means
+    found = checkpoint.read(folder)[1]["settings"]
+    assert found["data"]["root"] == str(hidden)
+    assert schema.from_plain(found) == config
+    longer = composed(*typed, "resume=auto", "trainer.epochs=3")
+    job.main_worker(0, job.Job(longer, folder, typed))
+    assert SECRET not in (folder / "train.log").read_text()
+
+
+def test_what_was_typed_is_told_as_it_was_typed(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Overrides, and settings that refer to others."""
+    monkeypatch.setenv("TOKEN", SECRET)
+    typed = ["run.name=${oc.env:TOKEN}", "data.root=/data/${run.name}", "seed=${oc.env:SEED}"]
+    monkeypatch.setenv("SEED", "7")
+    config = composed(*typed)
+    assert (config.data.root, config.seed) == (f"/data/{SECRET}", 7)
+    assert schema.shown(config.data.root) == "/data/${run.name}"
+    plain = schema.to_plain(config)
+    assert (plain["run"]["name"], plain["data"]["root"]) == ("${oc.env:TOKEN}", "/data/${run.name}")
+    chosen = compose("config", overrides=typed, return_hydra_config=True).hydra
+    assert schema.typed(chosen) == tuple(typed)
