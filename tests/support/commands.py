@@ -25,6 +25,9 @@ def ran(
     )
 
 
-def trained(cwd: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def trained(
+    cwd: Path, *overrides: str, timeout_s: float = 110.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs train.py in ``cwd``, as a user does."""
-    return ran(sys.executable, ROOT / "train.py", *overrides, cwd=cwd, **environment)
+    command = (sys.executable, ROOT / "train.py", *overrides)
+    return ran(*command, cwd=cwd, timeout_s=timeout_s, **environment)
