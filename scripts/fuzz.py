@@ -157,14 +157,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         told += faults(name, found)
         print(markdown(rows[-1:]).splitlines()[-1], flush=True)
     files = sum(int(str(each["files"])) for each in rows)
+    cases = f" --cases {a.cases}" if a.cases else ""
     page = (
         "# Damaged files\n\n"
         f"{machine_line(machine())}\n\n"
-        f"`uv run scripts/fuzz.py --seed {a.seed}`, {time.strftime('%-d %B %Y')}, n={files:,}. "
-        "Each file is a whole one with one to eight changes: bits, bytes, lengths, blocks, another "
-        "file's end, odd values of JSON and YAML; half of those with a checksum have the right one."
-        " Processor time and memory are those of the worst file, the memory beside what the "
-        "process has already.\n\n"
+        f"`uv run scripts/fuzz.py --seed {a.seed}{cases}`, {time.strftime('%-d %B %Y')}, "
+        f"n={files:,}. Each file is a whole one with one to eight changes: bits, bytes, lengths, "
+        "blocks, another file's end, odd values of JSON and YAML; half of those with a checksum "
+        "have the right one. Processor time and memory are those of the worst file, the memory "
+        "beside what the process has already.\n\n"
         f"{markdown(rows)}\n"
     )
     print(
