@@ -145,7 +145,9 @@ def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
     """
     if isinstance(error, yaml.YAMLError):
         return yaml_fault(error)
-    if not isinstance(error, HydraException | OmegaConfBaseException):
+    # what OmegaConf says of a number that is too long is no error of its own
+    keys = re.findall(r"full_key: (\S+)", str(error))
+    if not keys and not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     if isinstance(error, OverrideParseException):
         name, equals, value = error.override.partition("=")
@@ -162,7 +164,7 @@ def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, value = str(error.missing_cfg_file).rpartition("/")
         return no_choice(group, value, error.options)
-    name = getattr(error, "full_key", None) or ""
+    name = getattr(error, "full_key", None) or next(iter(keys), "")
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return f"{name}: unknown setting{_hint(name, settings)}"
     # any other text, without the lines that name Python's types

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -19,6 +19,7 @@ from harness import BEGAN_S, __version__, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import described, printable, tell, tell_crashes, told
+from harness.runtime.files import parsed, read_regular, typed
 from harness.watch.figures import Tag
 
 # of the jobs in this process
@@ -149,7 +150,9 @@ def _best_top1(place: Path) -> float | None:
     """Returns the highest validation top-1 of the run in ``place``, 0..1; None: not evaluated."""
     # not its report: that may be of an end before the last evaluation
     metrics = place / "metrics.jsonl"
-    if not metrics.is_file():
-        return None
-    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return max((line[Tag.VAL_TOP1] for line in lines if Tag.VAL_TOP1 in line), default=None)
+    found = []
+    for line in read_regular(metrics).splitlines() if metrics.is_file() else ():
+        # lines of steps have none
+        with suppress(ValueError, KeyError, TypeError):
+            found.append(typed(float, parsed(line)[Tag.VAL_TOP1]))
+    return max(found, default=None)

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import importlib.util
 import io
-import math
 import operator
 import os
 import re
@@ -50,6 +49,9 @@ Precision = Enum("Precision", "fp32 fp16 bf16")
 DistName = Enum("DistName", "single spawn torchrun")
 DistBackend = Enum("DistBackend", "auto nccl gloo")
 
+
+# of a file of settings
+_MOST_BYTES = 1 << 18
 
 # inside the package in a wheel, beside it in a checkout
 CONF = Path(__file__).with_name("conf")
@@ -557,13 +559,16 @@ def load(composed: DictConfig) -> Config:
     for path, value, meta in settings:
         given = f"{path}={shown(value)}"
         numbers = value if isinstance(value, tuple) else (value,)
-        if isinstance(value, tuple) and len(value) != len(meta["default"]):
+        # OmegaConf looks into no item that is a mapping or a list
+        kinds = [*map(type, numbers)]
+        if isinstance(value, tuple) and kinds != [*map(type, meta["default"])]:
             raise ConfigError(f"{given}: takes exactly {len(meta['default'])} numbers")
         for number in numbers:
             # bool is an int too
             if type(number) not in (int, float):
                 continue
-            if not math.isfinite(number):
+            # so that NaN is refused too, and an integer that is too long for a float
+            if not abs(number) <= 1e300:
                 raise ConfigError(f"{given}: must be a finite number")
             for name, sign in {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}.items():
                 if name in meta and not getattr(operator, name)(number, meta[name]):
@@ -645,7 +650,7 @@ def _typed(composed: DictConfig) -> Config:
             raise ConfigError(f"{key}=???: a value is missing; write {key}=VALUE")
         # merged once more: composing lets keys pass that were added with a plus
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(config, Config)
     written: Any = OmegaConf.to_container(ours)
@@ -706,8 +711,10 @@ def saved(text: bytes) -> dict[str, Any]:
     """Returns the settings in a run's ``.hydra/config.yaml``, nested and unchecked.
 
     Raises:
-        ConfigError: it is not YAML.
+        ConfigError: it is not YAML, or would take too long.
     """
+    if why := _fault(text):
+        raise ConfigError(why)
     try:
         plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
     # YAML's own, which has no base that Python has; omegaconf's
@@ -869,22 +876,29 @@ def _check_file(path: Path) -> None:
     # the name is of any text that was typed
     if not os.path.isfile(path):
         return
-    why = None
     try:
-        if path.stat().st_size > 1 << 18:
-            why = "more than 256 KiB"
-        elif _nodes(yaml.compose(path.read_text("utf-8"), yaml.SafeLoader), {}) > 10_000:
-            why = "its aliases stand for more than 10,000 values"
-    except yaml.YAMLError as error:
-        why = answers.yaml_fault(error)
-    except UnicodeDecodeError:
-        why = "is not UTF-8"
-    except RecursionError:
-        why = "nested too deeply"
+        with path.open("rb") as file:
+            why = _fault(file.read(_MOST_BYTES + 1))
     except OSError as error:
         why = error.strerror
     if why is not None:
         raise ConfigError(f"{path}: {why}; settings are YAML, as in conf/")
+
+
+def _fault(text: bytes) -> str | None:
+    """Returns why a file of settings cannot be read, or would take too long; None: it can."""
+    try:
+        if len(text) > _MOST_BYTES:
+            return "more than 256 KiB"
+        if _nodes(yaml.compose(text.decode(), yaml.SafeLoader), {}) > 10_000:
+            return "its aliases stand for more than 10,000 values"
+    except yaml.YAMLError as error:
+        return answers.yaml_fault(error).removeprefix("<unicode string>, ")
+    except UnicodeDecodeError:
+        return "is not UTF-8"
+    except RecursionError:
+        return "nested too deeply"
+    return None
 
 
 def _nodes(node: Any, known: dict[int, int]) -> int:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -424,7 +425,14 @@ DAMAGE = [
         id="not_text",
     ),
     pytest.param(
-        ".hydra/config.yaml", "a: [1", "config.yaml: damaged: while parsing", id="settings"
+        ".hydra/config.yaml", "a: [1", "config.yaml: damaged: line 1: expected", id="settings"
+    ),
+    pytest.param(
+        ".hydra/config.yaml",
+        "a: &a [1,1,1,1,1,1,1,1,1]\n"
+        + "".join(f"{b}: &{b} [{','.join(9 * [f'*{a}'])}]\n" for a, b in pairwise("abcdefgh")),
+        "config.yaml: damaged: its aliases stand for more than 10,000 values",
+        id="aliases",
     ),
 ]
 

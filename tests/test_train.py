@@ -735,6 +735,10 @@ def test_a_job_returns_its_best_top1(tmp_path: Path) -> None:
             "".join(f"{json.dumps(window)}\n" for window in windows)
         )
         assert app._best_top1(tmp_path) == best
+    odd = b'{"val/top1": null}', b'{"val/top1": 1e999}', b"[1]", b"\xff", b"[" * 100_000, b'{"va'
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"val/top1": 0.75}\n' + b"\n".join(odd))
+    assert app._best_top1(tmp_path) == 0.75
 
 
 def test_a_sweep_loses_no_job(tmp_path: Path) -> None:

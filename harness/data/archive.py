@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from harness.runtime import signals
 from harness.runtime.errors import DataError, Interrupted, printable
+from harness.runtime.files import open_regular
 
 # CIFAR's archives have 186 MB
 _MOST_BYTES = 256 << 20
@@ -37,7 +38,7 @@ def read_members(
     found: dict[str, bytes] = {}
     try:
         content = io.BytesIO()
-        with gzip.open(archive) as stream:
+        with open(open_regular(archive), "rb") as file, gzip.open(file) as stream:
             # to the very end, where gzip keeps its checksum
             while chunk := stream.read(1 << 18):
                 signals.check()
@@ -61,9 +62,9 @@ def read_members(
                 elif member.name in found or not member.isfile():
                     fault = "is there twice, or is a folder"
                 else:
-                    file = tar.extractfile(member)
-                    assert file is not None
-                    found[member.name] = file.read()
+                    part = tar.extractfile(member)
+                    assert part is not None
+                    found[member.name] = part.read()
                     continue
                 raise _Suspect(f"member {member.name} {fault}")
         if missing := sorted({*wanted} - found.keys()):

@@ -138,7 +138,8 @@ def _opened(folder: Path, md5: str, name: str) -> tuple[ArraySource, ArraySource
             ):
                 return None
             sources.append(ArraySource(images, labels, classes, f"{name} {split}"))
-    except (OSError, ValueError):
+    except Exception:
+        # numpy's reader raises anything on damaged bytes
         return None
     return sources[0], sources[1]
 

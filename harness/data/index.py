@@ -225,8 +225,8 @@ class _Scan:
         return sorted(found)
 
     def _entries(self, folder: bytes) -> list[os.DirEntry[bytes]]:
-        self.watched[folder] = _folder_state(folder)
         try:
+            self.watched[folder] = _folder_state(folder)
             with os.scandir(folder) as entries:
                 every = list(entries)
         except OSError:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.config import ConfigError, Mode
 from harness.runtime.errors import DiskError, LockedError, described
-from harness.runtime.files import open_regular, write_whole
+from harness.runtime.files import make_way, open_regular, write_whole
 
 LOGGER = "wellfed"
 
@@ -231,12 +231,20 @@ def logging_failure(folder: Path) -> Iterator[None]:
         raise
 
 
+class _Log(logging.FileHandler):
+    """A log that loses what a full disk does not take; the console tells the lines too."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Prints no traceback for each line."""
+
+
 @contextmanager
 def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterator[logging.Logger]:
     """Opens a block in which the log goes to ``folder``, to one file for each rank."""
     logger = logging.getLogger(logger_name)
     name = f"train-rank{rank}.log" if rank else "train.log"
-    handler = logging.FileHandler(folder / name, encoding="utf-8")
+    make_way(folder / name)
+    handler = _Log(folder / name, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     former = logger.level, logger.propagate
     logger.addHandler(handler)
@@ -246,5 +254,6 @@ def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterat
         yield logger
     finally:
         logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):
+            handler.close()
         logger.level, logger.propagate = former

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import re
 import zipfile
 from contextlib import suppress
@@ -258,8 +259,13 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
                     raise CheckpointError(
                         f"{name}: damaged: its digest is {found[:12]}..., recorded {sha256[:12]}..."
                     )
-            # other files would be errors of many kinds in torch
-            if not zipfile.is_zipfile(file):
+            # other files would be errors of many kinds in torch; torch packs nothing, and a packed
+            # file of megabytes may stand for gigabytes
+            size = file.seek(0, os.SEEK_END)
+            if (
+                not zipfile.is_zipfile(file)
+                or sum(part.file_size for part in zipfile.ZipFile(file).infolist()) > size
+            ):
                 raise CheckpointError(f"{name}: not a checkpoint")
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)

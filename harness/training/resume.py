@@ -107,7 +107,8 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
         return config
     try:
         trained = _trained(saved.state)
-    except (ValueError, TypeError, AttributeError) as error:
+    # odd contents may raise anything
+    except Exception as error:
         raise CheckpointError(f"{where}: its settings cannot be used: {error}") from error
     compared: tuple[str, ...] = ("data.", *_NETWORK)
     kept = set[str]()

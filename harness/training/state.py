@@ -205,12 +205,16 @@ def _check_part(key: str, value: Any, state: TrainState) -> None:
         # other parameters belong to another network, which loading refuses by name
         if len(numbers) != len(own):
             return
-        for number, held in value["state"].items():
-            for name in held.keys() | next(iter(value["state"].values())).keys():
-                tensor = held[name]
-                fits = is_plain(tensor) and tensor.is_floating_point()
-                if not fits or tensor.shape not in (own[number].shape, ()):
-                    raise ValueError(f"{name} of parameter {number} does not fit")
+        held = value["state"]
+        names = {name for each in held.values() for name in each}
+        # torch mixes no parameters with and without a momentum; others may have had no gradient
+        places = numbers if "momentum_buffer" in names else held
+        for number, name in itertools.product(places, names):
+            tensor = held[number][name]
+            fits = is_plain(tensor) and tensor.is_floating_point()
+            # the fused kernels trust the shapes: another one is a crash
+            if not fits or tensor.shape != (() if name == "step" else own[number].shape):
+                raise ValueError(f"{name} of parameter {number} does not fit")
 
 
 def make_state(

@@ -235,9 +235,15 @@ def _recalled(
         TypeError, ValueError: it is no report.
     """
     report: TuningReport = typed(TuningReport, answer)
-    settings = replace(report.settings, timeout_s=own.timeout_s)
-    if settings.num_workers > max(own.num_workers, most_workers(feeds.config.tuner, limits)):
-        # of a run whose own setting it was
+    settings = replace(
+        report.settings,
+        batch_size=own.batch_size,
+        start_method=own.start_method,
+        timeout_s=own.timeout_s,
+    )
+    most = max(own.num_workers, most_workers(feeds.config.tuner, limits))
+    # more are of a run whose own setting it was
+    if settings.num_workers > most or settings.backend not in feeds.forms:
         return None
     # private memory of one worker, as it was measured
     lab = Lab(feeds, trainee, limits, feeds.world, worker_bytes=0)

@@ -348,6 +348,16 @@ def test_rules_have_indexes_of_their_own(root: Path, scans: list[bytes]) -> None
     assert len(scans) == 2
 
 
+def test_a_folder_that_vanishes_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gone between two looks, or too deep for a path, it is one line."""
+    real = module._folder_state
+    monkeypatch.setattr(
+        module, "_folder_state", lambda path: real(path + b"/gone" * path.endswith(b"/x"))
+    )
+    with pytest.raises(DataError, match=r"^cannot read \S+/a/x: mend"):
+        opened(root)
+
+
 @pytest.mark.usefixtures("settled")
 def test_what_cannot_be_read_is_not_remembered(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scan that fails leaves nothing, and the next one fails as well."""

@@ -161,6 +161,31 @@ def test_the_log_goes_to_the_folder(tmp_path: Path, rank: int, name: str) -> Non
     assert (tmp_path / name).read_text().endswith(" INFO hello\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_log_on_a_full_disk_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its lines are lost without a traceback for each."""
+    with folder.logging_to(tmp_path) as log:
+        handler = log.handlers[-1]
+        assert isinstance(handler, logging.FileHandler)
+        handler.stream.close()
+        handler.stream = open("/dev/full", "w")  # noqa: SIM115
+        log.info("lost")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.timeout(20)
+@oddities.special
+def test_an_odd_log_gives_way(tmp_path: Path, plant: Plant) -> None:
+    """No FIFO is waited for, and what a link leads to keeps what it held."""
+    oddities.put(plant, tmp_path / "train.log")
+    with folder.logging_to(tmp_path) as log:
+        log.info("hello")
+    assert (tmp_path / "train.log").read_text().endswith(" INFO hello\n")
+    assert oddities.untouched(tmp_path / "train.log")
+
+
 @pytest.mark.timeout(20)
 @oddities.special
 def test_an_odd_lock_is_refused(plant: Plant) -> None:

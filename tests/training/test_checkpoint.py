@@ -242,6 +242,18 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
         read_weights(path)
 
 
+def test_a_packed_checkpoint_is_refused_unread(tmp_path: Path) -> None:
+    """Torch packs nothing, and a small file could take all memory."""
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole:
+        parts = {name: whole.read(name) for name in whole.namelist()}
+    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in parts.items():
+            packed.writestr(name, content + bytes(1 << 20))
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        read_weights(tmp_path / "x.pt")
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("suffix", [".json", ".pt"])
 @oddities.every

@@ -199,6 +199,27 @@ def test_a_lost_momentum_is_refused() -> None:
     assert "its part optimizer cannot be used (" in refused(state, saved)
 
 
+@pytest.mark.parametrize(("key", "like"), [("step", "exp_avg"), ("exp_avg", "step")])
+def test_a_shape_that_another_part_has_is_refused(key: str, like: str) -> None:
+    """The fused kernels would read beyond a single number."""
+    state, saved = trained(OptimName.adamw)
+    held = saved["optimizer"]["state"][1]
+    held[key] = held[like]
+    assert "its part optimizer cannot be used (" in refused(state, saved)
+
+
+@pytest.mark.parametrize("lost", [{}, None], ids=["empty", "missing"])
+@pytest.mark.parametrize("parameter", [0, 2])
+def test_a_momentum_of_some_parameters_is_refused(parameter: int, lost: object) -> None:
+    """SGD would end with the first update."""
+    state, saved = trained(OptimName.sgd)
+    held = saved["optimizer"]["state"]
+    del held[parameter]
+    if lost is not None:
+        held[parameter] = lost
+    assert "its part optimizer cannot be used (" in refused(state, saved)
+
+
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("optimizer", OptimName)
 def test_what_a_run_saves_is_taken_over(optimizer: OptimName, precision: Precision) -> None:

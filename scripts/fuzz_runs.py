@@ -1,0 +1,321 @@
+"""The readers of what runs leave and are started by."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from random import Random
+from types import UnionType
+from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from torch import nn
+
+from harness import app
+from harness import config as schema
+from harness.compare import folders
+from harness.config import AugmentConfig, Config
+from harness.data.datasets import Splits
+from harness.data.decode import DecodeOptions
+from harness.data.images import ImageDataset
+from harness.data.storage import ArraySource
+from harness.data.transforms import TrainTransform
+from harness.feed.forms import Feeds
+from harness.page import course, document, runs
+from harness.page.shape import REPORT, TUNING
+from harness.runtime import limits
+from harness.runtime.distributed import World
+from harness.runtime.errors import CheckpointError, described
+from harness.training import checkpoint, resume
+from harness.training.state import TrainState, state_of
+from harness.tuning.answer import TuningReport
+from harness.tuning.memory import Memory, _digest
+from harness.tuning.session import _recalled
+from harness.watch.board import Board
+from harness.watch.figures import Tag
+from scripts.fuzz_changes import mutated, mutated_json, mutated_yaml
+from scripts.fuzz_reader import Reader, Told
+
+
+def _example(kind: Any) -> Any:
+    """Returns a value of ``kind``, a type or what the page takes of a file."""
+    if kind in (str, object):
+        return "x"
+    if kind in (float, int, bool):
+        return kind(1)
+    if isinstance(kind, list):
+        return [_example(kind[0])] * 2
+    if isinstance(kind, dict):
+        return {"x" if key is str else key.removesuffix("?"): _example(kind[key]) for key in kind}
+    if is_dataclass(kind):
+        return {field.name: _example(get_type_hints(kind)[field.name]) for field in fields(kind)}
+    inner = get_args(kind)
+    if get_origin(kind) in (UnionType, tuple):
+        first = _example(inner[0])
+        return [first, first] if get_origin(kind) is tuple else first
+    return inner[0] if get_origin(kind) is Literal else {"x": _example(inner[1])}
+
+
+def tuner(place: Path) -> Reader:
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    free = limits.measure()
+    source = ArraySource(np.zeros((9, 8, 8, 3), np.uint8), np.zeros(9, int), ("a",), "zeros")
+    transform = TrainTransform.from_config(AugmentConfig(), 8)
+    images = ImageDataset(source, transform, DecodeOptions(), 8, 0)
+    feeds = Feeds(Splits(images, images, ("a",), "zeros", ""), Config(), world)
+    own = feeds.settings(free)
+    answer = _example(TuningReport)
+    answer["settings"] |= {"backend": "processes", "start_method": "spawn"}
+    kept = Memory({"cores": 2}, place)
+    kept.keep(answer)
+    told = Told()
+
+    def read(data: bytes) -> str:
+        kept.path.write_bytes(data)
+        told.lines.clear()
+        # the steps that a search would take are not asked for
+        found = kept.recall(lambda answer: _recalled(answer, own, feeds, cast(Any, None), free))
+        if found is not None:
+            found.lines()
+            found.summary()
+            json.dumps(found.to_plain())
+        return told.reason() or ("" if found else "does not fit today")
+
+    def seal(data: bytes) -> bytes:
+        entry = json.loads(data)
+        entry["digest"] = _digest([kept.fingerprint, entry["answer"]])
+        return json.dumps(entry).encode()
+
+    return Reader([kept.path.read_bytes()], read, mutated_json, seal)
+
+
+def record(place: Path) -> Reader:
+    record = checkpoint.Record(place / "step-7.pt", 7, 1, 0.5, "")
+    torch.save({"model": {"w": torch.ones(2)}}, record.path)
+    digest = hashlib.sha256(record.path.read_bytes()).hexdigest()
+    path = place / "step-7.json"
+
+    def read(data: bytes) -> str:
+        path.write_bytes(data)
+        checkpoint.records(place)
+        try:
+            checkpoint.read(record.path)
+            checkpoint.newest(place)
+        except CheckpointError:
+            return "CheckpointError"
+        return ""
+
+    def seal(data: bytes) -> bytes:
+        facts = json.loads(data)
+        blank = json.dumps({**facts, "digest": ""})
+        return blank.replace(
+            '"digest": ""', f'"digest": "{hashlib.sha256(blank.encode()).hexdigest()}"'
+        ).encode()
+
+    whole = checkpoint.sealed(checkpoint.Record(record.path, 7, 1, 0.5, digest))
+    return Reader([whole], read, mutated_json, seal)
+
+
+class _Trained(NamedTuple):
+    state: TrainState
+    config: Config
+    saved: dict[str, Any]
+
+
+def _trained(name: str) -> _Trained:
+    torch.manual_seed(0)
+    config = Config()
+    config.optim.name = schema.OptimName[name]
+    network = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
+    state = state_of(network, config, torch.device("cpu"), 10)
+    _update(state)
+    facts = {"classes": ["a", "b"], "ranks": 1, "length": 100, "stop": 96}
+    saved = state.to_dict({**facts, "settings": schema.to_plain(config)})
+    return _Trained(state, config, pickle.loads(pickle.dumps(saved)))
+
+
+def _update(state: TrainState) -> None:
+    state.network(torch.ones(2, 3, 4, 4)).sum().backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def checkpoint_file(place: Path, names: Sequence[str] = ("sgd", "adamw")) -> Reader:
+    """The file and what is in it: a record beside it has its digest."""
+    trained = [_trained(name) for name in names]
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    path = place / "step-0.pt"
+    wholes = [each.saved for each in trained]
+    seeds = [*map(_saved, wholes)]
+
+    def use(found: dict[str, Any], state: TrainState, config: Config) -> None:
+        saved = resume.Saved("step-0.pt", found)
+        for mode in (schema.Mode.train, schema.Mode.evaluate):
+            config.mode = mode
+            resume.settings(config, saved, ())
+            resume.rest(config, saved, world, 100)
+            resume.take_over(state, saved, config, world, ("a", "b"))
+            _update(state)
+
+    def read(data: bytes) -> str:
+        path.write_bytes(data)
+        record = checkpoint.Record(path, 0, 0, None, hashlib.sha256(data).hexdigest())
+        path.with_suffix(".json").write_bytes(checkpoint.sealed(record))
+        refused = 0
+        for each in trained:
+            before = _saved(each.state.to_dict({}))
+            try:
+                _, found = checkpoint.read(path)
+                use(found, each.state, each.config)
+            except CheckpointError:
+                refused += 1
+                if each.config.mode is schema.Mode.train:
+                    assert _saved(each.state.to_dict({})) == before, "half of it taken over"
+            finally:
+                each.config.mode = schema.Mode.train
+                each.state.load_dict(
+                    pickle.loads(pickle.dumps(each.saved)), "", each.config.trainer.precision
+                )
+        return "CheckpointError" if refused == len(trained) else ""
+
+    def mutate(_: Any, rng: Random) -> bytes:
+        at = rng.randrange(len(wholes))
+        kind = rng.randrange(4)
+        if kind == 0:
+            return mutated([seeds[at]], rng)
+        if kind == 1:
+            return _with_pickle(seeds[at], rng)
+        return _saved(_odd_state(wholes[at], rng))
+
+    return Reader(seeds, read, mutate)
+
+
+def _with_pickle(whole: bytes, rng: Random) -> bytes:
+    """Returns the zip of a checkpoint with another pickle in it."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(file, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if name.endswith(rng.choice(("data.pkl", "data.pkl", "data.pkl", "version", "0"))):
+                data = mutated([data], rng)
+            new.writestr(name, data)
+    return file.getvalue()
+
+
+_ODD_VALUES: tuple[Any, ...] = (
+    None, -5, 0, 5.5, True, 10**400, float("nan"), float("inf"), "x", "", b"x", (), [], {}, [5],
+    {"x": 1}, {1: 2}, {None: None}, torch.zeros(0), torch.ones(3), torch.ones(()),
+    torch.tensor(False), torch.full((2,), float("nan")), torch.ones(2, 3, 3, 3).to_sparse(),
+    torch.zeros(1).expand(2), torch.ones(2, dtype=torch.complex64), torch.ones(2, 3, device="meta"),
+)  # fmt: skip
+
+
+def _odd_state(whole: dict[str, Any], rng: Random) -> dict[str, Any]:
+    changed: dict[str, Any] = pickle.loads(pickle.dumps(whole))
+    holders: list[Any] = [changed]
+    for holder in holders:
+        inner = holder.values() if isinstance(holder, dict) else holder
+        holders += [item for item in inner if isinstance(item, dict | list) and item]
+    for _ in range(rng.choice((1, 1, 2))):
+        holder = rng.choice(holders)
+        if not holder:
+            continue
+        key = rng.choice([*holder] if isinstance(holder, dict) else [*range(len(holder))])
+        kind = rng.randrange(12)
+        if kind == 0:
+            del holder[key]
+        elif kind == 1 and isinstance(holder, dict):
+            holder[rng.choice(("more", -1, 7, None))] = holder[key]
+        elif kind == 2 and isinstance(holder[key], torch.Tensor):
+            holder[key] = rng.choice((
+                lambda t: t[:-1] if t.ndim else t[None], lambda t: t.half(), lambda t: t.int(),
+                lambda t: t.to_sparse(), lambda t: t.flatten(), lambda t: t.to("meta"),
+            ))(holder[key])  # fmt: skip
+        else:
+            holder[key] = rng.choice(_ODD_VALUES)
+    return changed
+
+
+RUN: dict[str, Callable[[], bytes]] = {
+    "report.json": lambda: json.dumps({**_example(REPORT), "steps": 50, "error": None}).encode(),
+    "tuning.json": lambda: json.dumps(_example(TUNING)).encode(),
+    "metrics.jsonl": lambda: b"",
+    ".hydra/config.yaml": lambda: OmegaConf.to_yaml(OmegaConf.structured(Config())).encode(),
+}
+
+
+def run(name: str, place: Path) -> Reader:
+    """A file of a run's folder, read by the page, by compare and by the run that goes on."""
+    (place / ".hydra").mkdir()
+    for file, make in RUN.items():
+        (place / file).write_bytes(make())
+    with Board(place, tensorboard=False) as board:
+        for step in range(10, 60, 10):
+            board.scalars(step, dict.fromkeys((*course.TAGS, Tag.VAL_TOP1), 0.5), epoch=1)
+    whole = (place / name).read_bytes()
+
+    def read(data: bytes) -> str:
+        (place / name).write_bytes(data)
+        text = runs.run_json(place, "run")
+        document.page([text], (), "run")
+        found, _ = folders.find([place, place])
+        folders.settings_that_differ(found)
+        folders.notes(found)
+        found[1].changes(found[0])
+        notes = json.loads(text)["notes"]
+        if name == "metrics.jsonl":
+            app._best_top1(place)
+            Board(place, tensorboard=False, resumed_step=30).close()
+        return "note" if notes or found[0].error else ""
+
+    mutate = mutated_yaml if name.endswith("yaml") else mutated_json
+    assert not read(whole)
+    return Reader([whole], read, mutate)
+
+
+def settings(place: Path) -> Reader:
+    """A file of settings, as the command line reads it."""
+    (place / "experiment").mkdir()
+    path = place / "experiment/bad.yaml"
+    schema.register()
+    for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
+        OmegaConf.register_new_resolver(name, lambda *_: "never used", replace=True)
+    overrides = [f"hydra.searchpath=[file://{place}]", "experiment=bad"]
+
+    def read(data: bytes) -> str:
+        path.write_bytes(data)
+        hydra = GlobalHydra.instance()
+        former = hydra.hydra
+        hydra.clear()
+        try:
+            schema.prepared([f"--config-dir={place}", "experiment=bad"])
+            with initialize_config_dir(str(schema.CONF), version_base="1.3"):
+                schema.load(compose("config", overrides=overrides))
+        except Exception as error:
+            found = app._composing(error)
+            if known := described(found):
+                return f"{type(found).__name__}, exit code {known[1]}"
+            raise
+        finally:
+            hydra.hydra = former
+        return ""
+
+    conf = schema.CONF / "experiment"
+    seeds = [file.read_bytes() for file in sorted(conf.glob("*.yaml"))]
+    return Reader(seeds, read, mutated_yaml)
