@@ -207,9 +207,8 @@ def _check_part(key: str, value: Any, state: TrainState) -> None:
             return
         held = value["state"]
         names = {name for each in held.values() for name in each}
-        # torch mixes no parameters with and without a momentum; others may have had no gradient
-        places = numbers if "momentum_buffer" in names else held
-        for number, name in itertools.product(places, names):
+        # a parameter that has had no gradient has no state
+        for number, name in itertools.product(held, names):
             tensor = held[number][name]
             fits = is_plain(tensor) and tensor.is_floating_point()
             # the fused kernels trust the shapes: another one is a crash

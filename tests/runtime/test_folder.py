@@ -163,15 +163,24 @@ def test_the_log_goes_to_the_folder(tmp_path: Path, rank: int, name: str) -> Non
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_log_on_a_full_disk_stops_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lines are lost without a traceback for each."""
+    """Its lines are lost with one warning, and without a traceback for each."""
+    told: list[str] = []
+    console = logging.Handler()
+    monkeypatch.setattr(console, "handle", lambda record: told.append(record.getMessage()))
     with folder.logging_to(tmp_path) as log:
         handler = log.handlers[-1]
+        log.addHandler(console)
         assert isinstance(handler, logging.FileHandler)
         handler.stream.close()
         handler.stream = open("/dev/full", "w")  # noqa: SIM115
         log.info("lost")
+        log.info("again")
+        log.removeHandler(console)
+    [warning, *others] = [text for text in told if text not in ("lost", "again")]
+    assert warning.endswith("train.log: lines are lost: [Errno 28] No space left on device")
+    assert others == []
     assert capsys.readouterr().err == ""
 
 
