@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, Signals
@@ -34,7 +34,7 @@ from PIL import Image
 
 from harness.training import checkpoint
 from scripts.chaos_left import batches, digest, lines, logged, updates, wrong_lines, wrong_samples
-from scripts.chaos_start import NOTED, POLL_S, ROOT, TRAIN, Plan, Run, ended
+from scripts.chaos_start import NOTED, POLL_S, ROOT, TRAIN, Plan, Run, ended, free_port
 from scripts.measured import listed, machine, machine_line, markdown, parser, write
 
 PAGE = ROOT / "docs" / "benchmarks" / "chaos.md"
@@ -421,6 +421,63 @@ def workers(plan: Plan) -> list[Row]:
     return rows
 
 
+def lost(plan: Plan) -> list[Row]:
+    """SIGKILL and SIGSTOP of one of two gloo ranks, of one command and of two."""
+    rows = []
+    draw = random.Random(plan.seed)
+    for sign in (SIGKILL, SIGSTOP):
+        for of_one in (True, False):
+            ends = [
+                _lost(plan, f"{sign.name}/{of_one}/{i}", draw, sign, of_one) for i in range(plan.n)
+            ]
+            wrong = [text for end in ends for text in end.wrong]
+            most_s = max(end.exit_s for end in ends)
+            how = "dist=spawn" if of_one else "dist=torchrun, started one by one"
+            required = (
+                "gone within 30 s; exit code 10, or 137 where the killed rank is named; one line "
+                "and no traceback; no process or temporary file left"
+            )
+            told = f"gone after at most {most_s:.1f} s"
+            rows.append(row(f"a rank's {sign.name}, {how}", plan.n, required, wrong, told))
+    return rows
+
+
+def _lost(plan: Plan, name: str, draw: random.Random, sign: Signals, of_one: bool) -> _End:
+    place = plan.place(name)
+    rank = draw.randrange(2)
+    overrides = (*_DIGITS, "trainer.epochs=500", "dist.timeout_s=8", "loader.num_workers=1")
+    commands = [[*NOTED, *overrides, *_RANKS[2]]]
+    if not of_one:
+        met = ("env", "WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1")
+        met += (f"MASTER_PORT={free_port()}",)
+        each = [*NOTED, *overrides, "dist=torchrun"]
+        commands = [[*met, f"RANK={i}", f"LOCAL_RANK={i}", *each] for i in range(2)]
+    with ExitStack() as opened:
+        runs = [opened.enter_context(Run(plan, place, command)) for command in commands]
+        runs[0].trains()
+        runs[0].goes_on(draw.uniform(0, 3))
+        hit = runs[0].ranks()[rank] if of_one else runs[rank].process
+        hit.send_signal(sign)
+        sent_s = time.monotonic()
+        other = runs[0] if of_one else runs[1 - rank]
+        code = other.code()
+        until_s = max(sent_s + 30, time.monotonic() + 1)
+        while (left := other.alive()) and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+        exit_s = time.monotonic() - sent_s
+    said = other.said
+    wrong = []
+    if code not in ((10, 137) if of_one and sign == SIGKILL else (10,)):
+        wrong.append(f"exit code {code}")
+    if left or exit_s > 30:
+        wrong.append(f"{len(left)} processes after {exit_s:.1f} s")
+    if said.count("error: ") != 1 or "Traceback" in said:
+        wrong.append(f"said {said[-300:]!r}")
+    if of_one:
+        wrong += [f"{path.name} left" for path in _temporary(other)]
+    return _End(other, exit_s, [f"{name}: {text}" for text in wrong])
+
+
 def bad(plan: Plan) -> list[Row]:
     """Random loaders, stops and ranks over images of which one in a hundred is damaged."""
     draw = random.Random(plan.seed)
@@ -484,6 +541,7 @@ def _wrong_list(folder: Path, names: list[str]) -> list[str]:
 PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
     "kills": (kills, 20), "terms": (terms, 120), "forms": (forms, 24), "ranks": (ranks, 1),
     "user": (user, 1), "workers": (workers, 100), "bad": (bad, 12),
+    "lost": (lost, 5),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -114,6 +115,16 @@ class Run:
             return [worker for server in servers for worker in server.children()]
         return []
 
+    @property
+    def process(self) -> psutil.Process:
+        """The one that was started."""
+        return psutil.Process(self._process.pid)
+
+    def ranks(self) -> list[psutil.Process]:
+        """Its ranks, where it starts them itself: those of its children that have threads."""
+        found = self.process.children()
+        return sorted((rank for rank in found if rank.num_threads() > 2), key=lambda rank: rank.pid)
+
     def signal(self, number: int) -> None:
         """Signal its process group."""
         with suppress(ProcessLookupError):
@@ -149,6 +160,13 @@ class Run:
 
     def _size(self) -> int:
         return self.notes.stat().st_size if self.notes.exists() else 0
+
+
+def free_port() -> int:
+    """Returns a port of the loopback address that nobody listens to."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
 
 
 def ended(plan: Plan, name: str, *overrides: str, stop: int | None = None) -> Run:

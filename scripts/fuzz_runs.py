@@ -300,9 +300,8 @@ def settings(place: Path) -> Reader:
 
     def read(data: bytes) -> str:
         path.write_bytes(data)
-        hydra = GlobalHydra.instance()
-        former = hydra.hydra
-        hydra.clear()
+        former = GlobalHydra.instance().hydra
+        GlobalHydra.instance().clear()
         try:
             schema.prepared([f"--config-dir={place}", "experiment=bad"])
             with initialize_config_dir(str(schema.CONF), version_base="1.3"):
@@ -313,7 +312,8 @@ def settings(place: Path) -> Reader:
                 return f"{type(found).__name__}, exit code {known[1]}"
             raise
         finally:
-            hydra.hydra = former
+            # the block above leaves another instance behind
+            GlobalHydra.instance().hydra = former
         return ""
 
     conf = schema.CONF / "experiment"

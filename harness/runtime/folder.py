@@ -264,4 +264,5 @@ def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterat
         logger.removeHandler(handler)
         with suppress(OSError):
             handler.close()
-        logger.level, logger.propagate = former
+        logger.setLevel(former[0])
+        logger.propagate = former[1]

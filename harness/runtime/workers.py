@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -77,6 +78,9 @@ def leave_with_parent() -> None:
 
     def leave() -> None:
         connection.wait([parent.sentinel])
+        # in a worker the trainer's, which a killed one has left
+        if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=leave, name="watchdog", daemon=True).start()
