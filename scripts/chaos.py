@@ -448,8 +448,8 @@ def _lost(plan: Plan, name: str, draw: random.Random, sign: Signals, of_one: boo
     overrides = (*_DIGITS, "trainer.epochs=500", "dist.timeout_s=8", "loader.num_workers=1")
     commands = [[*NOTED, *overrides, *_RANKS[2]]]
     if not of_one:
-        met = ("env", "WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1")
-        met += (f"MASTER_PORT={free_port()}",)
+        port = f"MASTER_PORT={free_port()}"
+        met = ("env", "WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port)
         each = [*NOTED, *overrides, "dist=torchrun"]
         commands = [[*met, f"RANK={i}", f"LOCAL_RANK={i}", *each] for i in range(2)]
     with ExitStack() as opened:

@@ -61,6 +61,7 @@ def run_processes(
     if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
         # joblib's own, which a new process is told to use and does not know
         multiprocessing.set_start_method("spawn", force=True)
+    workers.start_tracker()
     context = multiprocessing.get_context("spawn")
     started: list[tuple[SpawnProcess, Connection]] = []
     try:

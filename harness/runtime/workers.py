@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,13 +34,21 @@ def start_server(preload: Sequence[str] = ()) -> None:
     """
     if preload:
         forkserver.set_forkserver_preload(list(preload))
-    # the server lives as long as the trainer, whatever its process group is sent, and so does
-    # Python's tracker of shared memory
-    with signals.unheard():
-        resource_tracker.ensure_running()
-    # a second block, for starting the tracker ends by letting in SIGINT and SIGTERM
+    start_tracker()
+    # the server lives as long as the trainer, whatever its process group is sent
     with signals.unheard():
         forkserver.ensure_running()
+
+
+def start_tracker() -> None:
+    """Starts Python's tracker, which removes what a killed process left, without a word of it."""
+    ignored = "ignore:resource_tracker"
+    if ignored not in sys.warnoptions:
+        # it is started with these
+        sys.warnoptions.append(ignored)
+    # a block of its own, for this ends by letting in SIGINT and SIGTERM
+    with signals.unheard():
+        resource_tracker.ensure_running()
 
 
 def kill_starting() -> None:

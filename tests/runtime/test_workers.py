@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import connection
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,45 @@ def test_a_worker_of_the_server() -> None:
     assert worker["preloaded"]
     assert worker["deaf"] == {"SIGINT": True, "SIGTERM": True}
     assert "watchdog" in worker["threads"]
+
+
+KILLED = """
+import multiprocessing, os, signal, jobs
+from multiprocessing import forkserver, util
+from harness.runtime import workers
+connect = forkserver.connect_to_new_process
+
+def half(fds):
+    _, pipe = connect(fds)
+    os.write(pipe, b"\\x80\\x04")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    util.get_temp_dir()
+    workers.start_server(["harness.runtime.fork_server"])
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("forkserver")
+    context.Process(target=jobs.wait_as_worker, args=(there,)).start()
+    here.recv()
+    kept = context.Semaphore()
+    forkserver.connect_to_new_process = half
+    context.Process(target=jobs.wait_as_worker, args=(there,)).start()
+"""
+
+
+def test_a_trainer_killed_as_it_starts_a_worker_leaves_nothing(tmp_path: Path) -> None:
+    """No folder of sockets, and no foreign word: neither the worker's nor the tracker's."""
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert ended.stderr == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 TWICE = """

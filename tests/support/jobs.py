@@ -52,6 +52,13 @@ GLOO = (
 )
 
 
+def wait_as_worker(there: Connection) -> None:
+    """A worker that is ready and does nothing more."""
+    workers.enter_worker()
+    there.send("ready")
+    threading.Event().wait()
+
+
 def divide(i: int, by: int) -> None:
     """Fail with an error that nobody expects."""
     print(1 / by)
