@@ -97,7 +97,7 @@ def _composing(error: BaseException) -> BaseException:
     why = str(error).partition("\n")[0]
     if isinstance(error, RecursionError):
         why = "files name each other in a circle, or are nested too deeply"
-    elif not isinstance(error, ValueError):
+    elif not isinstance(error, ValueError | OSError):
         return error
     return schema.ConfigError(f"the settings cannot be read: {why}")
 

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import yaml  # type: ignore[import-untyped]
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -773,7 +774,7 @@ def names() -> list[str]:
 def prepared(arguments: list[str]) -> list[str]:
     """Returns the command line's ``arguments`` as Hydra takes them.
 
-    A ``--config-path`` is in the current folder; Hydra would look beside its caller. ``-m`` may
+    A ``--config-path`` is in the current folder; Hydra would look beside its caller. Flags may
     stand anywhere. ``model=`` takes torchvision's names too.
 
     Raises:
@@ -788,6 +789,7 @@ def prepared(arguments: list[str]) -> list[str]:
     if wrong := answers.refused_flag(arguments, names()):
         raise ConfigError(wrong)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = _refused  # type: ignore[method-assign]
     flags = {"config_path": "-cp", "config_dir": "-cd", "config_name": "-cn", "cfg": "-c"}
     for name, short in flags.items():
         parser.add_argument(f"--{name.replace('_', '-')}", short)
@@ -811,9 +813,40 @@ def prepared(arguments: list[str]) -> list[str]:
     if any(text.startswith("model=") for text in arguments):
         for name in set(classifiers()).difference(choices("model")):
             ConfigStore.instance().store(group="model", name=name, node={"name": name})
-    # no setting may stand on both sides of a flag
-    arguments = sorted(arguments, key=lambda text: text not in ("-m", "--multirun"))
-    return answers.expanded(arguments)
+    parser = get_args_parser()
+    # its own would print its usage
+    parser.error = _refused  # type: ignore[method-assign]
+    words = parser.parse_intermixed_args(arguments).overrides
+    # Hydra takes no settings on both sides of a flag
+    arguments = [text for text in arguments if text not in words] + words
+    return answers.expanded([_as_typed(text) for text in arguments])
+
+
+def _as_typed(text: str) -> str:
+    """Returns a setting of text in quotes where Hydra would rewrite it: 1.50 as 1.5.
+
+    Raises:
+        ConfigError: a number where it would be taken for a truth value or for a choice.
+    """
+    name, _, value = text.partition("=")
+    *path, last = name.lstrip("+").split(".")
+    place: Any = Config()
+    for part in path:
+        place = getattr(place, part, None)
+    kind = getattr(type(place), "__annotations__", {}).get(last, "")
+    if not re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan", value, re.I):
+        return text
+    if kind.startswith("str"):
+        return f"{name}='{value}'"
+    is_flag = kind.startswith("bool") and value not in ("0", "1")
+    # the types of choices have large letters
+    if value[-1].isdecimal() and (is_flag or kind[:1].isupper()):
+        raise ConfigError(f"{text}: takes no number; --help lists what it takes")
+    return text
+
+
+def _refused(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; see --help")
 
 
 def classifiers() -> list[str]:

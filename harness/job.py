@@ -77,7 +77,7 @@ def check(config: Config) -> None:
 
 
 def _check_launcher(config: Config) -> None:
-    """Refuses what no launcher of ranks would set.
+    """Refuses what no launcher of ranks would set, and forgets a launcher of something else.
 
     Raises:
         ConfigError: a variable is missing, or no number.
@@ -97,6 +97,9 @@ def _check_launcher(config: Config) -> None:
             )
         if value is not None and name in numbers and not value.isdecimal():
             raise ConfigError(f"{name}={printable(value)}: not a number; unset it, or use torchrun")
+    if config.dist.name is not DistName.torchrun and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        for name in (*numbers, "TORCHELASTIC_RUN_ID"):
+            os.environ.pop(name, None)
 
 
 def _needs_processes(config: Config) -> bool:

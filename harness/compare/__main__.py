@@ -29,7 +29,8 @@ from harness.compare.folders import (
     settings_that_differ,
     text,
 )
-from harness.runtime.errors import printable
+from harness.config import ConfigError
+from harness.runtime.errors import printable, tell
 
 # as it was typed, and how far the figure may be from the first run's
 Limit = tuple[str, Figure, float]
@@ -45,7 +46,7 @@ def limit(typed: str) -> Limit:
     if figure is None:
         names = ", ".join(figure.name for figure in FIGURES)
         raise argparse.ArgumentTypeError(
-            f"{typed}: not a limit; write NAME=LIMIT, where the names are {names}"
+            f"{printable(typed)}: not a limit; write NAME=LIMIT, where the names are {names}"
         )
     try:
         bound = float(value)
@@ -58,7 +59,8 @@ def limit(typed: str) -> Limit:
         fits = not is_signed and 0 < bound <= 10
     if not fits:
         raise argparse.ArgumentTypeError(
-            f"{typed}: write the allowed ratio or signed difference, such as {figure.example}"
+            f"{printable(typed)}: write the allowed ratio or signed difference, such as "
+            f"{figure.example}"
         )
     return typed, figure, bound
 
@@ -189,8 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs, passed = find(options.folders)
     except OSError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 2
+        return tell([ConfigError(str(error))])
     beyond, untold = judge(runs, options.fail_beyond)
     told = [*notes(runs), *passed]
     print(as_json(runs, told, beyond, untold) if options.json else show(runs, told))

@@ -101,10 +101,12 @@ _LOST = re.compile(
 def described(error: BaseException) -> tuple[str, int] | None:
     """Returns the line that a user sees and the exit code; None for an unknown cause."""
     cause: BaseException | None = error
-    # libraries wrap what a callback of ours raised
-    while cause is not None:
+    seen: list[BaseException] = []
+    # libraries wrap what a callback of ours raised; an error may be its own cause
+    while cause is not None and cause not in seen:
         if isinstance(cause, RunError | ConfigError):
             return str(cause), cause.exit_code
+        seen.append(cause)
         cause = cause.__cause__ or cause.__context__
     if refusal := explain(error):
         return refusal, 2

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from harness.config import ConfigError, Mode
-from harness.runtime.errors import DiskError, LockedError, described
+from harness.runtime.errors import DiskError, LockedError, RunError, described
 from harness.runtime.files import make_way, open_regular, write_whole
 
 LOGGER = "wellfed"
@@ -198,10 +198,14 @@ def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
         ConfigError: the folder cannot be written to.
         DiskError: the disk is full.
     """
+    place = folder / ".hydra"
     try:
-        (folder / ".hydra").mkdir(exist_ok=True)
+        if place.is_symlink():
+            # another run's may lie there
+            place.unlink()
+        place.mkdir(exist_ok=True)
         for name, text in settings.items():
-            write_whole(folder / ".hydra" / name, text.encode())
+            write_whole(place / name, text.encode())
     except OSError as error:
         raise unusable(folder, error) from error
 
@@ -227,7 +231,7 @@ def logging_failure(folder: Path) -> Iterator[None]:
             text = known[0]
         rank = int(os.environ.get("RANK", "0"))
         # a logger of its own, for the console tells the error too; the disk may have failed
-        with suppress(OSError), logging_to(folder, rank, "failure") as log:
+        with suppress(OSError, RunError), logging_to(folder, rank, "failure") as log:
             log.error("%s", text)
         raise
 
@@ -248,11 +252,19 @@ class _Log(logging.FileHandler):
 
 @contextmanager
 def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterator[logging.Logger]:
-    """Opens a block in which the log goes to ``folder``, to one file for each rank."""
+    """Opens a block in which the log goes to ``folder``, to one file for each rank.
+
+    Raises:
+        ConfigError: the file cannot be written to.
+        DiskError: the disk is full.
+    """
     logger = logging.getLogger(logger_name)
     name = f"train-rank{rank}.log" if rank else "train.log"
-    make_way(folder / name)
-    handler = _Log(folder / name, encoding="utf-8")
+    try:
+        make_way(folder / name)
+        handler = _Log(folder / name, encoding="utf-8")
+    except OSError as error:
+        raise unusable(folder, error) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     former = logger.level, logger.propagate
     logger.addHandler(handler)

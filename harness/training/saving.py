@@ -27,7 +27,7 @@ from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
-from harness.runtime.files import replacing, sync_folder, write_whole
+from harness.runtime.files import replacing, set_aside, sync_folder, write_whole
 from harness.runtime.workers import give_way
 from harness.training.checkpoint import UNNAMED, Record, order, records, sealed
 from harness.training.state import TrainState
@@ -327,6 +327,8 @@ def _clear(folder: Path) -> None:
 
 def _point(link: Path, target: Path) -> None:
     """Lets ``link`` lead to ``target``, swapped in one step so that it is never absent."""
+    if link.is_dir():
+        set_aside(link)
     try:
         with replacing(link) as temporary:
             temporary.symlink_to(target.name)
