@@ -167,8 +167,8 @@ def test_links_give_each_file_once(tree: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [b"caf\xe9.jpg", b"new\nline.jpg", b"\x1b[31mred.jpg"],
-    ids=["bytes", "newline", "escape"],
+    [b"caf\xe9.jpg", b"new\nline.jpg", b"a\ttab.jpg", b"\x1b[31mred.jpg"],
+    ids=["bytes", "newline", "tab", "escape"],
 )
 def test_any_name_works_and_is_escaped_in_messages(tmp_path: Path, name: bytes) -> None:
     """A name that is not UTF-8 or drives a terminal is read, and printed escaped."""
