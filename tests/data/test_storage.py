@@ -241,6 +241,15 @@ def test_a_file_that_vanished_is_a_bad_sample(tree: Path) -> None:
 
 
 @pytest.mark.timeout(10)
+def test_a_file_that_is_too_large_is_a_bad_sample(tree: Path) -> None:
+    """A sparse file of 100 GB takes neither time nor memory."""
+    source = FolderSource(tree)
+    os.truncate(tree / "a" / "1.jpg", 100 << 30)
+    with pytest.raises(BadSample, match=r"a/1.jpg: cannot be read: more than 1024 MiB"):
+        source.read(0)
+
+
+@pytest.mark.timeout(10)
 def test_a_pipe_in_a_files_place_does_not_block(tree: Path) -> None:
     """A FIFO that took a file's place since the scan is refused at once."""
     source = FolderSource(tree)
