@@ -167,8 +167,8 @@ def test_links_give_each_file_once(tree: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [b"caf\xe9.jpg", b"new\nline.jpg", b"\x1b[31mred.jpg"],
-    ids=["bytes", "newline", "escape"],
+    [b"caf\xe9.jpg", b"new\nline.jpg", b"a\ttab.jpg", b"\x1b[31mred.jpg"],
+    ids=["bytes", "newline", "tab", "escape"],
 )
 def test_any_name_works_and_is_escaped_in_messages(tmp_path: Path, name: bytes) -> None:
     """A name that is not UTF-8 or drives a terminal is read, and printed escaped."""
@@ -237,6 +237,15 @@ def test_a_file_that_vanished_is_a_bad_sample(tree: Path) -> None:
     source = FolderSource(tree)
     (tree / "a" / "1.jpg").unlink()
     with pytest.raises(BadSample, match="a/1.jpg: the file is gone"):
+        source.read(0)
+
+
+@pytest.mark.timeout(10)
+def test_a_file_that_is_too_large_is_a_bad_sample(tree: Path) -> None:
+    """A sparse file of 100 GB takes neither time nor memory."""
+    source = FolderSource(tree)
+    os.truncate(tree / "a" / "1.jpg", 100 << 30)
+    with pytest.raises(BadSample, match=r"a/1.jpg: cannot be read: more than 1024 MiB"):
         source.read(0)
 
 

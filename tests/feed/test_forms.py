@@ -66,6 +66,16 @@ def test_probes_read_disjoint_samples(feeds: Feeds) -> None:
     assert feeds.cursor.asked == 6
 
 
+def test_a_batch_larger_than_the_set_is_refused(feeds: Feeds) -> None:
+    """The line has both numbers and the ways out; a short batch is one of them."""
+    feeds.config.loader.batch_size = 21
+    settings = samples.settings(batch_size=21)
+    with pytest.raises(ConfigError, match=r"an update takes 21 images, and there are 20 .*lower"):
+        feeds.train(settings)
+    feeds.config.loader.drop_last = False
+    assert len(feeds.train(settings)) == 1
+
+
 def test_training_and_validation_replace_lost_workers(feeds: Feeds) -> None:
     """As loader.restart_workers has it; a probe is to see what its settings do."""
     feeds.config.loader.restart_workers = True

@@ -4,6 +4,7 @@ ends, and no worker left behind.
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -107,6 +108,43 @@ def test_a_killed_worker_is_a_loader_error(make_feed: MakeFeed, quick: None, ahe
         list(DataPrefetcher(feed, "cpu", ahead=ahead))
     assert time.monotonic() - begin < 10
     assert workers() == []
+
+
+@pytest.mark.parametrize(
+    "way",
+    [samples.crash, samples.miss_the_bus, samples.leave_at_once, samples.leave, samples.interrupt],
+    ids=lambda way: way.__name__,
+)
+def test_a_worker_that_leaves_is_a_loader_error(
+    make_feed: MakeFeed, quick: None, way: Callable[[], object]
+) -> None:
+    """However a sample ends its worker: no wait without end, and the same error."""
+    begin = time.monotonic()
+    with pytest.raises(LoaderError, match=r"worker.*exited unexpectedly.*lower loader.num_workers"):
+        list(make_feed(2, samples.Troubled(LENGTH, 5, way)))
+    assert time.monotonic() - begin < 10
+    assert workers() == []
+
+
+# torch's own, of an iterator that is half made
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_workers_that_cannot_start_are_a_loader_error(
+    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit that the second one meets: the system's words, and the first one goes."""
+    fork = os.fork
+    forked: list[int] = []
+
+    def limited() -> int:
+        if forked:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        forked.append(0)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    with pytest.raises(LoaderError, match=r"Resource temporarily .*lower loader.num_workers"):
+        list(make_feed(2, start_method="fork"))
+    assert forked and workers() == []
 
 
 def test_a_worker_without_room_for_a_batch_is_a_loader_error(

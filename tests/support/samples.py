@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -150,6 +151,26 @@ def wait_for(path: Path) -> None:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def miss_the_bus() -> None:
+    os.kill(os.getpid(), signal.SIGBUS)
+
+
+def leave_at_once() -> NoReturn:
+    os._exit(3)
+
+
+def leave() -> NoReturn:
+    sys.exit(3)
+
+
+def interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def draw() -> tuple[float, float, torch.Tensor]:

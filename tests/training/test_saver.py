@@ -212,7 +212,9 @@ def test_a_disk_that_is_full_anywhere_leaves_all_whole(
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize(
-    "code", [errno.EIO, errno.EDQUOT, errno.EROFS, errno.ENOSPC], ids=errno.errorcode.get
+    "code",
+    [errno.EIO, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOSPC],
+    ids=errno.errorcode.get,
 )
 def test_a_disk_that_fails_anywhere_leaves_all_whole(
     saved: Path,
