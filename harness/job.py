@@ -107,11 +107,13 @@ def _needs_processes(config: Config) -> bool:
 
     With the data sets here, threads and tuner=auto may do without.
     """
-    if config.loader.start_method is not StartMethod.forkserver:
+    loader = config.loader
+    none_asked_for = loader.num_workers == 0 and not loader.val.num_workers
+    if none_asked_for or loader.start_method is not StartMethod.forkserver:
         return False
     is_own = parts.is_own(config.data.name)
-    searched = config.loader.autotune and config.tuner.name is TunerName.grid
-    return is_own or searched or schema.form_asked_for(config.loader) is Backend.processes
+    searched = loader.autotune and config.tuner.name is TunerName.grid
+    return is_own or searched or schema.form_asked_for(loader) is Backend.processes
 
 
 def main_worker(local_rank: int, job: Job) -> None:

@@ -31,6 +31,7 @@ FILES = {
     "circle": (f"{HEAD}defaults:\n  - bad\n".encode(), "files name each other in a circle"),
     "aliases": (BOMB.encode(), "its aliases stand for more than 10,000 values"),
     "long": (b"#" * (1 << 19), "bad.yaml: more than 256 KiB"),
+    "number": (b"5", "the settings cannot be read: Invalid loaded object type"),
     "zero byte": (f"{HEAD}seed: \x00\n".encode(), "bad.yaml"),
 }
 
@@ -64,6 +65,10 @@ def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
         (["dist.timeout_s=1e300"], "dist.timeout_s=1e+300: must be <= "),
         (["--run", "-m"], "Only one of --run, --multirun"),
         (["-sc"], "the settings cannot be read"),
+        (["---"], "unrecognized arguments: ---; see --help"),
+        (["--info=bogus"], "argument --info/-i: invalid choice: 'bogus'"),
+        (["data.download=-1"], "data.download=-1: takes no number"),
+        (["loader.backend=1"], "loader.backend=1: takes no number"),
         (["hydra.run.dir=/dev/null/x"], "/dev/null/x: cannot be the run's folder: Not a directory"),
         (["run.name=../../evil"], "run.name='../../evil': use up to 200 letters"),
     ],
@@ -100,6 +105,26 @@ def test_odd_variables_of_a_launcher(name: str, tmp_path: Path) -> None:
     for value in ("x", ""):
         done = trained(tmp_path, "data=digits", **{name: value})
         assert f"{name}={value}: not a number" in refused(done.stderr, done.returncode)
+
+
+def test_a_rank_that_another_launcher_left_is_not_ours(tmp_path: Path) -> None:
+    """A variable alone makes no second rank: the run owns its folder, and is not trained over."""
+    left = {"RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+    run = ("data=digits", "trainer.max_steps=2", "device=cpu", "run.name=x")
+    done = trained(tmp_path, *run, **left)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "outputs/x/report.json").exists()
+    assert (tmp_path / "outputs/x/.hydra/config.yaml").exists()
+    done = trained(tmp_path, *run, "seed=2", **left)
+    assert "outputs/x: holds a run" in refused(done.stderr, done.returncode)
+
+
+def test_words_stay_as_they_were_typed(tmp_path: Path) -> None:
+    """Hydra would make 1.5 of 1.50, and flags may stand between settings."""
+    done = trained(tmp_path, "run.name=1.50", "--cfg", "job", "data.root=1e30", "seed=7")
+    assert done.returncode == 0, done.stderr
+    for line in ("  name: '1.50'", "  root: '1e30'", "seed: 7"):
+        assert line in done.stdout.splitlines()
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -38,6 +39,11 @@ _LOSS = re.compile(
 # Arithmetic coding, which never warns of a bad code: what it leaves over are pixels.
 _ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 
+# Of a PNG's seven passes: the first column and row, and the steps between two.
+_ADAM7 = (
+    (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2),
+    (0, 1, 1, 2),
+)  # fmt: skip
 # By the EXIF orientation.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -184,7 +190,10 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
         # Width and height of a TIFF's tile, which may be larger than the image.
         tags = getattr(image, "tag_v2", {})
         _check_size(tags.get(322, 0), tags.get(323, 0), options)
-        rgb = Image.fromarray(pixels) if pixels is not None else _to_rgb(image, options.background)
+        if pixels is not None:
+            rgb = Image.fromarray(pixels)
+        else:
+            rgb = _to_rgb(data, image, options.background)
         turn = None
         if options.exif_orientation:
             # A damaged EXIF block just says nothing of the orientation: the pixels are whole.
@@ -208,13 +217,43 @@ def _check_size(width: int, height: int, options: DecodeOptions) -> None:
         )
 
 
-def _to_rgb(image: ImageFile, background: tuple[int, int, int]) -> Image.Image:
+def _check_rows(data: bytes, image: PngImageFile) -> None:
+    """Refuses a PNG whose compressed data ends early: Pillow leaves the rest of it black.
+
+    Raises:
+        Undecodable: bytes are missing.
+    """
+    depth, colours = data[24], {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[data[25]]
+    due = 0
+    for x, y, right, down in _ADAM7 if data[28] else ((0, 0, 1, 1),):
+        width, height = -((x - image.width) // right), -((y - image.height) // down)
+        if width > 0:
+            due += max(0, height) * (1 + (width * depth * colours + 7) // 8)
+    stream = zlib.decompressobj()
+    found = 0
+    place = 8
+    while place < len(data):
+        begin = place + 8
+        end = begin + int.from_bytes(data[place : place + 4], "big")
+        if data[place + 4 : begin] == b"IDAT":
+            found += len(stream.decompress(data[begin:end], due))
+        # behind it lies its checksum
+        place = end + 4
+    if found < due:
+        raise Undecodable("truncated file: rows of pixels are missing")
+
+
+def _to_rgb(data: bytes, image: ImageFile, background: tuple[int, int, int]) -> Image.Image:
     """Returns ``image`` in mode RGB.
 
     Raises:
         ValueError: a grey value lies outside the range, so that nothing says what is white.
     """
     image.load()
+    if isinstance(image, PngImageFile):
+        last = image.crop((0, image.height - 1, *image.size))
+        if image.info.get("interlace") or last.getbbox(alpha_only=False) is None:
+            _check_rows(data, image)
     if image.mode == "F" or image.mode.startswith("I"):
         # Grey of 16 bits or of fractions 0..1, scaled: Pillow's own conversion saturates.
         values = np.asarray(image)

@@ -42,8 +42,13 @@ class OwnSource:
                 f"{where} has read and no {', '.join(missing)}; a source has {', '.join(_MEMBERS)}"
             )
         self._given = given
-        self.classes = tuple(map(str, given.classes))
-        labels = np.asarray(given.labels)
+        try:
+            self.classes = tuple(map(str, given.classes))
+            labels = np.asarray(given.labels)
+        except Exception as error:
+            raise ConfigError(
+                f"{where}: its classes or labels cannot be read: {parts.told(error)}"
+            ) from error
         if labels.ndim != 1 or not len(labels) or not np.issubdtype(labels.dtype, np.integer):
             raise ConfigError(
                 f"{where}: its labels are {_kind(labels)}; they must be integers, one for each "
@@ -110,7 +115,11 @@ class OwnDataset:
                 f"{self.where} is {_kind(self.given)}; it must be a source, or have __len__ and "
                 "__getitem__"
             )
-        if not len(self.given):
+        try:
+            count = len(self.given)
+        except Exception as error:
+            raise ConfigError(f"{self.where}: len() failed with {parts.told(error)}") from error
+        if not count:
             raise ConfigError(f"{self.where} is empty")
 
     def __len__(self) -> int:

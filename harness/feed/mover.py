@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,8 @@ class Normalise:
         reuse: on a CPU, write into memory of earlier results that nothing holds any more.
 
     Raises:
-        ValueError: ``mean`` and ``std`` do not fit each other, or, from a call, the images.
+        ValueError: ``mean`` and ``std`` do not fit each other, ``dtype`` is none of floating-point
+            numbers, or, from a call, the images do not fit.
     """
 
     def __init__(
@@ -50,16 +52,24 @@ class Normalise:
         *,
         reuse: bool = False,
     ) -> None:
-        if (mean is None) != (std is None) or len(mean or ()) != len(std or ()):
-            raise ValueError(
-                f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one value "
-                "for each channel"
-            )
         self._plain = mean is None
+        # arrays and tensors too
+        means = [float(value) for value in (() if mean is None else mean)]
+        stds = [float(value) for value in (() if std is None else std)]
+        fit = len(means) == len(stds) and self._plain == (std is None)
+        if not (
+            fit and all(map(math.isfinite, means)) and all(0 < each < math.inf for each in stds)
+        ):
+            raise ValueError(
+                f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one finite "
+                "value for each channel, std above 0"
+            )
+        if not dtype.is_floating_point:
+            raise ValueError(f"DataPrefetcher: dtype={dtype}: use float32, bfloat16 or float16")
         self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._means = np.array([255.0 * value for value in mean or ()], np.float32)
-        self._scales = np.array([1.0 / (255.0 * value) for value in std or ()], np.float32)
+        self._means = np.array([255.0 * value for value in means], np.float32)
+        self._scales = np.array([1.0 / (255.0 * value) for value in stds], np.float32)
         self._on_host = accelerator.of(device).kind == "cpu"
         # for other devices
         shape = (1, len(self._means), 1, 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torchvision import models as zoo
 
 from harness.config import ConfigError, ModelConfig, check_model
@@ -107,6 +108,7 @@ def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
     try:
         with torch.no_grad():
             given = network.eval()(images)
+        state = network.state_dict()
     except Exception as error:
         raise ConfigError(
             f"{where}: the network failed on images {list(images.shape)} with {parts.told(error)}"
@@ -119,6 +121,13 @@ def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
             f"{where}: the network gives {found} for 2 images; it must give [2, {num_classes}], "
             "one a class"
         )
+    for key, value in state.items():
+        kept = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if not kept or is_lazy(value) or value.is_meta:
+            raise ConfigError(
+                f"{where}: {printable(key)} of its state_dict is no dense tensor, and a checkpoint "
+                "holds nothing else; register it as a buffer, or leave it out"
+            )
     return network.train()
 
 

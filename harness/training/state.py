@@ -184,8 +184,11 @@ def _check_part(key: str, value: Any, state: TrainState) -> None:
     if key == "schedule":
         typed(int, value["last_epoch"])
     elif key == "scaler":
-        for name in state.scaler.state_dict():
-            typed(float, value[name])
+        for name, fresh in state.scaler.state_dict().items():
+            number = typed(type(fresh), value[name])
+            # torch keeps whole numbers in 32 bits
+            if number != fresh and not 0 < number < (2**31 if type(fresh) is int else math.inf):
+                raise ValueError(f"odd {name}")
     elif key == "settings":
         typed(str, value["trainer"]["precision"])
     elif key == "random":

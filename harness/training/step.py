@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.config import Config, Precision
+from harness.config import Config, ConfigError, Precision
 from harness.data.augment import BatchAugment
 from harness.data.mix import Mix
 from harness.feed.prefetcher import DataPrefetcher
@@ -100,7 +100,15 @@ class Step:
         with sync:
             with self.autocast(), named("forward"):
                 smoothing = self._config.optim.label_smoothing
-                loss = F.cross_entropy(self.model(images), labels, label_smoothing=smoothing)
+                logits = self.model(images)
+                fits = isinstance(logits, Tensor) and logits.ndim == 2
+                if not (fits and len(logits) == len(images) and logits.requires_grad):
+                    raise ConfigError(
+                        f"model.name={self._config.model.name}: while it trains the network gives "
+                        f"{_kind(logits)}; it must give a number for each image and class, "
+                        "[N, classes], that depends on parameters"
+                    )
+                loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
             with named("backward"):
                 share = loss
                 if parts > 1:
@@ -163,6 +171,13 @@ class Step:
         self._found_inf = []
         if self._forward is not None:
             self._forward.forget()
+
+
+def _kind(given: object) -> str:
+    if not isinstance(given, Tensor):
+        return type(given).__name__
+    text = f"{given.dtype} {list(given.shape)}"
+    return text if given.requires_grad else f"{text} without a gradient"
 
 
 class _ForwardTimer:

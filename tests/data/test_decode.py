@@ -55,7 +55,15 @@ def reason(data: bytes, options: DecodeOptions = OPTIONS) -> str:
     return str(caught.value)
 
 
-def png(width: int, height: int, depth: int, kind: int, rows: bytes, extra: bytes = b"") -> bytes:
+def png(
+    width: int,
+    height: int,
+    depth: int,
+    kind: int,
+    rows: bytes,
+    extra: bytes = b"",
+    interlaced: bool = False,
+) -> bytes:
     """A PNG written by hand, for what Pillow reads and does not write."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
@@ -63,7 +71,8 @@ def png(width: int, height: int, depth: int, kind: int, rows: bytes, extra: byte
             struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
         )
 
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
+    last = (depth, kind, 0, 0, interlaced)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, *last))
     return (
         b"\x89PNG\r\n\x1a\n"
         + header
@@ -635,3 +644,38 @@ def test_mutated_files_give_pixels_or_are_undecodable(
             assert decode(mutate(data, rng), options).shape[2:] == (3,)
         except Undecodable:
             continue
+
+
+ADAM7 = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2)]
+ADAM7 += [(0, 1, 1, 2)]
+
+
+def ended(pixels: np.ndarray, missing: int, *, interlaced: bool) -> bytes:
+    """A PNG of grey ``pixels`` whose compressed data ends ``missing`` bytes early, but rightly."""
+    passes = [(0, 0, 1, 1)]
+    if interlaced:
+        passes = ADAM7
+    rows = b"".join(
+        b"\0" + row.tobytes()
+        for x, y, right, down in passes
+        for row in pixels[y::down, x::right]
+        if row.size
+    )
+    height, width = pixels.shape
+    return png(width, height, 8, 0, rows[: len(rows) - missing], interlaced=interlaced)
+
+
+@pytest.mark.parametrize("interlaced", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 9), (5, 7), (16, 3)])
+def test_a_png_that_ends_early_is_damaged(shape: tuple[int, int], interlaced: bool) -> None:
+    """Its checksums are right, and Pillow would leave the missing rows black; black rows are not
+    missing.
+    """
+    pixels = np.random.default_rng(0).integers(1, 256, shape, np.uint8)
+    for last_row in (pixels[-1].copy(), 0):
+        pixels[-1] = last_row
+        whole = decode(ended(pixels, 0, interlaced=interlaced), DecodeOptions())
+        assert np.array_equal(whole[..., 0], pixels)
+        for missing in range(1, pixels.size):
+            with pytest.raises(Undecodable, match="^truncated file"):
+                decode(ended(pixels, missing, interlaced=interlaced), DecodeOptions())

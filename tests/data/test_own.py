@@ -42,6 +42,24 @@ class Rows:
         return f"row {i}"
 
 
+class Classless(Rows):
+    """A source whose classes are none."""
+
+    classes = None
+
+
+class Endless:
+    """A data set that does not know its length."""
+
+    classes = ("a", "b")
+
+    def __len__(self) -> int:
+        raise NotImplementedError("unknown")
+
+    def __getitem__(self, i: int) -> Any:
+        raise AssertionError(i)
+
+
 class Drawn:
     """A data set whose image is one drawn number, by each of the three global generators."""
 
@@ -250,6 +268,30 @@ class Half(Rows):
             id="a number",
         ),
         pytest.param((Drawn(), Drawn(length=0)), {}, "the validation set is empty", id="empty"),
+        pytest.param(
+            (Classless(), Rows()),
+            {},
+            "the training set: its classes or labels cannot be read: TypeError: ",
+            id="no classes",
+        ),
+        pytest.param(
+            (Rows(), Rows([[0], [0, 1]])),
+            {},
+            "the validation set: its classes or labels cannot be read: ValueError: ",
+            id="ragged labels",
+        ),
+        pytest.param(
+            (Endless(), Drawn()),
+            {},
+            r"the training set: len\(\) failed with NotImplementedError: unknown",
+            id="endless",
+        ),
+        pytest.param(
+            (Drawn(length=-1), Drawn()),
+            {},
+            r"the training set: len\(\) failed with ValueError: __len__",
+            id="negative length",
+        ),
         pytest.param(
             (Nameless(), Drawn()),
             {},

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -216,8 +217,14 @@ def test_one_mean_fits_grey_images(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("mean", "std"),
-    [(MEAN, None), (None, STD), (MEAN, (0.5,)), ((0.5,), STD), ((), STD)],
-    ids=["no std", "no mean", "one std", "one mean", "empty mean"],
+    [
+        *((MEAN, None), (None, STD), (MEAN, (0.5,)), ((0.5,), STD), ((), STD)),
+        *(((0.5,), (0.0,)), ((0.5,), (-1.0,)), ((0.5,), (math.nan,)), ((math.inf,), (1.0,))),
+    ],
+    ids=[
+        *("no std", "no mean", "one std", "one mean", "empty mean"),
+        *("std 0", "negative std", "std NaN", "infinite mean"),
+    ],
 )
 def test_mean_and_std_that_do_not_fit_each_other_are_refused(
     make: Make, mean: object, std: object
@@ -228,6 +235,21 @@ def test_mean_and_std_that_do_not_fit_each_other_are_refused(
     told = re.escape(f"DataPrefetcher: mean={mean} and std={std}: give both")
     with pytest.raises(ValueError, match=told):
         make([], mean=mean, std=std)
+
+
+def test_mean_and_std_may_be_arrays(make: Make) -> None:
+    """NumPy's and torch's are as good as tuples."""
+    batch = (torch.full((2, 1, 4, 4), 51, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    for kind in (np.array, torch.tensor):
+        (images, _), *_ = make([batch], mean=kind([0.1]), std=kind([0.5]))
+        assert images[0, 0, 0, 0].item() == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.complex64], ids=str)
+def test_types_without_fractions_are_refused(make: Make, dtype: torch.dtype) -> None:
+    """They would cut normalised values off."""
+    with pytest.raises(ValueError, match=f"^DataPrefetcher: dtype={dtype}: use float32"):
+        make([], mean=MEAN, std=STD, dtype=dtype)
 
 
 class Pair(NamedTuple):

@@ -150,6 +150,16 @@ def test_the_command_names_a_folder_without_runs(
     )
 
 
+def test_a_name_cannot_drive_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control characters of a folder's name come back escaped, in a line that is not endless."""
+    assert main([str(tmp_path / "\x1b[31m")]) == 2
+    assert "\\x1b[31m" in capsys.readouterr().err
+    assert main([5000 * "x"]) == 2
+    assert len(capsys.readouterr().err) < 2100
+
+
 @pytest.mark.parametrize("module", ["__main__", "link", "plugin"])
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
     """A page is written, and TensorBoard starts with the tab, without torch, numpy or Hydra."""

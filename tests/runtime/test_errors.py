@@ -81,6 +81,16 @@ def test_a_group_that_was_never_joined_is_no_lost_rank(said: str) -> None:
     assert described(RuntimeError(said)) is None
 
 
+@pytest.mark.timeout(10)
+def test_a_circle_of_causes_has_an_end() -> None:
+    """An error may be its own cause, or the cause of its cause."""
+    own = ValueError("x")
+    own.__cause__ = own
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert described(own) is described(first) is None
+
+
 def test_memory_is_no_samples_fault() -> None:
     """An allocator that refuses while a sample is made ends the run, and skips nothing."""
 

@@ -195,6 +195,32 @@ def test_an_odd_log_gives_way(tmp_path: Path, plant: Plant) -> None:
     assert oddities.untouched(tmp_path / "train.log")
 
 
+def test_a_log_that_cannot_be_opened_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, which names the folder."""
+
+    def refuse(*given: object, **more: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(folder, "_Log", refuse)
+    with (
+        pytest.raises(ConfigError, match="cannot be the run's folder: Permission denied"),
+        folder.logging_to(tmp_path),
+    ):
+        pass
+
+
+def test_settings_are_written_through_no_link(tmp_path: Path) -> None:
+    """What another run keeps there stays as it is."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.hydra").symlink_to(tmp_path / "other")
+    folder.write_settings(tmp_path / "run", {"config.yaml": "seed: 1\n"})
+    assert (tmp_path / "run/.hydra/config.yaml").read_text() == "seed: 1\n"
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 @pytest.mark.timeout(20)
 @oddities.special
 def test_an_odd_lock_is_refused(plant: Plant) -> None:

@@ -273,6 +273,18 @@ def narrow(num_classes):
 
 def empty(num_classes):
     return nn.Flatten()
+
+class Kept(nn.Linear):
+    def get_extra_state(self):
+        return object()
+
+def kept(num_classes):
+    return nn.Sequential(nn.Flatten(), Kept(192, num_classes))
+
+def unused(num_classes):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))
+    network[0].spare = nn.LazyLinear(3)
+    return network
 """
 
 
@@ -317,6 +329,8 @@ def test_a_network_of_the_users_own_takes_saved_weights(
             ),
         ),
         ("empty", "the network has no parameters to train"),
+        ("kept", "1._extra_state of its state_dict is no dense tensor, .*"),
+        ("unused", "0.spare.weight of its state_dict is no dense tensor, .*"),
     ],
 )
 def test_a_network_that_cannot_be_trained_is_one_line(

@@ -279,6 +279,17 @@ def test_without_links_pointers_hold_names(
     assert (saved / "last.pt").is_symlink() and checkpoint.read(saved / "last.pt")[0].step == 5
 
 
+def test_a_folder_in_a_pointers_place_is_set_aside(saved: Path) -> None:
+    """It gets another name, and the pointer leads to the newest again."""
+    link = saved / "last.pt"
+    target = link.resolve()
+    link.unlink()
+    link.mkdir()
+    saving._point(link, target)
+    assert link.resolve() == target
+    assert len(list(saved.glob("last.pt.*"))) == 1
+
+
 @pytest.mark.parametrize("name", ["../step-1.pt", "/etc/passwd", "step-9.pt", "x", ""])
 def test_a_pointer_to_anything_else_is_no_checkpoint(saved: Path, name: str) -> None:
     """A text leads to a checkpoint beside it and nowhere else."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.config import AugmentConfig, Config, OptimName, Precision
+from harness.config import AugmentConfig, Config, ConfigError, OptimName, Precision
 from harness.data.augment import BatchAugment
 from harness.data.mix import Mix
 from harness.feed.interface import HostBatch
@@ -49,6 +50,36 @@ def make(config: Config, model: nn.Module | None = None, classes: int | None = 5
     """A step over a fresh network."""
     model = model or network()
     return Step(state_of(model, config, CPU.device, 50), config, CPU, classes)
+
+
+class Odd(nn.Module):
+    """A network whose outputs change as it trains."""
+
+    def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.network = network()
+        self.change = change
+
+    def forward(self, images: torch.Tensor) -> Any:
+        """Gives what the change makes of the network's output."""
+        return self.change(self.network(images))
+
+
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (lambda logits: (logits, None), "tuple"),
+        (lambda logits: logits.mean(), r"torch.float32 \[\]"),
+        (lambda logits: logits[:-1], r"torch.float32 \[15, 5\]"),
+        (torch.Tensor.detach, r"torch.float32 \[16, 5\] without a gradient"),
+    ],
+    ids=["auxiliary heads", "a number", "an image too few", "detached"],
+)
+def test_outputs_that_cannot_be_trained_on(change: Callable[..., Any], given: str) -> None:
+    """They are refused in one line, which names the network."""
+    step = make(Config(), Odd(change))
+    with pytest.raises(ConfigError, match=f"^model.name=small: while it trains .* gives {given};"):
+        step(*next(batches(1)))
 
 
 def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:
