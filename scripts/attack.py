@@ -151,7 +151,7 @@ def wrong_text(step: Step, done: Done) -> list[str]:
         texts.append(text)
     said = "".join(texts)
     for text in ("Traceback", "Exception ignored", "Fatal Python", "Exception in thread",
-                 "resource_tracker", "--- Logging error", "Segmentation"):  # fmt: skip
+                 "leaked ", "--- Logging error", "Segmentation"):  # fmt: skip
         if text in said:
             wrong.append(f"prints {text!r}")
     errors = re.findall(r"^(?:wellfed \w+: )?error: ", texts[1], re.M)

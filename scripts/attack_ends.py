@@ -29,7 +29,8 @@ from scripts.attack_places import (
 
 _PROCESSES = ("loader.num_workers=2", "loader.backend=processes")
 _FORMS: tuple[tuple[str, ...], ...] = (
-    (), ("loader.num_workers=0",), _PROCESSES, ("loader.backend=arrays",), ("data.cache=ram",),
+    (), ("loader.num_workers=0",), _PROCESSES, ("loader.backend=arrays", "data.cache=ram"), (
+        "data.cache=ram",),
     ("data.cache=disk",), ("loader.num_workers=1", "loader.start_method=spawn"),
     ("loader.num_workers=1", "loader.start_method=fork"),
 )  # fmt: skip
@@ -94,7 +95,7 @@ def _group(pids: int, megabytes: int = 0) -> str:
 _MODES: dict[str, tuple[tuple[str, ...], bytes]] = {
     "train": ((), b"epoch 1/2"),
     "processes": (_PROCESSES, b"epoch 1/2"),
-    "arrays": (("loader.backend=arrays",), b"epoch 1"),
+    "arrays": (("loader.backend=arrays", "data.cache=ram"), b"epoch 1"),
     "cache": (("data.cache=disk",), b"decoded cache"),
     "tune": (("loader.autotune=true", "tuner.budget_s=20", "tuner.fresh=true"), b"loading torch"),
     "grid": (("loader.autotune=true", "tuner=grid", "tuner.budget_s=5"), b"loading torch"),

@@ -201,7 +201,7 @@ _IN_DATA: dict[str, tuple[Maker, tuple[int, ...]]] = {
         lambda root: [(root / part / "b").rename(root / part / "b\n\x1b]0;x\x07")
                       for part in ("train", "val")], (0,)),
     "classes with odd letters": (
-        lambda root: [(root / part / "b").rename(root / part / "b</script><b>${x}")
+        lambda root: [(root / part / "b").rename(root / part / "b<b>&amp;${x}")
                       for part in ("train", "val")], (0,)),
     "deep": (
         lambda root: [
@@ -226,7 +226,8 @@ def _in_images(make: Maker) -> Prepare:
 def data(draw: random.Random) -> Iterator[Case]:
     """Folders of images."""
     loaders = (
-        (), ("loader.num_workers=1",), ("loader.num_workers=0",), ("loader.backend=arrays",),
+        (), ("loader.num_workers=1",), ("loader.num_workers=0",), ("loader.backend=arrays",
+        "data.cache=ram"),
         ("data.cache=ram",), ("data.cache=disk",), ("loader.start_method=spawn",
         "loader.num_workers=1"),
     )  # fmt: skip
@@ -358,7 +359,8 @@ def images(draw: random.Random) -> Iterator[Case]:
         codes = (0,) if whole or skips else (3,)
         check = _listed(int(skips and not whole))
         words += draw.choice(((), ("loader.num_workers=1",), ("loader.num_workers=0",),
-                              ("data.cache=ram",), ("data.cache=disk",), ("loader.backend=arrays",),
+                              ("data.cache=ram",), ("data.cache=disk",), (
+                                  "loader.backend=arrays", "data.cache=ram"),
                               ("data.exif_orientation=true",)))  # fmt: skip
 
         def prepare(place: Path, content: bytes = content, target: str = target) -> None:
@@ -383,7 +385,7 @@ def _whole_sets(draw: random.Random) -> Iterator[Case]:
         for path in sorted((place / "in/images").rglob("*.jpg"))[::2]:
             path.write_bytes(b"\x1b[31m")
 
-    for loader in ("loader.num_workers=0", "loader.num_workers=1", "loader.backend=arrays"):
+    for loader in ("loader.num_workers=0", "loader.num_workers=1", "data.cache=ram"):
         yield one(f"half of the images, {loader}", (*RUN, *skip, loader), 0, 3, prepare=half,
                   check=_listed(18), lines=50)  # fmt: skip
     yield one("half of the images, more than may be", (*RUN, *skip[:1],

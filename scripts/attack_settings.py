@@ -352,6 +352,17 @@ def variables(draw: random.Random) -> Iterator[Case]:
         yield Case("", name, (step,), needs=("images",), env=env, check=_right,
                    leaves=("relative", "~"), leaves_tmp="TMPDIR" in env,
                    changes_in=False)  # fmt: skip
+    for env in (
+        {"RANK": "1"},
+        {"RANK": "1", "LOCAL_RANK": "1"},
+        {"LOCAL_RANK": "1"},
+        {"RANK": "0"},
+    ):
+        # it holds a run already, and must not be mixed with another
+        step = Step((*RUN, "seed=1"), REFUSED)
+        yield Case("", f"{' '.join(env)} in a folder that holds a run", (step,), env=env,
+        check=same,
+                   needs=("images", "done"))  # fmt: skip
     for name, value in (("RANK", "x"), ("WORLD_SIZE", " 2"), ("LOCAL_WORLD_SIZE", "1.5"),
                         ("MASTER_PORT", "port")):  # fmt: skip
         env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
