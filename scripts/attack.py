@@ -221,6 +221,11 @@ def left(case: Case, place: Path, mark: str, done: Sequence[Done]) -> list[str]:
             wrong.append(f"process left: {' '.join(process.cmdline())[:120]}")
             process.send_signal(SIGKILL)
     pids = {pid for each in done for pid in each.seen}
+    # groups of a case's limits
+    for pid in pids:
+        for group in Path("/sys/fs/cgroup").glob(f"*/attack-{pid}"):
+            with suppress(OSError):
+                group.rmdir()
     for name in os.listdir("/dev/shm"):
         found = re.match(r"torch_(\d+)_", name)
         if found and int(found[1]) in pids:

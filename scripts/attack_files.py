@@ -122,6 +122,36 @@ def folders(draw: random.Random) -> Iterator[Case]:
               prepare=lambda place: os.chmod(place / "work/outputs/x/train.log",
               0o444))  # fmt: skip
     yield from _named_folders()
+    yield from _in_the_run(draw)
+
+
+def _in_the_run(draw: random.Random) -> Iterator[Case]:
+    """Something happens to the files while a run goes on; it has begun to train by then."""
+    root, run = IMAGES, "outputs/x"
+    acts = {
+        "the run's folder vanishes": (f"rm -rf {run}", (0, 7)),
+        "the run's folder is moved": (f"mv {run} outputs/y", (0, 7)),
+        "the checkpoints vanish": (f"rm -rf {run}/checkpoints", (0, 7)),
+        "a FIFO in place of checkpoints": (
+            f"rm -rf {run}/checkpoints; mkfifo {run}/checkpoints", (0, 7)),
+        "the log vanishes": (f"rm -f {run}/train.log {run}/metrics.jsonl {run}/.lock", (0, 7)),
+        "a folder in place of report.json": (f"mkdir {run}/report.json", (0, 7)),
+        "an image vanishes": (f"rm {root}/train/a/004.jpg", (3,)),
+        "an image becomes empty": (f": > {root}/train/a/004.jpg", (3,)),
+        "an image becomes a FIFO": (
+            f"rm {root}/train/a/004.jpg; mkfifo {root}/train/a/004.jpg", (3,)),
+        "an image of validation becomes a folder": (
+            f"rm {root}/val/a/004.jpg; mkdir {root}/val/a/004.jpg", (3,)),
+        "all images vanish": (f"rm -rf {root}", (3,)),
+        "images are added": (f"cp {root}/train/a/004.jpg {root}/train/a/new.jpg", (0,)),
+    }  # fmt: skip
+    for name, (act, codes) in acts.items():
+        script = f"(until grep -q 'epoch 1/' out; do sleep 0.2; done; {act}) & "
+        script += '"$0" "$@" > out'
+        form = draw.choice(((), ("loader.num_workers=1",), ("loader.num_workers=0",)))
+        words = (*RUN, *form, "trainer.epochs=150", "schedule=constant")
+        yield one(f"in the run, {name} {' '.join(form)}", words, *codes, wrap=("sh", "-c", script),
+                  leaves=("out",), changes_in=True, lines=6)  # fmt: skip
 
 
 def _named_folders() -> Iterator[Case]:
@@ -226,9 +256,8 @@ def _in_images(make: Maker) -> Prepare:
 def data(draw: random.Random) -> Iterator[Case]:
     """Folders of images."""
     loaders = (
-        (), ("loader.num_workers=1",), ("loader.num_workers=0",), ("loader.backend=arrays",
-        "data.cache=ram"),
-        ("data.cache=ram",), ("data.cache=disk",), ("loader.start_method=spawn",
+        (), ("loader.num_workers=1",), ("loader.num_workers=0",), ("data.cache=ram",), (
+            "data.cache=disk",), ("loader.start_method=spawn",
         "loader.num_workers=1"),
     )  # fmt: skip
     for name, (make, codes) in _IN_DATA.items():
@@ -330,7 +359,6 @@ def odd_images(draw: random.Random) -> dict[str, tuple[bytes, bool]]:
         "progressive": (_saved(plain, "JPEG", progressive=True), True),
         "comment of control characters": (_saved(plain, "JPEG", comment=b"\x1b]0;x\x07" * 99),
         True),
-        "text chunk of a bomb": (_png(5, 5, extra=b""), False),
     }  # fmt: skip
 
 
@@ -360,8 +388,7 @@ def images(draw: random.Random) -> Iterator[Case]:
         check = _listed(int(skips and not whole))
         words += draw.choice(((), ("loader.num_workers=1",), ("loader.num_workers=0",),
                               ("data.cache=ram",), ("data.cache=disk",), (
-                                  "loader.backend=arrays", "data.cache=ram"),
-                              ("data.exif_orientation=true",)))  # fmt: skip
+                                  "data.exif_orientation=true",)))  # fmt: skip
 
         def prepare(place: Path, content: bytes = content, target: str = target) -> None:
             (place / "in/images" / target).write_bytes(content)
