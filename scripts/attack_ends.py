@@ -93,9 +93,9 @@ def _group(pids: int, megabytes: int = 0) -> str:
 
 
 _MODES: dict[str, tuple[tuple[str, ...], bytes]] = {
-    "train": ((), b"epoch 1/2"),
-    "processes": (_PROCESSES, b"epoch 1/2"),
-    "ram": (("data.cache=ram",), b"epoch 1"),
+    "train": ((), b"training:"),
+    "processes": (_PROCESSES, b"training:"),
+    "ram": (("data.cache=ram",), b"training:"),
     "cache": (("data.cache=disk",), b"decoded cache"),
     "tune": (("loader.autotune=true", "tuner.budget_s=20", "tuner.fresh=true"), b"loading torch"),
     "grid": (("loader.autotune=true", "tuner=grid", "tuner.budget_s=5"), b"loading torch"),
@@ -145,7 +145,7 @@ def signals(draw: random.Random) -> Iterator[Case]:
         yield Case("", "SIGPIPE", (Step(RUN, ends(0, 141), strike=strike),), needs=("images",),
                    check=same_if_done)  # fmt: skip
     yield from _odd_streams(draw)
-    strike = Strike(SIGSTOP, draw.uniform(0, 1), "child", b"epoch 1/")
+    strike = Strike(SIGSTOP, draw.uniform(0, 1), "child", b"training:")
     words = (*RUN, *_PROCESSES, "trainer.epochs=60", "loader.timeout_s=4")
     yield Case("", "a worker that is stopped", (Step(words, ends(0, 6), strike=strike, lines=6),),
                needs=("images",))  # fmt: skip
