@@ -248,7 +248,7 @@ def sweeps(draw: random.Random) -> Iterator[Case]:
         (("mode=verify,train",), (0,), 0), (("data.cache=disk,ram",), (0,), 0),
     ):  # fmt: skip
         yield one(f"-m {' '.join(words)}", ("-m", *run, *words), *codes, errors=errors, lines=6,
-                  limit_s=240.0, leaves=("sweep", ".submitit"))  # fmt: skip
+                  limit_s=240.0, leaves=("sweep", ".submitit", "neighbour"))  # fmt: skip
 
 
 _ODD_RUNS: dict[str, Callable[[Path], Any]] = {
