@@ -160,7 +160,6 @@ def _odd_streams(draw: random.Random) -> Iterator[Case]:
         "stderr is /dev/full": 'exec "$0" "$@" 2> /dev/full',
         "nobody reads stdout": '"$0" "$@" | true',
         "one line of stdout is read": '"$0" "$@" | head -1',
-        "stdin is a folder": 'exec "$0" "$@" < /',
         "SIGINT is ignored": 'trap "" INT; exec "$0" "$@"',
         "SIGCHLD is ignored": 'trap "" CHLD; exec "$0" "$@"',
         "SIGTERM is blocked": 'trap "" TERM; exec "$0" "$@"',

@@ -171,7 +171,7 @@ _FILES: dict[str, tuple[bytes, frozenset[int]]] = {
     "defaults missing": (f"{_HEAD}defaults:\n  - nowhere\n".encode(), REFUSED),
     "defaults up": (f"{_HEAD}defaults:\n  - ../../../../etc/passwd\n".encode(), REFUSED),
     "defaults interpolated": (f"{_HEAD}defaults:\n  - /data: ${{nothing}}\n".encode(), REFUSED),
-    "defaults null": (f"{_HEAD}defaults:\n  - override /data: null\n".encode(), REFUSED),
+    "defaults null": (f"{_HEAD}defaults:\n  - override /data: null\n".encode(), EITHER),
     "override of nothing": (f"{_HEAD}defaults:\n  - override /nope: x\n".encode(), REFUSED),
     "target": (f"{_HEAD}model:\n  _target_: os.system\n  name: small\n".encode(), REFUSED),
     "interpolation of itself": (f"{_HEAD}seed: ${{seed}}\n".encode(), REFUSED),
