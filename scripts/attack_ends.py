@@ -14,9 +14,6 @@ from typing import Any
 
 from scripts.attack_files import fifo, one
 from scripts.attack_places import (
-    BARE,
-    DIGITS,
-    IMAGES,
     RUN,
     Case,
     Done,
@@ -336,4 +333,3 @@ def pages(draw: random.Random) -> Iterator[Case]:
         yield Case(
             "", repr(" ".join(words))[:50], (step,), needs=("done",), leaves=("report.html",)
         )
-    assert DIGITS and BARE and IMAGES

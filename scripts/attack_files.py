@@ -83,10 +83,6 @@ _IN_FOLDER = (
 )  # fmt: skip
 
 
-def _right(place: Path, done: list[Done]) -> list[str]:
-    return same_if_done(place, done)
-
-
 def folders(draw: random.Random) -> Iterator[Case]:
     """Run folders that hold something else, or that cannot be written to."""
     pairs = [(name, kind) for name in _IN_FOLDER for kind in _SPECIAL]
@@ -99,7 +95,7 @@ def folders(draw: random.Random) -> Iterator[Case]:
 
         resume = draw.choice((("resume=auto",), ()))
         yield one(f"{name} is a {kind}{' resume' * bool(resume)}", (*RUN, *resume),
-                  0, 2, 4, 7, prepare=prepare, check=_right, lines=6)  # fmt: skip
+                  0, 2, 4, 7, prepare=prepare, check=same_if_done, lines=6)  # fmt: skip
     for kind in ("FIFO", "file", "link to itself", "link to nothing", "link to /dev/zero"):
         yield one(
             f"outputs is a {kind}", RUN, 0, 2, 7,
@@ -679,9 +675,10 @@ for path in found:
                 make(place / "cache" if folder == "." else place / "cache" / folder)
 
             yield one(f"{folder} is a {name}", (*RUN, *words), 0, 2, 7, prepare=prepare, lines=6,
-                      check=_right)  # fmt: skip
+                      check=same_if_done)  # fmt: skip
     yield one("the cache may not be written", (*RUN, "data.cache=disk", "loader.autotune=true",
-              "tuner.budget_s=1"), 0, 2, wrap=POWERLESS, lines=6, check=_right,
+              "tuner.budget_s=1"), 0, 2, wrap=POWERLESS, lines=6, check=same_if_done,
               prepare=lambda place: os.chmod(place / "cache", 0o555))  # fmt: skip
     yield one("the cache may not be read", (*RUN, "data.cache=disk"), 0, 2, wrap=POWERLESS, lines=6,
-              check=_right, prepare=lambda place: os.chmod(place / "cache", 0o000))  # fmt: skip
+              check=same_if_done, prepare=lambda place: os.chmod(place / "cache",
+              0o000))  # fmt: skip
