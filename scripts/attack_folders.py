@@ -47,13 +47,15 @@ _SMALL = (
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yields the way to each node of nested containers, the whole first."""
+    """Yields the way to each node, the whole first; of a long list, to two of its items."""
     yield path
     items: Any = ()
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list | tuple):
-        items = enumerate(value)
+        items = [*enumerate(value)]
+        if len(items) > 20:
+            items = [items[0], items[-1]]
     for key, item in items:
         yield from places(item, (*path, key))
 
@@ -271,7 +273,8 @@ def checkpoints(seed: int, place: Path) -> Iterator[Case]:
     rng = random.Random(f"checkpoints {seed}")
 
     def units(data: bytes) -> End:
-        return End(read(data))
+        with quiet():
+            return End(read(data))
 
     def by_run(data: bytes, more: Sequence[str]) -> End:
         with inside() as there:
@@ -295,7 +298,7 @@ def checkpoints(seed: int, place: Path) -> Iterator[Case]:
         if odd is _GONE and not path:
             odd = None
         data = _saved(replaced(state, path, odd))
-        said = "gone" if odd is _GONE else ascii(odd).replace("\\n", "")[:60]
+        said = "gone" if odd is _GONE else " ".join(ascii(odd).split())[:60]
         said = f"checkpoint: {'/'.join(map(str, path))} = {said}"
         if by_units:
             yield Case(f"{said} (read and take over)", partial(units, data))
