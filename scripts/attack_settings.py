@@ -29,7 +29,7 @@ _SMALL = (
     "loader.batch_size=8", "device=cpu", "trainer.num_threads=1",
 )  # fmt: skip
 _FEEDS = (
-    ("loader.num_workers=0",), ("loader.num_workers=0",),
+    ("loader.backend=threads", "loader.num_workers=0"), ("loader.num_workers=0",),
     ("loader.backend=threads", "loader.num_workers=1"), ("loader.backend=arrays",),
 )  # fmt: skip
 
@@ -159,7 +159,8 @@ def changed_silently(kind: Any, text: str, value: Any) -> str:
     kinds = get_args(kind) if get_origin(kind) is types.UnionType else (kind,)
     told = f"typed {text}, became {value!r}"
     if value is None:
-        return "" if text in ("null", "None", "~") and type(None) in kinds else told
+        is_meant = text in ("null", "None", "~") or "${" in text
+        return "" if is_meant and type(None) in kinds else told
     if not _PLAIN.fullmatch(text):
         return ""
     if bool in kinds:
