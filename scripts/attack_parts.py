@@ -6,6 +6,7 @@ The module that the settings name is this one: ``model.name=scripts.attack_parts
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -164,7 +165,7 @@ BUILDS: dict[str, Callable[..., Any]] = {
     "double": _changed(lambda m: m.double()), "half": _changed(lambda m: m.half()),
     "on meta": _changed(lambda m: m.to("meta")),
     "NaN weights": _changed(lambda m: m.linear.weight.data.fill_(float("nan"))),
-   "a lazy layer unused": _changed(lambda m: m.add_module("lazy", nn.LazyLinear(3))),
+    "a lazy layer unused": _changed(lambda m: m.add_module("lazy", nn.LazyLinear(3))),
     "a parameter unused": _with_parameter(torch.ones(2)),
     "an empty parameter": _with_parameter(torch.ones(0, 3)),
     "a parameter of one value": _with_parameter(torch.ones(())),
@@ -180,12 +181,12 @@ BUILDS: dict[str, Callable[..., Any]] = {
     "expanded buffer": _with_buffer(torch.ones(1).expand(4)),
     "NaN buffer": _with_buffer(torch.full((2,), float("nan"))),
     "shared weights": _changed(lambda m: m.add_module("twin", m.linear)),
-   "itself inside": _changed(lambda m: m._modules.__setitem__("own", m)),
+    "itself inside": _changed(lambda m: m._modules.__setitem__("own", m)),
     "a sparse gradient": _changed(lambda m: m.add_module("e", nn.Embedding(4, 3, sparse=True))),
     "a hook that raises": _changed(lambda m: m.register_forward_hook(_fails)),
     "a gradient of None": _hooked(lambda g: g * float("nan")),
-   "a gradient hook raises": _hooked(lambda g: _raise(ValueError("x"))),
-   "extra state, text": lambda classes: _Extra(classes, "text"),
+    "a gradient hook raises": _hooked(lambda g: _raise(ValueError("x"))),
+    "extra state, text": lambda classes: _Extra(classes, "text"),
     "extra state, an object": lambda classes: _Extra(classes, OtherEnd()),
     "extra state, a lambda": lambda classes: _Extra(classes, lambda: None),
     "extra state, None": lambda classes: _Extra(classes, None),
@@ -255,6 +256,9 @@ _LABELS: tuple[Any, ...] = (
     None, "1", 1.7, True, -1, 2, 10**30, float("nan"), [1], torch.tensor(1), torch.tensor([1]),
     torch.tensor([0, 1]), np.int64(1), np.array([1]), torch.tensor(1.7), 1j, b"1", {}, "\u0661",
 )  # fmt: skip
+# 1.7, in two ways; labels that are in no class
+_NO_LABELS = (2, 14)
+_OUTSIDE = (4, 5, 6)
 _ROWS: tuple[Any, ...] = (
     None, 5, "text", b"", b"\xff\xd8\xff", (), (1,), (1, 2, 3), {"image": 1}, [], iter(()),
     np.zeros(3), Image.new("RGB", (16, 16)), _TENSOR,
@@ -432,6 +436,21 @@ _OWN_ERRORS = (
 )  # fmt: skip
 
 
+def _must_be_refused(said: str) -> bool:
+    """Whether a set cannot be what its user meant: labels of no class, samples without a label."""
+    name, _, number = said.partition(",")[0].rpartition(" label ")
+    if name in ("source", "set"):
+        return int(number.split()[0]) in (*_NO_LABELS, *(_OUTSIDE if name == "source" else ()))
+    return bool(re.match(r"source, length (0|2|3|4|5)", said))
+
+
+def _set_tried(said: str, overrides: Sequence[str]) -> End:
+    end = _tried(overrides, ("data.name", "sample"), False)
+    if not (end.refused or end.wrong) and _must_be_refused(said):
+        return End(wrong="silent change: other labels, or another number of samples")
+    return end
+
+
 def models(seed: int, place: Path) -> Iterator[Case]:
     """Networks that are built, or that answer, in an odd way."""
     register()
@@ -442,7 +461,10 @@ def models(seed: int, place: Path) -> Iterator[Case]:
         setting = f"model.name=scripts.attack_parts:{name}"
         more = _MORE[(number + seed) % len(_MORE)]
         overrides = ["data=digits", *_RUN, *more, setting]
-        own = any(error in said for error in ("Error", "StopIteration", "no text", "call", "hook"))
+        own = any(
+            error in said
+            for error in ("Error", "StopIteration", "no text", "call", "hook", "later", "gone")
+        )
         yield Case(
             f"{setting} ({said}) {' '.join(more)}",
             partial(_tried, overrides, ("model.name",), own),
@@ -460,5 +482,5 @@ def sets(seed: int, place: Path) -> Iterator[Case]:
         overrides = ["data=own", *_RUN, *more, setting]
         yield Case(
             f"{setting} ({said}) {' '.join(more)}",
-            partial(_tried, overrides, ("data.name", "sample"), False),
+            partial(_set_tried, said, overrides),
         )
