@@ -70,7 +70,7 @@ def ended(case: Case) -> dict[str, Any]:
         except Exception:
             text = f"{type(error).__name__}, which cannot be printed"
         end = End(wrong=f"uncaught: {text[:300]}")
-        outcome["where"] = traceback.format_exc()[-2500:]
+        outcome["where"] = traceback.format_exc()[-900:]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
