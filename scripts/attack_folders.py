@@ -28,7 +28,7 @@ from harness.page.shape import REPORT, TUNING
 from harness.training import checkpoint
 from scripts import fuzz_data, fuzz_runs
 from scripts.attack_case import Case, End, inside, quiet
-from scripts.attack_settings import checked, register, trained
+from scripts.attack_values import checked, register, trained
 from scripts.fuzz_reader import Reader
 
 _SCRIPT = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>"

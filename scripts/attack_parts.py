@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from scripts.attack_case import Case, End, inside, quiet, refused
-from scripts.attack_settings import checked as checked_settings
-from scripts.attack_settings import register, trained
+from scripts.attack_values import checked as checked_settings
+from scripts.attack_values import register, trained
 
 
 class UnprintableError(Exception):
