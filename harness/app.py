@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -33,6 +34,10 @@ def command() -> NoReturn:
 
     It says ``page``, ``compare`` or ``--version``; anything else is a run or a sweep.
     """
+    for name in ("stdin", "stdout", "stderr"):
+        # closed: a file of the run would get its place
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     arguments = sys.argv[1:]
     if "--version" in arguments:
         # takes 30 ms
@@ -43,6 +48,8 @@ def command() -> NoReturn:
         sys.exit()
     for name in ("page", "compare"):
         if arguments[:1] == [name]:
+            # whoever reads may stop, as head does
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             sys.exit(import_module(f"harness.{name}.__main__").main(arguments[1:]))
     with signals.caught(grace_s=0):
         signals.leave(cli())
@@ -81,6 +88,8 @@ def cli() -> int:
     try:
         sys.argv[1:] = schema.prepared(sys.argv[1:])
         composing(main)()
+    except BrokenPipeError:
+        return 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         # a job's own error says more
         return tell(_failed or [_composing(error)])
@@ -89,7 +98,7 @@ def cli() -> int:
 
 def _composing(error: BaseException) -> BaseException:
     """Returns what to tell of an ``error`` before any job, of Hydra or of what it calls."""
-    if described(error) is not None or isinstance(error, BrokenPipeError):
+    if described(error) is not None:
         return error
     if isinstance(error, OSError) and error.filename:
         # the folder of hydra.run.dir
@@ -121,8 +130,10 @@ def main(composed: DictConfig) -> float | None:
         signals.check()
         # none yet where hydra.run.dir was typed
         config = _only_run[0][0] if _only_run and not is_sweep else _checked(composed)
-        if folder.is_first_rank():
-            print(f"run folder: {name}\nloading torch ...", flush=True)
+        # nobody may read it
+        with suppress(OSError):
+            if folder.is_first_rank():
+                print(f"run folder: {name}\nloading torch ...", flush=True)
         if not is_sweep:
             job.run(0, job.Job(config, place, overridden, settings, BEGAN_S))
             return None

@@ -60,6 +60,10 @@ class OwnSource:
                 "classes; a label is a place in classes, from 0"
             )
         self.labels = labels.astype(np.int64)
+        if _length(given, where) != len(labels):
+            raise ConfigError(
+                f"{where}: its length is {len(given)}, and it has {len(labels)} labels"
+            )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -80,9 +84,11 @@ class OwnSource:
             if isinstance(error, BadSample) or is_out_of_memory(error):
                 raise
             raise BadSample(self.where(i), parts.told(error)) from error
+        if label != self.labels[i]:
+            raise BadSample(self.where(i), f"read({i}) gave label {label}, not {self.labels[i]}")
         is_pixels = isinstance(content, np.ndarray) and content.dtype == np.uint8
         if isinstance(content, bytes) or (is_pixels and content.shape[2:] == (3,)):
-            return content, int(label)
+            return content, int(self.labels[i])
         raise BadSample(
             self.where(i),
             f"read({i}) gave {_kind(content)}; it must give bytes, or uint8 pixels [H, W, 3]",
@@ -115,11 +121,7 @@ class OwnDataset:
                 f"{self.where} is {_kind(self.given)}; it must be a source, or have __len__ and "
                 "__getitem__"
             )
-        try:
-            count = len(self.given)
-        except Exception as error:
-            raise ConfigError(f"{self.where}: len() failed with {parts.told(error)}") from error
-        if not count:
+        if not _length(self.given, self.where):
             raise ConfigError(f"{self.where} is empty")
 
     def __len__(self) -> int:
@@ -146,6 +148,8 @@ class OwnDataset:
         try:
             out[:] = _pixels(image, self.image_size)
             number = int(label)
+            if number != label:
+                raise ValueError(f"its label is {label!r}, not a whole number")
         except (ValueError, TypeError) as error:
             raise BadSample(where, str(error)) from error
         if not 0 <= number < len(self.classes):
@@ -155,6 +159,13 @@ class OwnDataset:
                 "from 0",
             )
         return number
+
+
+def _length(given: Any, where: str) -> int:
+    try:
+        return len(given)
+    except Exception as error:
+        raise ConfigError(f"{where}: len() failed with {parts.told(error)}") from error
 
 
 def open_own(
@@ -180,6 +191,7 @@ def open_own(
     kinds = [hasattr(part, "read") for part in pair]
     if kinds[0] != kinds[1]:
         raise ConfigError(f"{begin} one set is a source, the other is not; return two of a kind")
+    different = f"{begin} its training and validation set have different classes"
     if all(kinds):
         train, val = (
             # sources of ours are known to the arrays and the cache
@@ -189,7 +201,7 @@ def open_own(
             for part, where in zip(pair, wheres, strict=True)
         )
         if train.classes != val.classes:
-            raise ConfigError(f"{begin} its training and validation set have different classes")
+            raise ConfigError(different)
         return train, val
 
     named = splits if hasattr(splits, "classes") else pair[0]
@@ -201,6 +213,8 @@ def open_own(
             )
         named = named.dataset
     classes = tuple(map(str, named.classes))
+    if classes != tuple(map(str, getattr(pair[1], "classes", classes))):
+        raise ConfigError(different)
     first, second = (
         OwnDataset(part, where, classes, data.image_size, seed, data.on_error is OnError.skip)
         for part, where in zip(pair, wheres, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing.util
+import resource
 import signal
 import threading
 import weakref
@@ -42,6 +43,8 @@ from harness.watch.stages import StageMeter
 _POLL_S = 2.0
 # what workers have to start, however short loader.timeout_s is
 _START_S = 5.0
+# trainer and workers have some 30 each, before batches
+_FILES = 64
 
 
 class ProcessFeed(Feed):
@@ -153,6 +156,13 @@ class ProcessFeed(Feed):
     def _start(self, epoch: int, first: int = 0) -> Iterator[HostBatch]:
         """Returns torch's iterator over ``epoch`` from ``first`` on, with its workers started."""
         s = self.settings
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if s.num_workers and 0 <= files < _FILES:
+            # with fewer a worker may print tracebacks without end
+            raise LoaderError(
+                f"num_workers={s.num_workers}: {files} open files are allowed (ulimit -n), and "
+                f"worker processes need {_FILES}; raise that, or set loader.backend=threads"
+            )
         if self._loader is None:
             # for the workers' sockets: a killed one would leave its own folder behind
             multiprocessing.util.get_temp_dir()

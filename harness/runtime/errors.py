@@ -15,13 +15,18 @@ from collections.abc import Sequence
 from harness.config import ConfigError, explain
 
 _TOO_SMALL = "data.image_size: too small for the layers of the network; raise it"
-# by what torch says of settings
-_OF_TORCH = {
-    "Output size is too small": _TOO_SMALL,
-    "Kernel size can't be greater than actual input size": _TOO_SMALL,
-    "Expected more than 1 value per channel when training": "loader.batch_size: batch "
-    "normalisation needs more than one value a channel; raise it or data.image_size, and leave out "
-    "a last batch of one image by loader.drop_last=true",
+# by what torch and Python say
+_ANSWERS = {
+    "Output size is too small": (_TOO_SMALL, 2),
+    "Kernel size can't be greater than actual input size": (_TOO_SMALL, 2),
+    "Expected more than 1 value per channel when training": (
+        "loader.batch_size: batch normalisation needs more than one value a channel; raise it or "
+        "data.image_size, and leave out a last batch of one image by loader.drop_last=true",
+        2,
+    ),
+    "can't start new thread": ("no more threads are allowed; raise the limit (ulimit -u)", 6),
+    "Too many open files": ("no more open files are allowed; raise the limit (ulimit -n)", 6),
+    "failed to map segment": ("no memory to load torch into; raise the limit (ulimit -v)", 8),
 }
 
 
@@ -131,8 +136,6 @@ def described(error: BaseException) -> tuple[str, int] | None:
             "trainer.precision=bf16",
             8,
         )
-    if isinstance(error, ImportError) and "failed to map segment" in str(error):
-        return "no memory to load torch into; raise the limit (ulimit -v)", 8
     # gloo's and NCCL's, from a collective call or within the network's own
     if isinstance(error, RuntimeError) and _LOST.search(str(error)):
         reason = str(error).splitlines()[0].rpartition("] ")[2].split(". ")[0] or str(error)
@@ -140,9 +143,9 @@ def described(error: BaseException) -> tuple[str, int] | None:
             f"another rank ended or does not answer ({reason[:200]}); look at its lines",
             LOST_RANK,
         )
-    for said, answer in _OF_TORCH.items():
+    for said, answer in _ANSWERS.items():
         if said in str(error):
-            return answer, 2
+            return answer
     if isinstance(error, OSError) and "AF_UNIX path too long" in str(error):
         return "TMPDIR: too long a path for the sockets of worker processes; set a shorter one", 2
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -95,7 +95,8 @@ def _listed(path: Path) -> set[tuple[str, str]]:
     """Returns what the list at ``path`` has; lines that are not ours are passed over."""
     found = set()
     lines: list[bytes] = []
-    with suppress(FileNotFoundError):
+    # what cannot be read is set aside as the list goes on
+    with suppress(OSError):
         lines = read_regular(path).splitlines()
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):

@@ -159,6 +159,7 @@ class Board:
         path = self._metrics.path
         kept = []
         make_way(path)
+        make_way(self._bad_samples.path)
         data = read_regular(path) if path.exists() else b""
         for line in data.splitlines(keepends=True):
             try:

@@ -48,6 +48,13 @@ class Classless(Rows):
     classes = None
 
 
+class Longer(Rows):
+    """A source of more samples than labels."""
+
+    def __len__(self) -> int:
+        return 5
+
+
 class Endless:
     """A data set that does not know its length."""
 
@@ -189,6 +196,24 @@ def test_a_sample_follows_from_its_key_alone(
     assert np.array_equal(filled(pickle.loads(pickle.dumps(train)), 0, 2)[0], first)
 
 
+def test_a_label_that_is_another_one_is_a_bad_sample(opened: Callable[..., Splits]) -> None:
+    """What a source reads is what its labels say, or the sample is named."""
+    source = Rows()
+    train = opened((source, Rows())).train
+    assert filled(train, 0, 1)[1] == 1
+    source.labels = (0, 1.7, 1, 0)
+    with pytest.raises(BadSample, match=r"^row 1: read\(1\) gave label 1.7, not 1$"):
+        filled(train, 0, 1)
+
+
+def test_sets_of_different_classes_are_refused(opened: Callable[..., Splits]) -> None:
+    """Of two data sets, whose labels would mean different things."""
+    other = Drawn()
+    other.classes = ("b", "a")  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="training and validation set have different classes$"):
+        opened((Drawn(), other))
+
+
 @pytest.mark.parametrize(
     ("image", "value"),
     [
@@ -279,6 +304,18 @@ class Half(Rows):
             {},
             "the validation set: its classes or labels cannot be read: ValueError: ",
             id="ragged labels",
+        ),
+        pytest.param(
+            (Longer(), Rows()),
+            {},
+            "the training set: its length is 5, and it has 4 labels",
+            id="longer",
+        ),
+        pytest.param(
+            (Drawn(label=0.5), Drawn()),
+            {},
+            "the training set, sample 0: its label is 0.5, not a whole number",
+            id="half a label",
         ),
         pytest.param(
             (Endless(), Drawn()),

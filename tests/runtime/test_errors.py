@@ -91,6 +91,23 @@ def test_a_circle_of_causes_has_an_end() -> None:
     assert described(own) is described(first) is None
 
 
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (RuntimeError("Calculated padded input ... Output size is too small"), "image_size", 2),
+        (ValueError("Expected more than 1 value per channel when training, got"), "batch_size", 2),
+        (RuntimeError("can't start new thread"), "ulimit -u", 6),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE), "x"), "ulimit -n", 6),
+        (ImportError("x.so: failed to map segment from shared object"), "ulimit -v", 8),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_others_say_has_an_answer(error: Exception, said: str, code: int) -> None:
+    """Torch and Python name neither the setting nor the limit."""
+    line, found = described(error) or ("", 0)
+    assert said in line and found == code
+
+
 def test_memory_is_no_samples_fault() -> None:
     """An allocator that refuses while a sample is made ends the run, and skips nothing."""
 
@@ -110,7 +127,7 @@ def test_memory_is_no_samples_fault() -> None:
 def test_a_run_without_memory_ends_with_8(tmp_path: Path) -> None:
     """Of a whole command, whose memory is limited: one line, no traceback."""
     # the first batch alone is too large: where the last bytes go, glibc itself may end the process
-    limit = 3 << 30
+    limit = 8 << 30
     done = ran(
         sys.executable,
         "-c",
@@ -118,7 +135,7 @@ def test_a_run_without_memory_ends_with_8(tmp_path: Path) -> None:
         f"resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit})); "
         "from harness.app import command; command()",
         "data=digits",
-        "data.image_size=4000",
+        "data.image_size=8000",
         "data.eval_resize=null",
         "loader.batch_size=64",
         "loader.backend=threads",
