@@ -157,7 +157,9 @@ def as_json(
             }
         )
     found = {"runs": listed, "notes": told, "beyond_limits": beyond, "not_judged": untold}
-    return json.dumps(found, indent=2, default=str)
+    # a report may hold NaN, which is no JSON
+    plain = json.loads(json.dumps(found, default=str), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -212,7 +212,10 @@ def open_own(
                 f"{wheres[0]} has no classes; give it an attribute classes, their names"
             )
         named = named.dataset
-    classes = tuple(map(str, named.classes))
+    try:
+        classes = tuple(map(str, named.classes))
+    except Exception as error:
+        raise ConfigError(f"{begin} its classes cannot be read: {parts.told(error)}") from error
     if classes != tuple(map(str, getattr(pair[1], "classes", classes))):
         raise ConfigError(different)
     first, second = (

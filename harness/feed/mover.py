@@ -80,6 +80,8 @@ class Normalise:
     def __call__(self, images: Tensor) -> Tensor:
         """Returns ``images`` normalised; the caller's own memory stays as it is."""
         if self._plain:
+            if images.is_complex():
+                raise ValueError(f"DataPrefetcher: images are {images.dtype}: take their abs()")
             return images.contiguous(memory_format=self._format).to(self._dtype)
         channels = len(self._means)
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:

@@ -63,6 +63,7 @@ class Step:
         self.state = state
         self._config = config
         self._device = world.device
+        self._classes = classes
         self._augment = BatchAugment.from_config(config.augment, config.seed)
         self._mix = Mix.from_config(config.augment, classes, config.seed)
         precision = config.trainer.precision
@@ -101,13 +102,7 @@ class Step:
             with self.autocast(), named("forward"):
                 smoothing = self._config.optim.label_smoothing
                 logits = self.model(images)
-                fits = isinstance(logits, Tensor) and logits.ndim == 2
-                if not (fits and len(logits) == len(images) and logits.requires_grad):
-                    raise ConfigError(
-                        f"model.name={self._config.model.name}: while it trains the network gives "
-                        f"{_kind(logits)}; it must give a number for each image and class, "
-                        "[N, classes], that depends on parameters"
-                    )
+                self._check(logits, len(images))
                 loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
             with named("backward"):
                 share = loss
@@ -127,6 +122,23 @@ class Step:
             state.optimizer.zero_grad(set_to_none=True)
             state.schedule.step()
             state.step += 1
+
+    def _check(self, logits: Any, count: int) -> None:
+        """Refuses what no loss can be made of: a network's modes may give other things."""
+        if isinstance(logits, Tensor):
+            kind = f"{logits.dtype} {list(logits.shape)}"
+            plain = logits.is_floating_point() and logits.layout is torch.strided
+            if not logits.requires_grad:
+                kind += " without a gradient"
+            elif plain and logits.shape == (count, self._classes or logits.shape[-1]):
+                return
+        else:
+            kind = type(logits).__name__
+        raise ConfigError(
+            f"model.name={self._config.model.name}: while it trains the network gives {kind} for "
+            f"{count} images; it must give a number for each image and class, that depends on "
+            "parameters"
+        )
 
     def batches(self, feed: Iterable[Any], clock: StepClock | None = None) -> DataPrefetcher:
         """Returns the batches of ``feed`` as trained on: augmented, normalised, mixed."""
@@ -171,13 +183,6 @@ class Step:
         self._found_inf = []
         if self._forward is not None:
             self._forward.forget()
-
-
-def _kind(given: object) -> str:
-    if not isinstance(given, Tensor):
-        return type(given).__name__
-    text = f"{given.dtype} {list(given.shape)}"
-    return text if given.requires_grad else f"{text} without a gradient"
 
 
 class _ForwardTimer:

@@ -88,6 +88,12 @@ class Drawn:
         ].expand(3, 8, 8), self.label
 
 
+class Unnamed(Drawn):
+    """A data set whose classes are none."""
+
+    classes = None  # type: ignore[assignment]
+
+
 class Pair:
     """Splits as an object."""
 
@@ -316,6 +322,12 @@ class Half(Rows):
             {},
             "the training set, sample 0: its label is 0.5, not a whole number",
             id="half a label",
+        ),
+        pytest.param(
+            (Unnamed(), Drawn()),
+            {},
+            "its classes cannot be read: TypeError: 'NoneType' object is not iterable",
+            id="classes of none",
         ),
         pytest.param(
             (Endless(), Drawn()),

@@ -135,9 +135,9 @@ def test_a_run_without_memory_ends_with_8(tmp_path: Path) -> None:
         f"resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit})); "
         "from harness.app import command; command()",
         "data=digits",
-        "data.image_size=8000",
+        "data.image_size=4000",
         "data.eval_resize=null",
-        "loader.batch_size=64",
+        "loader.batch_size=256",
         "loader.backend=threads",
         "loader.num_workers=1",
         "device=cpu",

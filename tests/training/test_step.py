@@ -71,14 +71,27 @@ class Odd(nn.Module):
         (lambda logits: (logits, None), "tuple"),
         (lambda logits: logits.mean(), r"torch.float32 \[\]"),
         (lambda logits: logits[:-1], r"torch.float32 \[15, 5\]"),
+        (lambda logits: logits[:, 1:], r"torch.float32 \[16, 4\]"),
+        (lambda logits: logits * 1j, r"torch.complex64 \[16, 5\]"),
+        (torch.Tensor.to_sparse, r"torch.float32 \[16, 5\]"),
         (torch.Tensor.detach, r"torch.float32 \[16, 5\] without a gradient"),
     ],
-    ids=["auxiliary heads", "a number", "an image too few", "detached"],
+    ids=[
+        "heads",
+        "a number",
+        "an image too few",
+        "a class too few",
+        "complex",
+        "sparse",
+        "detached",
+    ],
 )
 def test_outputs_that_cannot_be_trained_on(change: Callable[..., Any], given: str) -> None:
     """They are refused in one line, which names the network."""
     step = make(Config(), Odd(change))
-    with pytest.raises(ConfigError, match=f"^model.name=small: while it trains .* gives {given};"):
+    with pytest.raises(
+        ConfigError, match=f"^model.name=small: while it trains .* gives {given} for 16 ima"
+    ):
         step(*next(batches(1)))
 
 
