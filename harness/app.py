@@ -37,7 +37,9 @@ def command() -> NoReturn:
     for name in ("stdin", "stdout", "stderr"):
         # closed: a file of the run would get its place
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
     arguments = sys.argv[1:]
     if "--version" in arguments:
         # takes 30 ms
@@ -89,7 +91,7 @@ def cli() -> int:
         sys.argv[1:] = schema.prepared(sys.argv[1:])
         composing(main)()
     except BrokenPipeError:
-        return 128 + signal.SIGPIPE
+        return tell(_failed) or 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         # a job's own error says more
         return tell(_failed or [_composing(error)])

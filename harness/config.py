@@ -817,8 +817,8 @@ def prepared(arguments: list[str]) -> list[str]:
     # its own would print its usage
     parser.error = _refused  # type: ignore[method-assign]
     words = parser.parse_intermixed_args(arguments).overrides
-    # Hydra takes no settings on both sides of a flag
-    arguments = [text for text in arguments if text not in words] + words
+    # Hydra takes no settings on both sides of a flag, and the one behind --info for its value
+    arguments = words + [text for text in arguments if text not in words]
     return answers.expanded([_as_typed(text) for text in arguments])
 
 
@@ -841,7 +841,8 @@ def _as_typed(text: str) -> str:
     is_flag = kind.startswith("bool") and value not in ("0", "1")
     # the types of choices have large letters
     if value[-1].isdecimal() and (is_flag or kind[:1].isupper()):
-        raise ConfigError(f"{text}: takes no number; --help lists what it takes")
+        takes = "true or false" if is_flag else "one of the choices in docs/settings.md"
+        raise ConfigError(f"{text}: a number; use {takes}")
     return text
 
 

@@ -77,7 +77,7 @@ def check(config: Config) -> None:
 
 
 def _check_launcher(config: Config) -> None:
-    """Refuses what no launcher of ranks would set, and forgets a launcher of something else.
+    """Refuses what no launcher sets; removes what dist=single and dist=spawn would misread.
 
     Raises:
         ConfigError: a variable is missing, or no number.

@@ -67,8 +67,8 @@ def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
         (["-sc"], "the settings cannot be read"),
         (["---"], "unrecognized arguments: ---; see --help"),
         (["--info=bogus"], "argument --info/-i: invalid choice: 'bogus'"),
-        (["data.download=-1"], "data.download=-1: takes no number"),
-        (["loader.backend=1"], "loader.backend=1: takes no number"),
+        (["data.download=-1"], "data.download=-1: a number; use true or false"),
+        (["loader.backend=1"], "loader.backend=1: a number; use one of the choices"),
         (["hydra.run.dir=/dev/null/x"], "/dev/null/x: cannot be the run's folder: Not a directory"),
         (["run.name=../../evil"], "run.name='../../evil': use up to 200 letters"),
     ],
@@ -123,6 +123,7 @@ def test_words_stay_as_they_were_typed(tmp_path: Path) -> None:
     """Hydra would make 1.5 of 1.50, and flags may stand between settings."""
     done = trained(tmp_path, "run.name=1.50", "--cfg", "job", "data.root=1e30", "seed=7")
     assert done.returncode == 0, done.stderr
+    assert trained(tmp_path, "seed=7", "--info").returncode == 0
     for line in ("  name: '1.50'", "  root: '1e30'", "seed: 7"):
         assert line in done.stdout.splitlines()
 

@@ -237,10 +237,11 @@ def _check_rows(data: bytes, image: PngImageFile) -> None:
         end = begin + int.from_bytes(data[place : place + 4], "big")
         if data[place + 4 : begin] == b"IDAT":
             found += len(stream.decompress(data[begin:end], due))
+            if found >= due:
+                return
         # behind it lies its checksum
         place = end + 4
-    if found < due:
-        raise Undecodable("truncated file: rows of pixels are missing")
+    raise Undecodable("truncated file: rows of pixels are missing")
 
 
 def _to_rgb(data: bytes, image: ImageFile, background: tuple[int, int, int]) -> Image.Image:

@@ -80,12 +80,13 @@ class OwnSource:
         """
         try:
             content, label = self._given.read(i)
+            number = float(label)
         except Exception as error:
             if isinstance(error, BadSample) or is_out_of_memory(error):
                 raise
             raise BadSample(self.where(i), parts.told(error)) from error
-        if label != self.labels[i]:
-            raise BadSample(self.where(i), f"read({i}) gave label {label}, not {self.labels[i]}")
+        if number != self.labels[i]:
+            raise BadSample(self.where(i), f"read({i}) gave label {label!r}, not {self.labels[i]}")
         is_pixels = isinstance(content, np.ndarray) and content.dtype == np.uint8
         if isinstance(content, bytes) or (is_pixels and content.shape[2:] == (3,)):
             return content, int(self.labels[i])
@@ -148,9 +149,9 @@ class OwnDataset:
         try:
             out[:] = _pixels(image, self.image_size)
             number = int(label)
-            if number != label:
+            if number != float(label):
                 raise ValueError(f"its label is {label!r}, not a whole number")
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise BadSample(where, str(error)) from error
         if not 0 <= number < len(self.classes):
             raise BadSample(
@@ -214,9 +215,10 @@ def open_own(
         named = named.dataset
     try:
         classes = tuple(map(str, named.classes))
+        of_sets = [list(getattr(part, "classes", None) or ()) for part in pair]
     except Exception as error:
         raise ConfigError(f"{begin} its classes cannot be read: {parts.told(error)}") from error
-    if classes != tuple(map(str, getattr(pair[1], "classes", classes))):
+    if all(of_sets) and of_sets[0] != of_sets[1]:
         raise ConfigError(different)
     first, second = (
         OwnDataset(part, where, classes, data.image_size, seed, data.on_error is OnError.skip)

@@ -38,8 +38,8 @@ class Normalise:
         reuse: on a CPU, write into memory of earlier results that nothing holds any more.
 
     Raises:
-        ValueError: ``mean`` and ``std`` do not fit each other, ``dtype`` is none of floating-point
-            numbers, or, from a call, the images do not fit.
+        ValueError: ``mean`` and ``std`` do not fit each other, ``dtype`` is no floating-point type,
+            or, from a call, the images do not fit.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Normalise:
         """Returns ``images`` normalised; the caller's own memory stays as it is."""
         if self._plain:
             if images.is_complex():
-                raise ValueError(f"DataPrefetcher: images are {images.dtype}: take their abs()")
+                raise ValueError("DataPrefetcher: images are complex; give real numbers")
             return images.contiguous(memory_format=self._format).to(self._dtype)
         channels = len(self._means)
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:

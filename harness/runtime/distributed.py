@@ -194,7 +194,7 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if accelerator.count() else "cpu"
-    if not re.fullmatch(r"(cpu|cuda|mps)(:(0|[1-9][0-9]?))?", name):
+    if not re.fullmatch(r"cpu|mps|cuda(:(0|[1-9][0-9]?))?", name):
         raise ConfigError(f"device={name}: unknown; use auto, cpu, cuda, cuda:N or mps")
     device = torch.device(name)
     if device.type == "cuda":

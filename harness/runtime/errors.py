@@ -20,13 +20,20 @@ _ANSWERS = {
     "Output size is too small": (_TOO_SMALL, 2),
     "Kernel size can't be greater than actual input size": (_TOO_SMALL, 2),
     "Expected more than 1 value per channel when training": (
-        "loader.batch_size: batch normalisation needs more than one value a channel; raise it or "
-        "data.image_size, and leave out a last batch of one image by loader.drop_last=true",
+        "loader.batch_size: batch normalisation needs more than one value per channel; raise it or "
+        "data.image_size, or drop a last batch of one image with loader.drop_last=true",
+        2,
+    ),
+    "AF_UNIX path too long": (
+        "TMPDIR: too long a path for the sockets of worker processes; set a shorter one",
         2,
     ),
     "can't start new thread": ("no more threads are allowed; raise the limit (ulimit -u)", 6),
     "Too many open files": ("no more open files are allowed; raise the limit (ulimit -n)", 6),
-    "failed to map segment": ("no memory to load torch into; raise the limit (ulimit -v)", 8),
+    "failed to map segment": (
+        "a library cannot be loaded: too little memory (ulimit -v), or a folder mounted noexec",
+        8,
+    ),
 }
 
 
@@ -146,8 +153,6 @@ def described(error: BaseException) -> tuple[str, int] | None:
     for said, answer in _ANSWERS.items():
         if said in str(error):
             return answer
-    if isinstance(error, OSError) and "AF_UNIX path too long" in str(error):
-        return "TMPDIR: too long a path for the sockets of worker processes; set a shorter one", 2
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
     return None

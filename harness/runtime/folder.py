@@ -231,7 +231,7 @@ def logging_failure(folder: Path) -> Iterator[None]:
             text = known[0]
         rank = int(os.environ.get("RANK", "0"))
         # a logger of its own, for the console tells the error too; the disk may have failed
-        with suppress(OSError, RunError), logging_to(folder, rank, "failure") as log:
+        with suppress(OSError, RunError, ConfigError), logging_to(folder, rank, "failure") as log:
             log.error("%s", text)
         raise
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pickle import UnpicklingError
 from types import TracebackType
 
 
 def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # a worker whose trainer died while it started it; the trainer's end is told by others
-    if not issubclass(kind, EOFError | UnpicklingError):
+    last = traceback.extract_tb(trace)[-1:]
+    # a trainer that died while it sent a worker's work; its end is told by others
+    cut = issubclass(kind, EOFError | UnpicklingError)
+    if not (cut and last and "multiprocessing" in last[0].filename):
         sys.__excepthook__(kind, error, trace)
 
 

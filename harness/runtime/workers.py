@@ -41,7 +41,7 @@ def start_server(preload: Sequence[str] = ()) -> None:
 
 
 def start_tracker() -> None:
-    """Starts Python's tracker, which removes what a killed process left, without a word of it."""
+    """Starts Python's tracker, which removes what a killed process left, with its warnings off."""
     ignored = "ignore:resource_tracker"
     if ignored not in sys.warnoptions:
         # it is started with these

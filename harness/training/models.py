@@ -126,7 +126,7 @@ def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
         if not kept or is_lazy(value) or value.is_meta:
             raise ConfigError(
                 f"{where}: {printable(key)} of its state_dict is no dense tensor, and a checkpoint "
-                "holds nothing else; register it as a buffer, or leave it out"
+                "holds nothing else; make it one, or keep it out (persistent=False)"
             )
     return network.train()
 

@@ -136,8 +136,8 @@ class Step:
             kind = type(logits).__name__
         raise ConfigError(
             f"model.name={self._config.model.name}: while it trains the network gives {kind} for "
-            f"{count} images; it must give a number for each image and class, that depends on "
-            "parameters"
+            f"{count} images; it must give a floating-point tensor [images, classes] with a "
+            "gradient, as in evaluation"
         )
 
     def batches(self, feed: Iterable[Any], clock: StepClock | None = None) -> DataPrefetcher:

@@ -212,6 +212,17 @@ def test_a_label_that_is_another_one_is_a_bad_sample(opened: Callable[..., Split
         filled(train, 0, 1)
 
 
+def test_names_on_top_of_the_sets_own(opened: Callable[..., Splits]) -> None:
+    """Splits may give readable names to classes that both sets number alike."""
+    assert opened(Pair(Drawn(), Drawn(), classes=["cat", "dog"])).classes == ("cat", "dog")
+    assert opened((Drawn(), Unnamed())).classes == ("a", "b")
+
+
+def test_a_label_may_be_text(opened: Callable[..., Splits]) -> None:
+    """As a table has it."""
+    assert filled(opened((Drawn(label="1"), Drawn())).train, 0, 0)[1] == 1
+
+
 def test_sets_of_different_classes_are_refused(opened: Callable[..., Splits]) -> None:
     """Of two data sets, whose labels would mean different things."""
     other = Drawn()

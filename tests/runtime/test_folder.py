@@ -327,6 +327,15 @@ def test_another_rank_has_a_log_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "train-rank3.log").exists() and not (tmp_path / "train.log").exists()
 
 
+def test_an_error_outlives_its_folder(tmp_path: Path) -> None:
+    """Where nothing can be logged any more, the run's own error is told."""
+    place = tmp_path / "run"
+    place.mkdir()
+    place.rmdir()
+    with pytest.raises(DiskError, match="the true cause"), folder.logging_failure(place):
+        raise DiskError("the true cause")
+
+
 def test_a_run_that_ends_well_logs_no_error(tmp_path: Path) -> None:
     """Without an error no log is begun."""
     with folder.logging_failure(tmp_path):
