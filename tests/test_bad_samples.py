@@ -144,6 +144,7 @@ def test_too_many_end_the_run(composed: Composed, tree: Path, tmp_path: Path) ->
     assert report(tmp_path)["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_ranks_judge_what_they_have_met_together(tree: Path, tmp_path: Path) -> None:
     """No rank alone has met too many: all end with 3, in one line, and the list is whole."""
     more = ("dist=spawn", "dist.nprocs=2", "loader.num_workers=1", "data.max_bad_fraction=0.03")
@@ -258,6 +259,7 @@ def test_verify_of_a_good_set_ends_well(
     assert not (tmp_path / "bad_samples.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_ranks_verify_together(tree: Path, tmp_path: Path) -> None:
     """Each reads its share; the command ends with 3 and one line; nothing is trained."""
     more = ("data=imagefolder", f"data.root={tree}", "run.name=x", "dist=spawn", "dist.nprocs=2")

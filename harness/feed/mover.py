@@ -64,7 +64,7 @@ class Normalise:
                 f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one finite "
                 "value for each channel, std above 0"
             )
-        if not dtype.is_floating_point:
+        if not self._plain and not dtype.is_floating_point:
             raise ValueError(f"DataPrefetcher: dtype={dtype}: use float32, bfloat16 or float16")
         self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format

@@ -104,6 +104,8 @@ class World:
 def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
     """Runs ``worker(local_rank, job)`` in every process of this node that ``dist=`` asks for."""
     if config.dist.name is DistName.spawn:
+        # a lost rank's peers would print stacks of C++
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -245,7 +245,7 @@ def save(
     """
     path = folder / f"step-{step}.pt"
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         _clear(folder)
         if taken := [number for of, number in map(order, folder.glob("step-*")) if of == step]:
             path = folder / f"step-{step}.{1 + max(taken)}.pt"
