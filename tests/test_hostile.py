@@ -144,30 +144,6 @@ def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
         assert done.stderr in ("141\n", "0\n")
 
 
-def test_worker_processes_need_open_files(tmp_path: Path) -> None:
-    """Too low a limit is named before a worker starts."""
-    command = f"ulimit -n 48; exec {sys.executable} {ROOT}/train.py data=digits device=cpu"
-    more = "loader.backend=processes loader.num_workers=1 loader.start_method=fork"
-    done = ran("bash", "-c", f"{command} {more}", cwd=tmp_path)
-    assert done.returncode == 6
-    assert "48 open files are allowed (ulimit -n)" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("kind", ["folder", "link"])
-def test_an_odd_list_of_bad_samples_is_set_aside(kind: str, tmp_path: Path) -> None:
-    """The run goes on, with a list of its own where it needs one."""
-    place = tmp_path / "outputs/x/bad_samples.jsonl"
-    place.parent.mkdir(parents=True)
-    if kind == "folder":
-        place.mkdir()
-    else:
-        place.symlink_to("/dev/full")
-    run = ("data=digits", "trainer.max_steps=2", "device=cpu", "run.name=x")
-    done = trained(tmp_path, *run, "data.on_error=skip")
-    assert done.returncode == 0, done.stderr
-    assert "bad_samples.jsonl: not a regular file: made again" in done.stdout
-
-
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     """Started in a folder that was removed meanwhile, a run says so."""
     script = f"rmdir {tmp_path}/gone; exec {sys.executable} {ROOT}/train.py data=digits"

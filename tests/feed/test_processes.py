@@ -126,6 +126,13 @@ def test_a_worker_that_leaves_is_a_loader_error(
     assert workers() == []
 
 
+def test_workers_need_open_files(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too low a limit is named before a worker starts."""
+    monkeypatch.setattr("harness.feed.processes.resource.getrlimit", lambda kind: (48, 48))
+    with pytest.raises(LoaderError, match=r"48 open files are allowed \(ulimit -n\).* need 64"):
+        list(make_feed(1))
+
+
 # torch's own, of an iterator that is half made
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_workers_that_cannot_start_are_a_loader_error(

@@ -16,6 +16,7 @@ import oddities
 import pytest
 from oddities import Plant
 
+from harness.training import replaced
 from harness.watch.board import Board, stages
 from harness.watch.figures import Spread, Tag, by_tag
 from harness.watch.ledger import Ledger
@@ -383,3 +384,17 @@ def test_a_resumed_step_is_not_logged_twice(tmp_path: Path) -> None:
         {"step": 5, "time_s": 8.0, Tag.VAL_LOSS: 1.0},
     ]
     assert logged(tmp_path, Tag.VAL_TOP1) == [(5, 0.25)]
+
+
+@pytest.mark.timeout(20)
+@oddities.special
+def test_an_odd_list_of_bad_samples_gives_way(tmp_path: Path, plant: Plant) -> None:
+    """No FIFO is waited for, and what a link leads to keeps what it held."""
+    path = tmp_path / "bad_samples.jsonl"
+    oddities.put(plant, path)
+    assert replaced._listed(path) == set()
+    with Board(tmp_path, tensorboard=False) as board:
+        board.bad_sample("training", 3, "x.jpg", "why")
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["where"] == "x.jpg"
+    assert oddities.untouched(path)
