@@ -138,10 +138,8 @@ def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
         assert done.returncode == 0
         assert done.stderr == ("0\n" if name == "b" else "")
         assert (tmp_path / f"outputs/{name}/report.json").exists()
-    for words in ("train.py --help", "-m harness compare outputs/a outputs/b"):
-        script = f"({sys.executable} {words}; echo $? >&2) | true"
-        done = ran("bash", "-c", script.replace("train.py", f"{ROOT}/train.py"), cwd=tmp_path)
-        assert done.stderr in ("141\n", "0\n")
+    script = f"({sys.executable} {ROOT}/train.py --help; echo $? >&2) | true"
+    assert ran("bash", "-c", script, cwd=tmp_path).stderr in ("141\n", "0\n")
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
