@@ -24,6 +24,7 @@ from harness.runtime.seeding import seeded
 
 # of a source, besides ``__len__``
 _MEMBERS = ("classes", "labels", "read", "where")
+_DIFFERENT = "its training and validation set have different classes"
 
 
 class OwnSource:
@@ -192,7 +193,6 @@ def open_own(
     kinds = [hasattr(part, "read") for part in pair]
     if kinds[0] != kinds[1]:
         raise ConfigError(f"{begin} one set is a source, the other is not; return two of a kind")
-    different = f"{begin} its training and validation set have different classes"
     if all(kinds):
         train, val = (
             # sources of ours are known to the arrays and the cache
@@ -202,24 +202,10 @@ def open_own(
             for part, where in zip(pair, wheres, strict=True)
         )
         if train.classes != val.classes:
-            raise ConfigError(different)
+            raise ConfigError(f"{begin} {_DIFFERENT}")
         return train, val
 
-    named = splits if hasattr(splits, "classes") else pair[0]
-    # a torch.utils.data.Subset has the classes of its whole
-    while not hasattr(named, "classes"):
-        if not hasattr(named, "dataset"):
-            raise ConfigError(
-                f"{wheres[0]} has no classes; give it an attribute classes, their names"
-            )
-        named = named.dataset
-    try:
-        classes = tuple(map(str, named.classes))
-        of_sets = [list(getattr(part, "classes", None) or ()) for part in pair]
-    except Exception as error:
-        raise ConfigError(f"{begin} its classes cannot be read: {parts.told(error)}") from error
-    if all(of_sets) and of_sets[0] != of_sets[1]:
-        raise ConfigError(different)
+    classes = _classes(splits, pair, begin)
     first, second = (
         OwnDataset(part, where, classes, data.image_size, seed, data.on_error is OnError.skip)
         for part, where in zip(pair, wheres, strict=True)
@@ -231,6 +217,32 @@ def open_own(
     except BadSample as error:
         raise ConfigError(str(error)) from error
     return first, second
+
+
+def _classes(splits: Any, pair: Sequence[Any], begin: str) -> tuple[str, ...]:
+    """Returns the names of two data sets' classes: of the splits, else of the training set.
+
+    Raises:
+        ConfigError: there are none, or each set has others.
+    """
+    named = splits if hasattr(splits, "classes") else pair[0]
+    # a torch.utils.data.Subset has the classes of its whole
+    while not hasattr(named, "classes"):
+        if not hasattr(named, "dataset"):
+            raise ConfigError(
+                f"{begin} the training set has no classes; give it an attribute classes, their "
+                "names"
+            )
+        named = named.dataset
+    try:
+        classes = tuple(map(str, named.classes))
+        given = [getattr(part, "classes", None) for part in pair]
+        of_sets = [list(map(str, () if each is None else each)) for each in given]
+    except Exception as error:
+        raise ConfigError(f"{begin} its classes cannot be read: {parts.told(error)}") from error
+    if all(of_sets) and of_sets[0] != of_sets[1]:
+        raise ConfigError(f"{begin} {_DIFFERENT}")
+    return classes
 
 
 def _pixels(image: Any, size: int) -> np.ndarray:

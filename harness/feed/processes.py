@@ -47,6 +47,16 @@ _START_S = 5.0
 _FILES = 64
 
 
+def _check_files(num_workers: int) -> None:
+    """Raises LoaderError where workers may open too few files: one would print without end."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_workers and 0 <= files < _FILES:
+        raise LoaderError(
+            f"num_workers={num_workers}: {files} open files are allowed (ulimit -n), and worker "
+            f"processes need {_FILES}; raise that, or set loader.backend=threads"
+        )
+
+
 class ProcessFeed(Feed):
     """Batches of ``dataset`` in the order of ``order``.
 
@@ -156,13 +166,7 @@ class ProcessFeed(Feed):
     def _start(self, epoch: int, first: int = 0) -> Iterator[HostBatch]:
         """Returns torch's iterator over ``epoch`` from ``first`` on, with its workers started."""
         s = self.settings
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if s.num_workers and 0 <= files < _FILES:
-            # with fewer a worker may print tracebacks without end
-            raise LoaderError(
-                f"num_workers={s.num_workers}: {files} open files are allowed (ulimit -n), and "
-                f"worker processes need {_FILES}; raise that, or set loader.backend=threads"
-            )
+        _check_files(s.num_workers)
         if self._loader is None:
             # for the workers' sockets: a killed one would leave its own folder behind
             multiprocessing.util.get_temp_dir()

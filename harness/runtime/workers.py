@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import connection, forkserver, resource_tracker
+from typing import Any
 
 import psutil
 
@@ -88,7 +89,8 @@ def leave_with_parent() -> None:
     def leave() -> None:
         connection.wait([parent.sentinel])
         # in a worker the trainer's, which a killed one has left
-        if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        own: Any = multiprocessing.current_process()
+        if folder := own._config.get("tempdir"):
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 

@@ -216,6 +216,9 @@ def test_names_on_top_of_the_sets_own(opened: Callable[..., Splits]) -> None:
     """Splits may give readable names to classes that both sets number alike."""
     assert opened(Pair(Drawn(), Drawn(), classes=["cat", "dog"])).classes == ("cat", "dog")
     assert opened((Drawn(), Unnamed())).classes == ("a", "b")
+    both = Pair(Drawn(), Drawn(), classes=np.array(["cat", "dog"]))
+    both.val.classes = np.array(["a", "b"])
+    assert opened(both).classes == ("cat", "dog")
 
 
 def test_a_label_may_be_text(opened: Callable[..., Splits]) -> None:
