@@ -12,7 +12,8 @@ never each other)::
 
     train.py, wellfed   the names of app: a script in a checkout, a command where it is installed
     app                 composes the settings, starts the jobs, tells every error
-    job                 wires the rooms: main_worker is one rank of a run
+    job | hooks         wires the rooms: main_worker is one rank of a run | watches loops that are
+                        not ours
     diagnose            runs that tell what bounds training, or which images cannot be read
     page | compare      the page of a run, as a file and in TensorBoard | runs side by side
     tuning | training   measure and choose loader settings | step, epoch, evaluation, checkpoint
@@ -27,8 +28,8 @@ never each other)::
 Tuning knows the step by a protocol (``harness.tuning.measures.Trainee``), which training satisfies
 and job passes on.
 
-For a loop of your own: ``DataPrefetcher``, ``StepClock`` and ``tune``, from here or from the module
-``wellfed``. Each is imported when it is asked for.
+For a loop of your own: ``watched``, ``watching``, ``DataPrefetcher``, ``StepClock`` and ``tune``,
+from here or from the module ``wellfed``. Each is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -39,15 +40,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness.feed.prefetcher import DataPrefetcher
+    from harness.hooks.own import watched, watching
     from harness.tuning.library import tune
     from harness.watch.clock import StepClock
 
-__all__ = ["DataPrefetcher", "StepClock", "tune"]
+__all__ = ["DataPrefetcher", "StepClock", "tune", "watched", "watching"]
 __version__ = "0.1.0"
 # on ``time.perf_counter``, before anything heavy is imported: when a command began
 BEGAN_S = time.perf_counter()
 
-_ROOMS = {"DataPrefetcher": "feed.prefetcher", "StepClock": "watch.clock", "tune": "tuning.library"}
+_ROOMS = {
+    "DataPrefetcher": "feed.prefetcher",
+    "StepClock": "watch.clock",
+    "tune": "tuning.library",
+    "watched": "hooks.own",
+    "watching": "hooks.own",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ _only_run: list[tuple[schema.Config, str]] = []
 def command() -> NoReturn:
     """Does what the command line says, and ends this process.
 
-    It says ``page``, ``compare`` or ``--version``; anything else is a run or a sweep.
+    It says ``page``, ``compare``, ``watch`` or ``--version``; anything else is a run or a sweep.
     """
     for name in ("stdin", "stdout", "stderr"):
         # closed: a file of the run would get its place
@@ -48,6 +48,8 @@ def command() -> NoReturn:
         torch = metadata.version("torch")
         print(f"wellfed {__version__}, torch {torch}, Python {platform.python_version()}")
         sys.exit()
+    if arguments[:1] == ["watch"]:
+        sys.exit(import_module("harness.hooks.__main__").main(arguments[1:]))
     for name in ("page", "compare"):
         if arguments[:1] == [name]:
             # whoever reads may stop, as head does

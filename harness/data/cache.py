@@ -12,6 +12,7 @@ need no check. Pages that the disk fails to read are damage like any other.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import struct
 import time
@@ -35,6 +36,8 @@ _COLUMNS = 2
 _ENTRY = struct.Struct("<IIq")
 # a file changed so shortly before may change again without another time of change
 _RACY_S = 2.0
+# pages that a process has read so shortly before are still in the page cache: no disk is asked
+_STAYS_S = 60.0
 
 
 class PixelCache:
@@ -70,6 +73,8 @@ class PixelCache:
         self._checked = np.frombuffer(checked.map, np.uint8)[rows]
         # not the file itself, which the run has locked against others
         self._lock = checked.fd
+        # when this process last read each image's pages, on time.monotonic
+        self._read_s = np.full(len(source), -math.inf, np.float32)
         self._pixels = np.frombuffer(file.map, np.uint8)
         self._pixels.flags.writeable = False
 
@@ -88,7 +93,10 @@ class PixelCache:
         stop = start + int(self._sizes[i])
         # else it is damaged, or in a part by which another run made the file longer
         known = start > 0 and begin < stop <= len(self._pixels)
-        if known and (not self._on_disk or self._file.is_readable(start, stop)):
+        if known and self._on_disk and (now_s := time.monotonic()) - self._read_s[i] > _STAYS_S:
+            known = self._file.is_readable(start, stop)
+            self._read_s[i] = now_s
+        if known:
             height, width, digest = _ENTRY.unpack_from(self._file.map, start)
             end = begin + height * width * 3
             if begin < end <= stop:

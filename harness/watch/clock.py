@@ -80,6 +80,8 @@ class StepClock:
         self._paused = False
         # the running step is an epoch's first
         self._first = True
+        # when the running block of computing ended, as far as is known
+        self._computed_s: float | None = None
         # of the batch that ends the running wait
         self._stamps: Stamps | None = None
         # when that batch was there
@@ -147,17 +149,43 @@ class StepClock:
         if self._paused or "compute" in self._since:
             yield
             return
-        self._since["compute"] = self._begin() - self._collected_s()
-        if self._timeline:
-            self._timeline.begin(self._ledger, first=self._first)
+        self.begin_computing()
         whole = False
         try:
             yield
             whole = True
         finally:
+            self.end_computing(whole=whole)
+
+    def begin_computing(self) -> None:
+        """Begin what ``computing()`` measures, where it is no block of the loop's."""
+        if self._paused or "compute" in self._since:
+            return
+        self._since["compute"] = self._begin() - self._collected_s()
+        self._computed_s = None
+        if self._timeline:
+            self._timeline.begin(self._ledger, first=self._first)
+
+    def computed(self) -> None:
+        """Let the running block of computing end here, unless this is called again before its end.
+
+        For whoever learns of an optimizer's step, and not whether another one follows.
+        """
+        if "compute" in self._since and not self._paused:
+            self._computed_s = self.now() - self._collected_s()
             if self._timeline:
-                self._timeline.end(whole=whole)
-            self._compute_s += self.now() - self._collected_s() - self._since.pop("compute")
+                self._timeline.mark_end()
+
+    def end_computing(self, *, whole: bool = True) -> None:
+        """End what ``begin_computing`` began; what is not ``whole`` is not measured on a device."""
+        if self._paused or "compute" not in self._since:
+            return
+        if self._timeline:
+            self._timeline.end(whole=whole)
+        ended_s = self._computed_s
+        if ended_s is None:
+            ended_s = self.now() - self._collected_s()
+        self._compute_s += max(0.0, ended_s - self._since.pop("compute"))
 
     def copied(
         self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None
@@ -166,10 +194,11 @@ class StepClock:
 
         ``ready`` is recorded after what else the device did to the batch, as normalising. A
         batch that was not copied has ``start`` for its ``end``. The caller must not record the
-        events again.
+        events again. A copy at the begin of a block is none of its computing: the block begins
+        behind the copy.
         """
         if self._timeline and not self._paused:
-            self._timeline.copies.append(Copy(start, end, ready or end))
+            self._timeline.copied(Copy(start, end, ready or end))
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
@@ -222,20 +251,27 @@ class StepClock:
             yield
             return
         self.settle()
-        if self._timeline:
-            self._timeline.forget()
         self._paused = True
         began = self.now()
         collected_s = self._gc.seconds
         try:
             yield
         finally:
-            took_s = self.now() - began
             self._paused = False
             self._gc.seconds = collected_s
-            add_all(self._ledger.pauses_s, {name: took_s})
-            for running in self._since:
-                self._since[running] += took_s
+            self.left_out(name, began)
+
+    def left_out(self, name: str, began_s: float) -> None:
+        """Keep the time since ``began_s`` out of all steps, under ``name``.
+
+        For whoever learns afterwards that it was a pause; it must lie within the running step.
+        """
+        took_s = self.now() - began_s
+        if self._timeline:
+            self._timeline.forget()
+        add_all(self._ledger.pauses_s, {name: took_s})
+        for running in self._since:
+            self._since[running] += took_s
 
     def settle(self) -> None:
         """Let the device finish the steps so far, and book that time to them.
@@ -272,7 +308,7 @@ class StepClock:
                     with self.waiting():
                         batch = next(iterator)
                 except StopIteration:
-                    self.settle()
+                    self.end_epoch()
                     return
                 count = (images or _images_in)(batch)
                 with self.computing():
@@ -281,6 +317,12 @@ class StepClock:
         finally:
             if not self._paused:
                 self._since.pop("step", None)
+
+    def end_epoch(self) -> None:
+        """Let the device finish, and count no time until a step begins again."""
+        self.settle()
+        if not self._paused:
+            self._since.pop("step", None)
 
     def device_steps(self, count: int) -> tuple[float, ...]:
         """Returns the seconds of the last ``count`` settled steps, from end to end on the device.

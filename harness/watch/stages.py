@@ -22,6 +22,8 @@ from harness.watch.rows import Rows
 START = ""
 # all of a sample, where a data set names no stages
 SAMPLE = "sample"
+# reading and decoding, where these alternate
+LOAD = "load"
 # a batch but for its samples
 COLLATE = "collate"
 # of that, to get memory that another process can map
@@ -32,6 +34,7 @@ GROUPS: Mapping[str, str] = {
     COLLATE: "collate",
     SHARE: "transport",
     SAMPLE: "sample",
+    LOAD: "sample",
 }
 # the group of every stage that is not in GROUPS
 AUGMENT = "augment"
@@ -254,6 +257,9 @@ class StageTimer:
         # wall and, in a timed batch, processor clock where the batch's parts begin
         self._begun = self._filling = (0.0, 0.0)
         self._sharing: tuple[float, float] | None = None
+        # where samples are put together once they are made
+        self._collating: tuple[float, float] | None = None
+        self._samples = 1
         self._busy_s = 0.0
         self._undivided_s = 0.0  # as much of it as is not divided among the stages
         # wall and processor seconds by stage, sums over the last few hundred timed samples
@@ -262,6 +268,7 @@ class StageTimer:
 
     def begin(self, samples: int) -> Sequence[StageTimer | None] | None:
         """Starts a batch; returns what times each sample, or None where none is timed."""
+        self._samples = max(1, samples)
         self._timing = self._busy_s >= self._due_s
         if not self._timing:
             self._begun = self._now(), 0.0
@@ -278,7 +285,7 @@ class StageTimer:
         timers: list[StageTimer | None] = [None] * samples
         for i in range(count):
             timers[int((i + self._offset) * samples / count)] = self
-        self._sharing = None
+        self._sharing = self._collating = None
         self._begun = self._now(), self._cpu_now()
         return timers
 
@@ -291,6 +298,11 @@ class StageTimer:
         """Note that all is ready for the batch's first sample."""
         if self._timing:
             self._filling = self._now(), self._cpu_now()
+
+    def collate(self) -> None:
+        """Note that the samples are made, and that until ``end`` they are put together."""
+        if self._timing:
+            self._collating = self._now(), self._cpu_now()
 
     def fail(self) -> None:
         """End a timed sample with an error, in the stage after the one that ended last."""
@@ -319,18 +331,23 @@ class StageTimer:
         self._busy_s += busy_s
         self._undivided_s += busy_s
         if self._timing:
-            self._divide(max(1, samples), alone=self._undivided_s == busy_s)
+            self._divide(made_s, alone=self._undivided_s == busy_s)
         return Stamps(begun_s, made_s, made_s, made_s)
 
-    def _divide(self, samples: int, alone: bool) -> None:
+    def _divide(self, made_s: float, alone: bool) -> None:
         """Divide this batch, and unless it is ``alone`` those before it, among the stages."""
         timed, wall_s, cpu_s = self._take()
+        samples = self._samples
         marks = [self._begun, self._filling]
         if self._shares:
             marks.insert(1, self._sharing or self._filling)
         for (wall, cpu), (wall_end, cpu_end) in pairwise(marks):
             wall_s.append((wall_end - wall) * timed / samples)
             cpu_s.append((cpu_end - cpu) * timed / samples)
+        if self._collating:
+            place = len(self._stages)
+            wall_s[place] += (made_s - self._collating[0]) * timed / samples
+            cpu_s[place] += (self._cpu_now() - self._collating[1]) * timed / samples
         sums = [*wall_s, *cpu_s]
         if timed:
             # what a worker's first batch paid for warming up is soon forgotten

@@ -58,6 +58,8 @@ class _Slot:
     start: TimingEvent
     end: TimingEvent
     mark: TimingEvent
+    # that it was begun on
+    stream: Any = None
     # the host's clock just before ``mark`` was recorded
     mark_s: float = 0.0
     # blocked on the feed since the block before
@@ -106,6 +108,8 @@ class Timeline:
         self._pending: deque[_Slot] = deque()
         # of the block that has begun, if it is measured
         self._running: _Slot | None = None
+        # the end of the running block is recorded already
+        self._marked = False
         self.waits: deque[Span] = deque(maxlen=slots)
         self.copies: deque[Copy] = deque(maxlen=slots)
         # the last one read: the next gap begins at its end
@@ -153,21 +157,45 @@ class Timeline:
             self._held += 1
             self._events.delay(self._hold_s)
             self._hold_s = 0.0
+        slot.stream = self._events.stream()
         slot.mark_s = self._now()
         slot.mark.record(self._events.idle)
-        slot.start.record(self._events.stream())
+        slot.start.record(slot.stream)
+
+    def copied(self, copy: Copy) -> None:
+        """Take a copy: of the next block, or of the running one, which begins behind it."""
+        slot = self._running
+        if slot is None:
+            self.copies.append(copy)
+            return
+        slot.copies = (*slot.copies, copy)
+        stream = self._events.stream()
+        # a copy on another stream delays nothing here
+        if stream == slot.stream and not slot.whole:
+            slot.mark_s = self._now()
+            slot.mark.record(self._events.idle)
+            slot.start.record(stream)
+
+    def mark_end(self) -> None:
+        """Let the running block end here, unless this is called again."""
+        if self._running is not None:
+            self._running.end.record(self._running.stream)
+            self._marked = True
 
     def end(self, *, whole: bool) -> None:
         """End the block; one that is not ``whole`` is left out."""
         slot = self._running
+        marked = self._marked
         self._running = None
+        self._marked = False
         self._fresh |= not whole
         if slot is None:
             return
         if self._fresh:
             self._free.append(slot)
             return
-        slot.end.record(self._events.stream())
+        if not marked:
+            slot.end.record(self._events.stream())
         slot.whole = slot.whole and not slot.start.query()
         self._pending.append(slot)
         self._unended += 1

@@ -1,0 +1,123 @@
+"""Runs somebody's training script as it is, and tells what its device waits for.
+
+    wellfed watch train.py --epochs 3
+    wellfed watch -m package.train --epochs 3
+    torchrun --nproc-per-node=2 -m wellfed watch train.py
+
+The script's own output, files, exit code and signals stay. At the end, also after Ctrl-C, an error
+or SIGTERM, some lines on stderr say what bounds its training, and a folder has the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import Any
+
+from harness import BEGAN_S
+from harness.config import ConfigError
+from harness.runtime.errors import printable, tell
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the script; its own exit or error leaves this function as it left the script."""
+    parser = argparse.ArgumentParser(
+        prog="wellfed watch", description=__doc__, usage="%(prog)s [options] SCRIPT [ARGUMENT ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as for python -m")
+    parser.add_argument("--out", type=Path, help="folder for the report; default outputs/DATE/TIME")
+    parser.add_argument("--no-tensorboard", action="store_true", help="write no event file")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    typed = parser.parse_args(arguments)
+    try:
+        module, code = _found(typed.script, is_module=typed.m)
+    except (OSError, SyntaxError, ImportError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return tell([ConfigError(f"{printable(typed.script)}: {why}; give a Python script")])
+    from harness.hooks import patches
+    from harness.hooks.session import Session
+
+    sys.argv = [module.__file__ or typed.script, *typed.rest]
+    sys.modules["__main__"] = module
+    session = Session(typed.script, typed.out, not typed.no_tensorboard, BEGAN_S)
+    with _reporting(session), patches.installed(session.loops):
+        exec(code, module.__dict__)
+    return 0
+
+
+def _found(name: str, *, is_module: bool) -> tuple[ModuleType, CodeType]:
+    """Returns a new ``__main__`` for the script, and the script's code."""
+    module = ModuleType("__main__")
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        loader: Any = spec and spec.loader
+        if spec is None or not hasattr(loader, "get_code"):
+            raise ImportError("there is no such module")
+        module.__spec__ = spec
+        module.__package__ = spec.parent
+        module.__file__ = spec.origin
+        return module, loader.get_code(spec.name)
+    path = Path(name)
+    code = compile(path.read_bytes(), name, "exec", dont_inherit=True)
+    module.__file__ = name
+    module.__dict__["__builtins__"] = __builtins__
+    # as Python itself has it: the script's folder, not the current one
+    sys.path[0] = str(path.resolve().parent)
+    return module, code
+
+
+@contextmanager
+def _reporting(session: Any) -> Iterator[None]:
+    """Reports at the end of the block, however it ends."""
+    own = os.getpid()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:
+            session.finish("interrupted")
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    # a script that has a handler of its own puts it in this one's place
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, stop)
+    sys.excepthook = _without_us
+    status = "failed"
+    try:
+        yield
+        status = "completed"
+    except SystemExit as end:
+        if not end.code:
+            status = "completed"
+        raise
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        # a worker that the script forked may come here too
+        if os.getpid() == own:
+            session.finish(status)
+
+
+def _without_us(
+    kind: type[BaseException], error: BaseException, frames: TracebackType | None
+) -> None:
+    """Prints a script's error without the frames that ran it."""
+    while frames is not None and frames.tb_frame.f_code.co_filename != sys.argv[0]:
+        frames = frames.tb_next
+    sys.__excepthook__(kind, error, frames or error.__traceback__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

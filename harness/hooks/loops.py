@@ -1,0 +1,357 @@
+"""Follows somebody's training loop by what hooks tell: passes over loaders, updates, copies.
+
+What belongs together is known afterwards alone. A pass over a loader trains if an optimizer steps
+during it; one that ends without is an evaluation. A step is all from one request for a batch to the
+first request after an optimizer's step, so that it may take several batches, loaders or optimizers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.feed.interface import FeedSettings
+from harness.hooks.workers import Meter
+from harness.runtime import accelerator
+from harness.watch.clock import StepClock
+
+# the device is let catch up at most so often where an evaluation may begin
+_SETTLE_S = 1.0
+# tensors of a batch whose copies are known
+_MOST_TENSORS = 64
+
+
+@dataclass(eq=False)
+class Followed:
+    """A loader that the script made.
+
+    Attributes:
+        where: the file and line that made it.
+        settings: with torch's names.
+        shuffles: whether its samples come in random order.
+        meter: what its workers do; None until it is iterated over, and where that is not seen.
+        trains: whether an optimizer has stepped during its last pass.
+        passes: over it that have ended.
+        batches: that it gave.
+        waited_s: the script's time in ``next()``.
+        elsewhere: whether another thread than the training one iterates over it.
+    """
+
+    where: str
+    settings: FeedSettings
+    shuffles: bool
+    meter: Meter | None = None
+    trains: bool = False
+    passes: int = 0
+    batches: int = 0
+    waited_s: float = 0.0
+    elsewhere: bool = False
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One pass over a loader; ``told``: the clock is told of its waits."""
+
+    loader: Followed
+    began_s: float
+    told: bool
+    updates: int = 0
+    given: int = 0
+
+
+@dataclass
+class Loops:
+    """The loops of the thread that made this object.
+
+    Attributes:
+        on_start: called at the first update.
+        on_window: called with the clock whenever ``window_s`` seconds of steps are over.
+        on_pass: called with the clock at the end of each pass that trained.
+        clock: of the training; None before the first update.
+        followed: the loaders, in the order in which they were made.
+        updates: steps of optimizers.
+        forward_s: host seconds from a batch to ``backward``, and how many were seen.
+        evaluated_s: of passes without an update.
+        device: where the network's weights are.
+        rank, world_size: of this process, as torch.distributed has them.
+        batch_ids: ``id`` of the tensors of the batch that came last.
+    """
+
+    on_start: Callable[[], object]
+    on_window: Callable[[StepClock], object]
+    on_pass: Callable[[StepClock], object]
+    window_s: float = 1.0
+    clock: StepClock | None = None
+    followed: list[Followed] = field(default_factory=list)
+    updates: int = 0
+    forward_s: float = 0.0
+    forwards: int = 0
+    evaluated_s: float = 0.0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        self._thread = get_ident()
+        self._known: weakref.WeakKeyDictionary[Any, Followed] = weakref.WeakKeyDictionary()
+        self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        # the pass whose batches begin steps
+        self._main: _Pass | None = None
+        # passes that gave a batch since the last told one did, and may be evaluations
+        self._undecided: list[_Pass] = []
+        self.batch_ids: frozenset[int] = frozenset()
+        self._samples = 0
+        # since the last request for a batch that the clock was told of
+        self._updated = False
+        self._handed_s: float | None = None
+        self._closed_s = self._settled_s = 0.0
+        self._copies = False
+
+    def made(self, loader: Any) -> None:
+        """Take note of a loader as its constructor returns."""
+        if self._here():
+            self._loader(loader)
+
+    def begin(self, loader: Any, iterate: Callable[[Followed], Any]) -> Any:
+        """Returns ``iterate(followed)``, the iterator of a new pass over ``loader``."""
+        followed = self._loader(loader)
+        if not self._here():
+            followed.elsewhere = True
+            return iterate(followed)
+        self._end_step()
+        began_s = time.perf_counter()
+        clock = self.clock
+        told = clock is not None and followed.trains
+        if clock and told:
+            if self._main is None:
+                clock.start_epoch()
+            with clock.waiting():
+                iterator = iterate(followed)
+        else:
+            if clock and self._main and began_s - self._settled_s > _SETTLE_S:
+                # else what the device has left to do would be missing from the steps
+                clock.settle()
+                self._settled_s = time.perf_counter()
+            iterator = iterate(followed)
+        own = self._passes[iterator] = _Pass(followed, began_s, told)
+        if told and self._main is None:
+            self._main = own
+        return iterator
+
+    def fetch(self, iterator: Any, get: Callable[[], Any]) -> Any:
+        """Returns ``get()``, the next batch of ``iterator``."""
+        own = self._passes.get(iterator)
+        if own is None or not self._here():
+            return get()
+        clock = self.clock
+        began_s = time.perf_counter()
+        try:
+            if clock is None or not own.told:
+                batch = get()
+                if torch.is_grad_enabled() and own not in self._undecided:
+                    self._undecided.append(own)
+            else:
+                batch = self._wait(clock, own, iterator, get)
+        except StopIteration:
+            self._ended(own)
+            raise
+        finally:
+            own.loader.waited_s += time.perf_counter() - began_s
+        own.given += 1
+        own.loader.batches += 1
+        tensors = list(islice(_tensors(batch), _MOST_TENSORS))
+        self.batch_ids = frozenset(map(id, tensors))
+        if own.told or clock is None:
+            self._samples += _samples(batch, tensors)
+        self._handed_s = time.perf_counter()
+        if clock and own.told:
+            clock.begin_computing()
+        return batch
+
+    def _wait(self, clock: StepClock, own: _Pass, iterator: Any, get: Callable[[], Any]) -> Any:
+        """Returns the next batch, and has the clock count the time."""
+        self._end_step()
+        if own is self._main:
+            for other in self._undecided:
+                # it was left, or is of a loop that goes on without updates
+                clock.left_out("evaluate", other.began_s)
+                self._passes = weakref.WeakKeyDictionary(
+                    {key: each for key, each in self._passes.items() if each is not other}
+                )
+            self._undecided.clear()
+        clock.end_computing()
+        with clock.waiting():
+            batch = get()
+            if own.loader.meter:
+                clock.arrived(own.loader.meter.stamps(getattr(iterator, "_rcvd_idx", 1) - 1))
+        return batch
+
+    def _ended(self, own: _Pass) -> None:
+        """Take note of the end of a pass."""
+        clock = self.clock
+        own.loader.passes += 1
+        own.loader.trains = own.updates > 0
+        if own in self._undecided:
+            self._undecided.remove(own)
+        if clock and own is self._main:
+            clock.end_epoch()
+            self._main = None
+            self._samples = 0
+            self.on_pass(clock)
+        elif not own.updates:
+            self.evaluated_s += time.perf_counter() - own.began_s
+            if clock and self._main:
+                clock.left_out("evaluate", own.began_s)
+
+    def updated(self, optimizer: Any) -> None:
+        """Take note of an optimizer's step that was just made."""
+        if not self._here():
+            return
+        self.updates += 1
+        if self.clock is None:
+            self._start(optimizer)
+        clock = self.clock
+        assert clock is not None
+        for own in self._undecided:
+            own.told = own.loader.trains = True
+            if self._main is None:
+                self._main = own
+                clock.start_epoch()
+        self._undecided.clear()
+        for own in self._passes.values():
+            own.updates += 1
+        self._updated = True
+        clock.computed()
+
+    def _start(self, optimizer: Any) -> None:
+        """Make the clock, where the weights are known."""
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        self.device = next(weights).device
+        self.clock = StepClock(self.device)
+        self._copies = accelerator.of(self.device).has_streams
+        dist = torch.distributed
+        if dist.is_available() and dist.is_initialized():
+            self.rank = dist.get_rank()
+            self.world_size = dist.get_world_size()
+        self.on_start()
+        self._closed_s = time.perf_counter()
+
+    def backward(self) -> None:
+        """Take note that gradients are about to be computed."""
+        if self._handed_s is not None and self._here():
+            self.forward_s += time.perf_counter() - self._handed_s
+            self.forwards += 1
+            self._handed_s = None
+
+    def copy(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """Returns ``make()``, a copy of ``tensor`` that may lie on the device."""
+        if not self._copies or not self._here():
+            return make()
+        assert self.clock is not None
+        own = accelerator.of(self.device)
+        start = own.event(timed=True)
+        end = own.event(timed=True)
+        start.record(own.stream())
+        made = make()
+        end.record(own.stream())
+        if own.holds(made) and not own.holds(tensor):
+            self.clock.copied(start, end)
+        return made
+
+    def finish(self) -> None:
+        """End what is under way."""
+        self._end_step()
+        if self.clock and self._main:
+            self.clock.end_epoch()
+            self._main = None
+
+    def training(self) -> list[Followed]:
+        """Returns the loaders that fed updates, the one that gave most batches first."""
+        fed = [each for each in self.followed if each.trains]
+        return sorted(fed, key=lambda each: -each.batches)
+
+    def _end_step(self) -> None:
+        """End the running step, if an optimizer has stepped in it."""
+        if not self._updated or self.clock is None:
+            return
+        clock = self.clock
+        clock.end_computing()
+        clock.step(self._samples)
+        self._updated = False
+        self._samples = 0
+        now_s = time.perf_counter()
+        if now_s - self._closed_s >= self.window_s:
+            self._closed_s = now_s
+            with clock.noted("watching"):
+                self.on_window(clock)
+
+    def _here(self) -> bool:
+        return get_ident() == self._thread
+
+    def _loader(self, loader: Any) -> Followed:
+        """Returns what is known of a loader."""
+        if loader not in self._known:
+            self._known[loader] = Followed(_caller(), _settings(loader), _shuffles(loader))
+            self.followed.append(self._known[loader])
+        return self._known[loader]
+
+
+def _settings(loader: Any) -> FeedSettings:
+    """Returns a loader's settings; what one that is not torch's does not tell is as without."""
+
+    def told(name: str, other: Any) -> Any:
+        return getattr(loader, name, None) or other
+
+    batches = told("batch_sampler", None)
+    return FeedSettings(
+        told("batch_size", None) or getattr(batches, "batch_size", None) or 1,
+        told("num_workers", 0),
+        told("pin_memory", False),
+        told("prefetch_factor", None),
+        told("persistent_workers", False),
+        told("timeout", 0.0),
+        "",
+    )
+
+
+def _shuffles(loader: Any) -> bool:
+    return "Random" in type(getattr(loader, "sampler", None)).__name__
+
+
+def _caller() -> str:
+    """Returns the file and line of the script's frame that is running, as ``train.py:42``."""
+    inside = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), sys.prefix)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*inside, "<frozen")):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _tensors(batch: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Iterates over the tensors in nested containers."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif depth:
+        parts = batch.values() if isinstance(batch, Mapping) else batch
+        if isinstance(batch, (Mapping, list, tuple)):
+            for part in parts:
+                yield from _tensors(part, depth - 1)
+
+
+def _samples(batch: Any, tensors: list[Tensor]) -> int:
+    """Returns how many samples a batch has: the length of its first part."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(parts, (list, tuple)) and parts and isinstance(parts[0], (list, tuple)):
+        return len(parts[0])
+    return len(tensors[0]) if tensors and tensors[0].ndim else 1

@@ -1,0 +1,111 @@
+"""The hooks for a loop of one's own: around one loader, or around a block."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import DataLoader
+
+from harness.hooks import patches
+from harness.hooks.session import Session
+from harness.watch.verdict import Verdict
+
+Batch = TypeVar("Batch")
+
+# that of ``watched``, which lasts until the process ends
+_lasting: Session | None = None
+
+
+@contextmanager
+def watching(
+    out: str | Path | None = None, *, name: str | None = None, tensorboard: bool = True
+) -> Iterator[Session]:
+    """Watches all training in the block, and reports at its end, however it ends.
+
+    Loaders, optimizer steps and copies are found as ``wellfed watch`` finds them. Nothing of the
+    training changes.
+
+    Args:
+        out: folder for the report; None: ``outputs/<date>/<time>``.
+        name: what the report calls the run; None: the script's.
+        tensorboard: whether to write an event file.
+
+    Raises:
+        RuntimeError: another ``watching`` or ``watched`` is under way.
+    """
+    place = None if out is None else Path(out)
+    session = Session(name or sys.argv[0], place, tensorboard, time.perf_counter())
+    status = "failed"
+    try:
+        with patches.installed(session.loops):
+            yield session
+        status = "completed"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        session.finish(status)
+
+
+class Watched(Generic[Batch]):
+    """An iterable of batches that tells where the time of the loop over it goes."""
+
+    def __init__(self, loader: Iterable[Batch], session: Session) -> None:
+        self._loader = loader
+        self._session = session
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if isinstance(self._loader, DataLoader):
+            return iter(self._loader)
+        begin = self._session.loops.begin
+        found: Iterator[Batch] = begin(self, lambda _: _Batches(self._session, iter(self._loader)))
+        return found
+
+    def verdict(self) -> Verdict:
+        """Returns what bounds the steps so far, and what to try."""
+        return self._session.verdict()
+
+
+class _Batches(Iterator[Batch]):
+    def __init__(self, session: Session, batches: Iterator[Batch]) -> None:
+        self._fetch: Callable[..., Batch] = session.loops.fetch
+        self._batches = batches
+
+    def __next__(self) -> Batch:
+        return self._fetch(self, lambda: next(self._batches))
+
+
+def watched(loader: Iterable[Batch]) -> Watched[Batch]:
+    """Returns ``loader``, watched: ``for batch in wellfed.watched(loader)``.
+
+    A line at the end of each pass, and at the end of the process the report. The loader may be
+    torch's or any other iterable; an optimizer of torch's must step in the same thread.
+    """
+    global _lasting
+    if _lasting is None:
+        _lasting = Session(sys.argv[0], None, tensorboard=True, began_s=time.perf_counter())
+        _lasting.tells_passes = True
+        stack = ExitStack()
+        stack.enter_context(patches.installed(_lasting.loops))
+        atexit.register(_end, stack)
+    return Watched(loader, _lasting)
+
+
+def _end(stack: ExitStack) -> None:
+    global _lasting
+    stack.close()
+    if _lasting is not None:
+        _lasting.finish("completed")
+        _lasting = None

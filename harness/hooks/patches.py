@@ -1,0 +1,123 @@
+"""Puts the hooks into torch, and takes them out again.
+
+Each stands around torch's own function, which it calls once with the same arguments: nothing is
+drawn from a random generator, no ``iter()`` is added. A process that is forked has none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import dataloader
+from torch.utils.data._utils import worker as _torch_worker
+
+from harness.hooks import workers
+from harness.hooks.loops import Followed, Loops
+
+_worker: Any = _torch_worker
+# those of this process
+_loops: Loops | None = None
+
+
+@contextmanager
+def installed(loops: Loops) -> Iterator[None]:
+    """Tells ``loops`` of all that torch does in the block."""
+    global _loops
+    with ExitStack() as stack:
+        for owner, name, around in (
+            (dataloader.DataLoader, "__init__", _making),
+            (dataloader.DataLoader, "__iter__", _iterating),
+            (dataloader._BaseDataLoaderIter, "__next__", _fetching),
+            (torch.Tensor, "to", _copying),
+            (torch.Tensor, "cuda", _copying),
+            (torch.autograd, "backward", _backward),
+        ):
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, functools.wraps(original)(around(original)))
+        hook = register_optimizer_step_post_hook(_updated)
+        stack.callback(hook.remove)
+        _loops = loops
+        stack.callback(_forget)
+        yield
+
+
+def _forget() -> None:
+    global _loops
+    _loops = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _making(make: Callable[..., None]) -> Callable[..., None]:
+    def wrapper(loader: Any, *args: Any, **named: Any) -> None:
+        make(loader, *args, **named)
+        if _loops is not None:
+            _loops.made(loader)
+
+    return wrapper
+
+
+def _iterating(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrapper(loader: Any) -> Any:
+        if _loops is None:
+            return iterate(loader)
+        return _loops.begin(loader, lambda followed: _timed(loader, followed, iterate))
+
+    return wrapper
+
+
+def _timed(loader: Any, followed: Followed, iterate: Callable[[Any], Any]) -> Any:
+    """Returns the iterator of a new pass, whose workers are timed."""
+    workers.hook_libraries()
+    if followed.meter is None:
+        # without shared memory the loop goes on untimed
+        with suppress(RuntimeError, OSError, ValueError):
+            followed.meter = workers.Meter(loader.dataset, loader.num_workers)
+    if followed.meter is None:
+        return iterate(loader)
+    _worker._worker_loop = workers.Worker(followed.meter)
+    try:
+        with workers.timed(followed.meter, 0):
+            return iterate(loader)
+    finally:
+        _worker._worker_loop = workers.torchs_loop
+
+
+def _fetching(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrapper(iterator: Any) -> Any:
+        if _loops is None:
+            return fetch(iterator)
+        return _loops.fetch(iterator, lambda: fetch(iterator))
+
+    return wrapper
+
+
+def _copying(copy: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        if _loops is None or id(tensor) not in _loops.batch_ids:
+            return copy(tensor, *args, **named)
+        return _loops.copy(tensor, lambda: copy(tensor, *args, **named))
+
+    return wrapper
+
+
+def _backward(backward: Callable[..., None]) -> Callable[..., None]:
+    def wrapper(*args: Any, **named: Any) -> None:
+        if _loops is not None:
+            _loops.backward()
+        backward(*args, **named)
+
+    return wrapper
+
+
+def _updated(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if _loops is not None:
+        _loops.updated(optimizer)

@@ -1,0 +1,280 @@
+"""One process whose training loop is watched: its folder, its figures, its last words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from harness.feed.interface import FeedSettings
+from harness.hooks import advice
+from harness.hooks.loops import Followed, Loops
+from harness.page import document
+from harness.runtime import accelerator, folder, limits
+from harness.runtime.errors import printable
+from harness.runtime.files import read_json, typed, write_whole
+from harness.watch.board import Board
+from harness.watch.clock import StepClock
+from harness.watch.device import GpuSource, Source
+from harness.watch.evidence import Evidence, RankFigures
+from harness.watch.figures import Tag, Window, by_name, by_tag
+from harness.watch.goodput import Course
+from harness.watch.host import HostSource, Sampler, environment
+from harness.watch.verdict import Verdict, judge
+
+# where batches come from no loader that is seen
+_NO_LOADER = FeedSettings(1, 0, False, None, False, 0.0, "")
+# for the other ranks' figures, at the end
+_PATIENCE_S = 10.0
+_SAMPLE_S = 1.0
+
+
+class Session:
+    """What the hooks see of this process, written down.
+
+    Args:
+        name: of the script, for people.
+        place: the folder for the report; None: ``outputs/<date>/<time>``.
+        tensorboard: whether an event file is written.
+        began_s: when the command began, on ``time.perf_counter``.
+    """
+
+    def __init__(self, name: str, place: Path | None, tensorboard: bool, began_s: float) -> None:
+        self.loops = Loops(self._open, self._window, self._passed)
+        self._name = name
+        self._place = place
+        self._tensorboard = tensorboard
+        self._course = Course(began_s)
+        self._began = time.time()
+        self._stack = ExitStack()
+        self._board: Board | None = None
+        self._sampler: Sampler | None = None
+        self._finished = False
+        # say a line at the end of each pass
+        self.tells_passes = False
+
+    def _passed(self, clock: StepClock) -> None:
+        """Tells how training went so far."""
+        total = clock.total()
+        if self.tells_passes and total.steps and not self.loops.rank:
+            _say(
+                f"{total.steps} steps, {total.images_per_s or 0:.0f} samples/s, waiting for data "
+                f"{total.data_wait_fraction or 0:.0%} of the time"
+            )
+
+    def _window(self, clock: StepClock) -> None:
+        """Writes a window of steps."""
+        window = clock.close_window()
+        if window and window.steps and self._board and self._sampler:
+            figures: dict[str, Any] = {**by_tag(window), **self._sampler.read()}
+            self._board.scalars(self.loops.updates, figures)
+
+    def _open(self) -> None:
+        """Makes the folder, and begins to look at the machine: at the first update."""
+        self._course.mark("start")
+        if self.loops.rank:
+            return
+        if self._place is None:
+            self._place = folder.new_folder(Path("outputs"))
+        folder.own(self._place)
+        board = Board(self._place, tensorboard=self._tensorboard)
+        self._board = self._stack.enter_context(board)
+        sources: list[Source] = [HostSource()]
+        if uuid := accelerator.of(self.loops.device).uuid:
+            sources.append(GpuSource(uuid))
+        self._sampler = self._stack.enter_context(Sampler(sources, _SAMPLE_S))
+
+    def verdict(self) -> Verdict:
+        """Returns what bounds the steps so far; in the words of the loop."""
+        clock = self.loops.clock
+        if clock is None:
+            return Verdict("unknown", None, f"Unknown. {self._why_not()}.", None, ())
+        return self._judged(clock.total())[1]
+
+    def finish(self, status: str) -> None:
+        """Ends the figures, and writes and says what they come to; a second call does nothing."""
+        if self._finished:
+            return
+        self._finished = True
+        loops = self.loops
+        loops.finish()
+        clock = loops.clock
+        if clock is None:
+            _say(f"no training was seen: {self._why_not()}")
+            return
+        if loops.rank:
+            _write_rank(self._rank_figures(clock.total()))
+            return
+        self._window(clock)
+        assert self._board is not None and self._place is not None
+        with self._stack:
+            report = self._report(clock, status)
+            self._board.report(report)
+            verdict: Verdict = report["verdict"]
+            self._board.text("verdict", [verdict.sentence, *verdict.evidence])
+        document.write_report(self._place)
+        for line in self._words(report):
+            _say(line)
+
+    def _why_not(self) -> str:
+        if not self.loops.followed:
+            return "no DataLoader of torch's was made, and no optimizer stepped"
+        return "no optimizer of torch's stepped in the thread that began the script"
+
+    def _judged(
+        self, total: Window, ranks: tuple[RankFigures, ...] = ()
+    ) -> tuple[Evidence, Verdict, advice.Change | None]:
+        """Returns the evidence, the verdict, and a change of the loader that should help."""
+        main = next(iter(self.loops.training()), None)
+        worked = None
+        if main and main.meter:
+            worked = main.meter.stages.read()
+        evidence = Evidence(
+            window=total,
+            stages=worked,
+            settings=main.settings if main else _NO_LOADER,
+            cores=limits.measure(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).cores,
+            device=accelerator.of(self.loops.device).kind,
+            sampled=self._sampler.means() if self._sampler else {},
+            autotuned=main is None,
+            ranks=ranks if len(ranks) > 1 else (),
+        )
+        verdict = judge(evidence)
+        if main is None:
+            return evidence, verdict, None
+        change = advice.better(evidence, main)
+        return evidence, advice.in_words(verdict, main.settings, main.where, change), change
+
+    def _report(self, clock: StepClock, status: str) -> dict[str, Any]:
+        """Returns ``report.json``, as a run of our own leaves it."""
+        loops = self.loops
+        total = clock.total()
+        main = next(iter(loops.training()), None)
+        ranks: tuple[RankFigures, ...] = ()
+        if loops.world_size > 1:
+            ranks = (self._rank_figures(total), *_read_ranks(loops.world_size, self._began))
+        evidence, verdict, change = self._judged(total, ranks)
+        own = accelerator.of(loops.device)
+        # most evaluations lie between two epochs
+        total = replace(total, pauses_s={"evaluate": loops.evaluated_s})
+        found: dict[str, Any] = {
+            "status": status,
+            "epochs": main.passes if main else 0,
+            "steps": loops.updates,
+            "world_size": loops.world_size,
+            **by_name(total.of_ranks(loops.world_size)),
+            "shares": total.shares or None,
+            "wait_parts": total.wait_parts or None,
+            "host_parts_s": total.host_parts_s or None,
+            "stall_basis": total.stall_basis,
+            "gpu_utilization": evidence.sampled.get(Tag.GPU_UTILIZATION),
+            "sampled": evidence.sampled or None,
+            "ranks": evidence.ranks or None,
+            "pauses_s": total.pauses_s,
+            "goodput": self._course.goodput(total),
+            "loader": main and main.settings,
+            "loaders": [_told(each) for each in loops.followed],
+            "change": change,
+            "verdict": verdict,
+            "environment": environment(own.name if own.kind == "cuda" else None),
+            "run": {"name": self._place and self._place.name, "overrides": [self._name]},
+        }
+        if evidence.stages is not None and evidence.stages.samples:
+            rows = [row for row in evidence.stages.rows() if row["wall_ms"]]
+            found |= {"stages": rows, "workers": {"samples": evidence.stages.samples}}
+        return {key: value for key, value in found.items() if value is not None}
+
+    def _rank_figures(self, total: Window) -> RankFigures:
+        mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
+        host = total.shares.get("host")
+        loops = self.loops
+        forward_ms = None
+        if loops.forwards and loops.device.type == "cpu":
+            forward_ms = 1e3 * loops.forward_s / loops.forwards
+        return RankFigures(
+            rank=loops.rank,
+            step_ms=total.step_ms.median if total.step_ms else 0.0,
+            stalled_ms=(total.stall_fraction or 0.0) * mean_ms,
+            host_ms=None if host is None else host * mean_ms,
+            forward_ms=forward_ms,
+        )
+
+    def _words(self, report: dict[str, Any]) -> Iterator[str]:
+        """Iterates over the closing lines."""
+        assert self._place is not None
+        loops = self.loops
+        for main in loops.training():
+            settings = main.settings
+            yield (
+                f"loader         {main.where}: batch_size={settings.batch_size} {settings}, "
+                f"{main.passes} passes"
+            )
+        if "step_ms" in report:
+            step = report["step_ms"]
+            yield (
+                f"speed          {report['images_per_s']:.0f} samples/s, {step.median:.1f} ms (p95 "
+                f"{step.p95:.1f}, max {step.max:.1f}) a step, {report['steps']} updates"
+            )
+            yield f"data wait      {report['data_wait_fraction']:.1%} of the training time"
+        yield f"verdict        {report['verdict'].sentence}"
+        if "change" in report:
+            yield f"expected       {report['change']}"
+        for each in loops.followed:
+            if each.elsewhere:
+                yield f"not seen       the DataLoader at {each.where}: another thread iterates it"
+        yield f"look at it     {os.path.relpath(self._place / 'report.html')}"
+
+
+def _told(followed: Followed) -> dict[str, Any]:
+    """Returns a loader for the report."""
+    found = {"where": followed.where, **asdict(followed.settings)}
+    for name in ("trains", "passes", "batches", "waited_s"):
+        found[name] = getattr(followed, name)
+    return found
+
+
+def _say(line: str) -> None:
+    """Says a line beside what the script prints."""
+    with suppress(OSError, ValueError):
+        print(f"wellfed: {printable(line)}", file=sys.stderr, flush=True)
+
+
+def _ranks_folder() -> Path:
+    """Returns where the ranks of one job leave their figures: a folder that they share."""
+    names = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT"
+    key = "/".join(os.environ.get(name, "") for name in names)
+    return Path("outputs", f".ranks-{hashlib.sha256(key.encode()).hexdigest()[:12]}")
+
+
+def _write_rank(figures: RankFigures) -> None:
+    place = _ranks_folder()
+    # the first rank's report is without it then
+    with suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(asdict(figures))
+        write_whole(place / f"{figures.rank}.json", text.encode())
+
+
+def _read_ranks(world_size: int, since: float) -> Iterator[RankFigures]:
+    """Iterates over the other ranks' figures, as far as they come in time."""
+    place = _ranks_folder()
+    until_s = time.perf_counter() + _PATIENCE_S
+    for rank in range(1, world_size):
+        path = place / f"{rank}.json"
+        while time.perf_counter() < until_s:
+            with suppress(OSError, ValueError):
+                if path.stat().st_mtime < since:
+                    raise FileNotFoundError
+                yield typed(RankFigures, read_json(path))
+                path.unlink()
+                break
+            time.sleep(0.05)
+    with suppress(OSError):
+        place.rmdir()
