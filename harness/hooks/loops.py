@@ -130,7 +130,7 @@ class Loops:
             followed.elsewhere = True
             return iterate(followed)
         self._end_step()
-        began_s = time.perf_counter()
+        began_s = self._now()
         clock = self.clock
         told = clock is not None and followed.trains
         if clock and told:
@@ -142,7 +142,7 @@ class Loops:
             if clock and self._main and began_s - self._settled_s > _SETTLE_S:
                 # else what the device has left to do would be missing from the steps
                 clock.settle()
-                self._settled_s = time.perf_counter()
+                self._settled_s = self._now()
             iterator = iterate(followed)
         own = self._passes[iterator] = _Pass(followed, began_s, told)
         if told and self._main is None:
@@ -155,7 +155,7 @@ class Loops:
         if own is None or not self._here():
             return get()
         clock = self.clock
-        began_s = time.perf_counter()
+        began_s = self._now()
         try:
             if clock is None or not own.told:
                 batch = get()
@@ -167,14 +167,14 @@ class Loops:
             self._ended(own)
             raise
         finally:
-            own.loader.waited_s += time.perf_counter() - began_s
+            own.loader.waited_s += self._now() - began_s
         own.given += 1
         own.loader.batches += 1
         tensors = list(islice(_tensors(batch), _MOST_TENSORS))
         self.batch_ids = frozenset(map(id, tensors))
         if own.told or clock is None:
             self._samples += _samples(batch, tensors)
-        self._handed_s = time.perf_counter()
+        self._handed_s = self._now()
         if clock and own.told:
             clock.begin_computing()
         return batch
@@ -210,7 +210,7 @@ class Loops:
             self._samples = 0
             self.on_pass(clock)
         elif not own.updates:
-            self.evaluated_s += time.perf_counter() - own.began_s
+            self.evaluated_s += self._now() - own.began_s
             if clock and self._main:
                 clock.left_out("evaluate", own.began_s)
 
@@ -245,12 +245,12 @@ class Loops:
             self.rank = dist.get_rank()
             self.world_size = dist.get_world_size()
         self.on_start()
-        self._closed_s = time.perf_counter()
+        self._closed_s = self._now()
 
     def backward(self) -> None:
         """Take note that gradients are about to be computed."""
         if self._handed_s is not None and self._here():
-            self.forward_s += time.perf_counter() - self._handed_s
+            self.forward_s += self._now() - self._handed_s
             self.forwards += 1
             self._handed_s = None
 
@@ -290,11 +290,14 @@ class Loops:
         clock.step(self._samples)
         self._updated = False
         self._samples = 0
-        now_s = time.perf_counter()
+        now_s = self._now()
         if now_s - self._closed_s >= self.window_s:
             self._closed_s = now_s
             with clock.noted("watching"):
                 self.on_window(clock)
+
+    def _now(self) -> float:
+        return self.clock.now() if self.clock else time.perf_counter()
 
     def _here(self) -> bool:
         return get_ident() == self._thread

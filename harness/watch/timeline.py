@@ -171,7 +171,7 @@ class Timeline:
         slot.copies = (*slot.copies, copy)
         stream = self._events.stream()
         # a copy on another stream delays nothing here
-        if stream == slot.stream and not slot.whole:
+        if stream == slot.stream:
             slot.mark_s = self._now()
             slot.mark.record(self._events.idle)
             slot.start.record(stream)
