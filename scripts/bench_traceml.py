@@ -45,13 +45,16 @@ from scripts.traceml_loop import BATCH, GO, PLANTS, Plant
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "traceml.md"
 LOOP = ROOT / "scripts" / "traceml_loop.py"
-# a step that the costs are set against
-STEP_MS = 20.0
+# steps that the costs are set against, with those of a turn
+STEPS_MS = {0.25: 2000, 2.0: 400, 20.0: 40}
 COSTS = {
     "control": "control: bare again",
     "traceml": "TraceML",
-    "clock": "ours: clock, sampler, TensorBoard, metrics.jsonl",
+    "clock": "ours, told by the loop: clock, sampler, TensorBoard, metrics.jsonl",
+    "watch": "ours, no line changed: wellfed watch",
 }
+# by side: wall and processor seconds a step, of each turn
+Turns = Mapping[str, Sequence[tuple[float, float]]]
 # for a loop to begin, to take its turn, or to end
 _PATIENCE_S = 300.0
 
@@ -80,6 +83,9 @@ class Said:
 def command(side: str, plant: str, folder: Path, *more: str) -> list[str]:
     """The command line of one run; TraceML's is the one that its documentation gives."""
     own = ["--side", side, "--plant", plant, "--folder", str(folder), *more]
+    if side == "watch":
+        watch = ("-m", "harness", "watch", "--out", str(folder / "watched"))
+        return [sys.executable, *watch, str(LOOP), *own]
     if not side.startswith("traceml"):
         return [sys.executable, str(LOOP), *own]
     traceml = shutil.which("traceml", path=str(Path(sys.executable).parent)) or "traceml"
@@ -174,9 +180,10 @@ class Side:
         name: what watches it.
         folder: for its files.
         block: steps in a turn.
+        spin_s: work of each step.
     """
 
-    def __init__(self, name: str, folder: Path, block: int) -> None:
+    def __init__(self, name: str, folder: Path, block: int, spin_s: float) -> None:
         self._name = name
         self._block = block
         self._server = socket.socket(socket.AF_UNIX)
@@ -184,7 +191,7 @@ class Side:
         self._server.listen()
         self._server.settimeout(_PATIENCE_S)
         turns = ("--turns", str(folder / f"{name}.socket"), "--block", str(block))
-        more = (*turns, "--steps", str(10**9 // BATCH))
+        more = (*turns, "--steps", str(10**9 // BATCH), "--spin-s", str(spin_s))
         with (folder / f"{name}.txt").open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
                 command("bare" if name == "control" else name, "nothing", folder / name, *more),
@@ -249,22 +256,23 @@ class Side:
 
 
 @contextmanager
-def sides(folder: Path, block: int) -> Iterator[dict[str, Side]]:
+def sides(folder: Path, block: int, spin_s: float) -> Iterator[dict[str, Side]]:
     """All loops, started one after the other; they are ended after the block."""
     with ExitStack() as stack:
         found = {}
-        for name in ("bare", "control", "traceml", "clock"):
+        for name in ("bare", *COSTS):
             print(f"starting {name}", file=sys.stderr)
-            found[name] = Side(name, folder, block)
+            found[name] = Side(name, folder, block, spin_s)
             stack.callback(found[name].end)
             found[name].begin()
         yield found
 
 
-def take_turns(rounds: int, block: int) -> dict[str, list[tuple[float, float]]]:
+def take_turns(rounds: int, block: int, step_ms: float) -> dict[str, list[tuple[float, float]]]:
     """Wall and processor seconds a step of every turn, by side; a first round is not counted."""
     draw = random.Random(0)
-    with tempfile.TemporaryDirectory() as folder, sides(Path(folder), block) as loops:
+    spin_s = step_ms / 1e3 if step_ms > 1 else 0.0
+    with tempfile.TemporaryDirectory() as folder, sides(Path(folder), block, spin_s) as loops:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
         for number in range(-1, rounds):
             for name in draw.sample([*loops], len(loops)):
@@ -276,17 +284,19 @@ def take_turns(rounds: int, block: int) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def cost_rows(turns: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[str, object]]:
-    """What each side's step takes longer than the bare one."""
+def cost_rows(costs: Mapping[float, Turns]) -> list[dict[str, object]]:
+    """What each side's step takes longer than the bare one, for each length of a step."""
     found: list[dict[str, object]] = []
-    for name, about in COSTS.items():
-        longer_us = 1e6 * (np.asarray(turns[name]) - np.asarray(turns["bare"]))
-        wall, cpu = map(Estimate.of, longer_us.T)
-        found.append({
-            "watched by": about, "us a step longer": f"{wall:+.0f}",
-            "us of a processor more": f"{cpu:+.0f}",
-            f"of a {STEP_MS:g} ms step": f"{wall.value / STEP_MS / 10:.2f} %", "n": len(longer_us),
-        })  # fmt: skip
+    for turns in costs.values():
+        bare_us = Sample.of([1e6 * wall_s for wall_s, _ in turns["bare"]])
+        for name, about in COSTS.items():
+            longer_us = 1e6 * (np.asarray(turns[name]) - np.asarray(turns["bare"]))
+            wall, cpu = map(Estimate.of, longer_us.T)
+            found.append({
+                "bare step, us": str(bare_us), "watched by": about,
+                "us a step longer": f"{wall:+.0f}", "us of a processor more": f"{cpu:+.0f}",
+                "of the step": f"{wall.value / bare_us.median:.2%}", "n": len(longer_us),
+            })  # fmt: skip
     return found
 
 
@@ -305,11 +315,8 @@ def said_rows(said: Sequence[Said]) -> list[dict[str, object]]:
     ]
 
 
-def show(
-    said: Sequence[Said], turns: Mapping[str, Sequence[tuple[float, float]]], steps: int, block: int
-) -> str:
+def show(said: Sequence[Said], costs: Mapping[float, Turns], steps: int) -> str:
     """The page."""
-    bare = Sample.of([1e6 * wall_s for wall_s, _ in turns["bare"]])
     # the loops', not this process's
     found = machine() | {"torch_threads": 1}
     return f"""# TraceML beside this project
@@ -334,11 +341,12 @@ epoch's first step apart.
 
 ## What watching costs
 
-{markdown(cost_rows(turns))}
+{markdown(cost_rows(costs))}
 
-Medians of differences to the bare loop, whose step takes {bare} us: median (quartiles). Pairs are
-turns of {block} steps of the same round, in random order; [95 % interval, of order statistics]. A
-side without a turn is stopped. Processor time is that of all processes of a side, TraceML's
+Medians of differences to the bare loop, whose step has its median (quartiles). Pairs are turns of
+{", ".join(map(str, STEPS_MS.values()))} steps of the same round, in random order; [95 % interval,
+of order statistics]. Batches are at hand, and longer steps work longer. A side without a turn is
+stopped. Processor time is that of all processes of a side, TraceML's
 aggregator among them. The control says what cannot be told apart.
 
 To repeat: `uv run --with traceml-ai scripts/bench_traceml.py --write`.
@@ -369,7 +377,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     made.add_argument("--steps", type=int, default=300, help="steps of each run to be judged")
     made.add_argument("--rounds", type=int, default=60, help="turns of each loop that is measured")
-    made.add_argument("--block", type=int, default=500, help="steps in a turn")
     options = made.parse_args(argv)
     if importlib.util.find_spec("traceml_ai") is None:
         print(
@@ -384,7 +391,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for side in ("traceml", *own_way, "harness"):
             print(f"{plant}, {side}", file=sys.stderr)
             said.append(heard(side, plant, options.steps))
-    page = show(said, take_turns(options.rounds, options.block), options.steps, options.block)
+    costs = {ms: take_turns(options.rounds, block, ms) for ms, block in STEPS_MS.items()}
+    page = show(said, costs, options.steps)
     print(page)
     if options.write:
         write(PAGE, page)

@@ -12,7 +12,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 BATCH = 16
 SIDE = 32
@@ -32,7 +32,7 @@ CLASSES = 10
 GO = "go\n"
 # steps that are logged together, as in conf/watch
 WINDOW = 10
-SIDES = ("bare", "traceml", "traceml_log_inside", "clock", "harness")
+SIDES = ("bare", "traceml", "traceml_log_inside", "clock", "watch", "harness")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +89,37 @@ class Images:
         return index % CLASSES
 
 
-class Network(nn.Module):
-    """Two layers whose forward pass in training takes ``forward_s`` seconds longer."""
+class Ready(IterableDataset[Any]):
+    """The same batch over and over: loading takes next to nothing."""
 
-    def __init__(self, forward_s: float) -> None:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        images = torch.zeros(BATCH, 3, SIDE, SIDE, dtype=torch.uint8)
+        labels = torch.zeros(BATCH, dtype=torch.int64)
+        while True:
+            yield images, labels
+
+
+class Network(nn.Module):
+    """Two layers whose forward pass in training takes ``forward_s`` seconds longer.
+
+    It sleeps, or where it ``spins`` it works.
+    """
+
+    def __init__(self, forward_s: float, spins: bool = False) -> None:
         super().__init__()
         self.forward_s = forward_s
+        self.spins = spins
         self.layers = nn.Sequential(
             nn.Flatten(), nn.Linear(3 * SIDE**2, 64), nn.ReLU(), nn.Linear(64, CLASSES)
         )
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[N, CLASSES]``."""
-        if self.forward_s and self.training:
+        if self.spins:
+            until_s = time.perf_counter() + self.forward_s
+            while time.perf_counter() < until_s:
+                pass
+        elif self.forward_s and self.training:
             time.sleep(self.forward_s)
         logits: Tensor = self.layers(images)
         return logits
@@ -150,9 +168,11 @@ def loop(
             return
 
 
-def run_loop(side: str, plant: Plant, folder: Path, steps: int, turns: Turns | None) -> None:
-    """The hand-written loop, watched by ``side``."""
-    network = Network(plant.forward_s)
+def run_loop(
+    side: str, plant: Plant, folder: Path, steps: int, turns: Turns | None, spin_s: float
+) -> None:
+    """The hand-written loop, watched by ``side``; in ``turns`` each step spins ``spin_s`` long."""
+    network = Network(spin_s if turns else plant.forward_s, spins=turns is not None)
     traced = lambda network: nullcontext()
     if side.startswith("traceml"):
         import traceml_ai as traceml  # type: ignore[import-not-found]
@@ -166,7 +186,9 @@ def run_loop(side: str, plant: Plant, folder: Path, steps: int, turns: Turns | N
                 write_line(file, plant.log_s)
 
         images: Any = Images(steps * BATCH, plant.read_s)
-        loader: DataLoader[Any] = DataLoader(images, BATCH, num_workers=0 if turns else 1)
+        loader: DataLoader[Any] = DataLoader(images, BATCH, num_workers=1)
+        if turns:
+            loader = DataLoader(Ready(), batch_size=None)
         batches: Iterable[tuple[Tensor, Tensor]] = loader
         after: Callable[[int], bool] = turns or (lambda number: False)
         if side == "clock":
@@ -246,6 +268,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="where the run's files go")
     parser.add_argument("--turns", help="Unix socket of the process that says when to run")
     parser.add_argument("--block", type=int, default=500, help="steps in a turn")
+    parser.add_argument(
+        "--spin-s", type=float, default=0.0, help="seconds of work in a turn's step"
+    )
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -254,7 +279,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.side == "harness":
         run_harness(PLANTS[options.plant], options.folder, options.steps)
     else:
-        run_loop(options.side, PLANTS[options.plant], options.folder, options.steps, turns)
+        plant = PLANTS[options.plant]
+        run_loop(options.side, plant, options.folder, options.steps, turns, options.spin_s)
     (options.folder / "loop.json").write_text(json.dumps({"loop_s": time.perf_counter() - began_s}))
     return 0
 

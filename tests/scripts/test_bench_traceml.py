@@ -70,20 +70,25 @@ def test_traceml_is_launched_as_it_documents(tmp_path: Path) -> None:
 def test_costs_are_paired_differences_to_the_bare_loop() -> None:
     """What all turns of a round share falls out; the control is a row of its own."""
     drift = [1e-3 * number for number in range(1, 6)]
-    longer = {"bare": 0.0, "control": 0.0, "traceml": 300e-6, "clock": 50e-6}
-    rows = cost_rows(
-        {name: [(wall + more, wall + 2 * more) for wall in drift] for name, more in longer.items()}
-    )
+    longer = {"bare": 0.0, "control": 0.0, "traceml": 300e-6, "clock": 50e-6, "watch": 60e-6}
+    rows = cost_rows({
+        2.0: {
+            name: [(wall + more, wall + 2 * more) for wall in drift]
+            for name, more in longer.items()
+        }
+    })  # fmt: skip
     assert [str(row["us a step longer"]) for row in rows] == [
         "+0 [+0, +0]",
         "+300 [+300, +300]",
         "+50 [+50, +50]",
+        "+60 [+60, +60]",
     ]
     assert [str(row["us of a processor more"]) for row in rows][1:] == [
         "+600 [+600, +600]",
         "+100 [+100, +100]",
+        "+120 [+120, +120]",
     ]
-    assert [row["of a 20 ms step"] for row in rows] == ["0.00 %", "1.50 %", "0.25 %"]
+    assert [row["of the step"] for row in rows] == ["0.00%", "10.00%", "1.67%", "2.00%"]
     assert {row["n"] for row in rows} == {5}
 
 
@@ -95,17 +100,14 @@ def test_the_page_names_versions_plants_and_counts(monkeypatch: pytest.MonkeyPat
         "version",
         lambda name: "9.9" if name == "traceml-ai" else version(name),
     )
-    turns = {name: [(1e-3, 1e-3)] * 4 for name in ("bare", "control", "traceml", "clock")}
-    page = " ".join(
-        show(
-            [Said("TraceML", "slow_read", "INPUT-BOUND", "input 98%", 20.0, 40.0)], turns, 300, 500
-        ).split()
-    )
+    turns = {name: [(1e-3, 1e-3)] * 4 for name in ("bare", *bench_traceml.COSTS)}
+    said = [Said("TraceML", "slow_read", "INPUT-BOUND", "input 98%", 20.0, 40.0)]
+    page = " ".join(show(said, {2.0: turns}, 300).split())
     for text in (
         "traceml-ai 9.9",
         "INPUT-BOUND",
         "300 steps",
-        "turns of 500 steps",
+        "turns of 2000, 400, 40 steps",
         "torch ",
         "slow read: 4 ms in a sample's read",
     ):
@@ -129,7 +131,7 @@ def test_loops_take_turns_and_end(tmp_path: Path) -> None:
     """A stopped loop goes on where it was told to, gives a time for each turn, and leaves no
     process behind.
     """
-    side = bench_traceml.Side("clock", tmp_path, 20)
+    side = bench_traceml.Side("clock", tmp_path, 20, 0.0)
     try:
         side.begin()
         turns = [side.turn() for _ in range(3)]
@@ -148,7 +150,7 @@ def test_a_loop_that_does_not_begin_is_not_waited_for(
     monkeypatch.setattr(
         bench_traceml, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"]
     )
-    side = bench_traceml.Side("bare", tmp_path, 20)
+    side = bench_traceml.Side("bare", tmp_path, 20, 0.0)
     with pytest.raises(TimeoutError):
         side.begin()
     side.end()
