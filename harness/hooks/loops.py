@@ -61,13 +61,19 @@ class Followed:
 
 @dataclass(eq=False)
 class _Pass:
-    """One pass over a loader; ``told``: the clock is told of its waits."""
+    """One pass over a loader.
+
+    Attributes:
+        told: whether the clock is told of its waits.
+        updates: optimizers' steps since it began.
+        grads: whether gradients were wanted as a batch was asked for.
+    """
 
     loader: Followed
     began_s: float
     told: bool
     updates: int = 0
-    given: int = 0
+    grads: bool = False
 
 
 @dataclass
@@ -159,7 +165,8 @@ class Loops:
         try:
             if clock is None or not own.told:
                 batch = get()
-                if torch.is_grad_enabled() and own not in self._undecided:
+                own.grads |= torch.is_grad_enabled()
+                if own not in self._undecided:
                     self._undecided.append(own)
             else:
                 batch = self._wait(clock, own, iterator, get)
@@ -168,7 +175,6 @@ class Loops:
             raise
         finally:
             own.loader.waited_s += self._now() - began_s
-        own.given += 1
         own.loader.batches += 1
         tensors = list(islice(_tensors(batch), _MOST_TENSORS))
         self.batch_ids = frozenset(map(id, tensors))
@@ -184,11 +190,8 @@ class Loops:
         self._end_step()
         if own is self._main:
             for other in self._undecided:
-                # it was left, or is of a loop that goes on without updates
-                clock.left_out("evaluate", other.began_s)
-                self._passes = weakref.WeakKeyDictionary(
-                    {key: each for key, each in self._passes.items() if each is not other}
-                )
+                # it was left early
+                self._left_out(other)
             self._undecided.clear()
         clock.end_computing()
         with clock.waiting():
@@ -210,9 +213,13 @@ class Loops:
             self._samples = 0
             self.on_pass(clock)
         elif not own.updates:
-            self.evaluated_s += self._now() - own.began_s
-            if clock and self._main:
-                clock.left_out("evaluate", own.began_s)
+            self._left_out(own)
+
+    def _left_out(self, own: _Pass) -> None:
+        """Keep a pass that trained nothing out of the steps."""
+        self.evaluated_s += self._now() - own.began_s
+        if self.clock and self._main:
+            self.clock.left_out("evaluate", own.began_s)
 
     def updated(self, optimizer: Any) -> None:
         """Take note of an optimizer's step that was just made."""
@@ -224,10 +231,11 @@ class Loops:
         clock = self.clock
         assert clock is not None
         for own in self._undecided:
-            own.told = own.loader.trains = True
-            if self._main is None:
-                self._main = own
-                clock.start_epoch()
+            if own.grads:
+                own.told = own.loader.trains = True
+                self._main = self._main or own
+                if self._main is own:
+                    clock.start_epoch()
         self._undecided.clear()
         for own in self._passes.values():
             own.updates += 1

@@ -1,0 +1,241 @@
+"""What the hooks make of loops of many shapes, on a clock that the loops move."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, dataloader
+
+from harness.hooks import loops as loops_module
+from harness.hooks import patches
+from harness.hooks.loops import Loops
+from harness.watch.clock import StepClock
+from harness.watch.figures import Window
+
+BATCH = 4
+WAIT_S = BATCH * 0.01
+STEP_S = 0.03
+
+
+class Time:
+    """A clock that stands still until it is moved."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def pass_(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Slow(Dataset[Tensor]):
+    """Samples that take 10 ms each."""
+
+    def __init__(self, time: Time, count: int) -> None:
+        self.time = time
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.time.pass_(WAIT_S / BATCH)
+        return torch.full((2,), float(index))
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    found = Time()
+    monkeypatch.setattr(loops_module, "StepClock", partial(StepClock, now=found))
+    return found
+
+
+@pytest.fixture
+def loops(time: Time) -> Iterator[Loops]:
+    found = Loops(lambda: None, lambda clock: clock.close_window(), lambda clock: None)
+    with patches.installed(found):
+        yield found
+
+
+class Training:
+    """A weight and what trains it."""
+
+    def __init__(self, time: Time) -> None:
+        self.time = time
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
+
+    def __call__(self, batch: Tensor, updates: bool = True) -> None:
+        self.time.pass_(STEP_S)
+        (batch * self.weight).sum().backward()
+        if updates:
+            self.optimizer.step()
+
+
+def loader(time: Time, batches: int = 6, **more: Any) -> DataLoader[Tensor]:
+    return DataLoader(Slow(time, batches * BATCH), BATCH, **more)
+
+
+def told(loops: Loops) -> Window:
+    loops.finish()
+    assert loops.clock
+    return loops.clock.total()
+
+
+def check(total: Window, steps: int, wait_s: float = WAIT_S, step_s: float = STEP_S) -> None:
+    """Each of so many steps waits and computes so long, and nothing else."""
+    assert total.steps == steps
+    assert total.elapsed_s == pytest.approx(steps * (wait_s + step_s))
+    assert total.shares["starved"] == pytest.approx(wait_s / (wait_s + step_s))
+
+
+def test_each_update_is_a_step(loops: Loops, time: Time) -> None:
+    """The first step of each epoch is kept apart, and time between epochs is none of a step's."""
+    train = Training(time)
+    batches = loader(time)
+    for _ in range(3):
+        for batch in batches:
+            train(batch)
+        time.pass_(7.0)
+    total = told(loops)
+    check(total, 15)
+    assert (total.images, total.first_steps, loops.updates) == (15 * BATCH, 3, 18)
+    assert [each.trains for each in loops.followed] == [True]
+
+
+def test_what_follows_the_update_is_python_s(loops: Loops, time: Time) -> None:
+    """Time between an optimizer's step and the next batch is the host's."""
+    train = Training(time)
+    for batch in loader(time):
+        train(batch)
+        time.pass_(0.05)
+    total = told(loops)
+    assert total.shares["host"] == pytest.approx(0.05 / (WAIT_S + STEP_S + 0.05))
+
+
+def test_batches_without_an_update_belong_to_the_next(loops: Loops, time: Time) -> None:
+    """With accumulation a step has several waits."""
+    train = Training(time)
+    for number, batch in enumerate(loader(time, 12), 1):
+        train(batch, updates=number % 3 == 0)
+    total = told(loops)
+    check(total, 3, 3 * WAIT_S, 3 * STEP_S)
+    assert total.images == 3 * 3 * BATCH
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
+@pytest.mark.parametrize("left", [False, True], ids=["to its end", "left early"])
+def test_an_evaluation_amid_an_epoch_is_no_step(
+    loops: Loops, time: Time, grad: bool, left: bool
+) -> None:
+    """Its waits and its work are no training's."""
+    train = Training(time)
+    val = loader(time, 5)
+    for number, batch in enumerate(loader(time), 1):
+        train(batch)
+        if number == 3:
+            with torch.set_grad_enabled(grad):
+                for seen, _ in enumerate(val, 1):
+                    time.pass_(0.5)
+                    if left and seen == 3:
+                        break
+    total = told(loops)
+    check(total, 5)
+    spent_s = (3 if left else 5) * (WAIT_S + 0.5)
+    assert total.pauses_s["evaluate"] == pytest.approx(spent_s)
+    assert [each.trains for each in loops.followed] == [False, True]
+
+
+def test_an_evaluation_before_training_is_none(loops: Loops, time: Time) -> None:
+    """Nothing is known of the training before the first update."""
+    val = loader(time, 2)
+    with torch.no_grad():
+        for _ in val:
+            break
+    train = Training(time)
+    for batch in loader(time):
+        train(batch)
+    check(told(loops), 5)
+    assert [each.trains for each in loops.followed] == [False, True]
+
+
+def test_two_loaders_feed_one_step(loops: Loops, time: Time) -> None:
+    """Waits for both add up; a short one that begins again within the epoch ends none."""
+    train = Training(time)
+    short = loader(time, 2)
+    others = iter(short)
+    for batch in loader(time):
+        try:
+            other = next(others)
+        except StopIteration:
+            others = iter(short)
+            other = next(others)
+        train(batch + other)
+    check(told(loops), 5, 2 * WAIT_S)
+    assert [each.trains for each in loops.followed] == [True, True]
+
+
+def test_two_optimizers_make_one_step(loops: Loops, time: Time) -> None:
+    """The computing of a step ends with its last update."""
+    first, second = Training(time), Training(time)
+    for batch in loader(time):
+        first(batch)
+        second(batch)
+        time.pass_(0.01)
+    total = told(loops)
+    assert total.steps == 5
+    assert total.shares["compute"] == pytest.approx(2 * STEP_S / (WAIT_S + 2 * STEP_S + 0.01))
+
+
+def test_a_loader_of_another_thread_is_not_counted(loops: Loops, time: Time) -> None:
+    """Where a thread of the script's prefetches, its waits are nobody's."""
+    train = Training(time)
+    other = loader(time, 3)
+    thread = threading.Thread(target=lambda: list(other))
+    thread.start()
+    thread.join()
+    for batch in loader(time):
+        train(batch)
+    check(told(loops), 5)
+    assert [each.elsewhere for each in loops.followed] == [True, False]
+
+
+def test_a_forked_process_has_no_hooks(loops: Loops, time: Time) -> None:
+    """A child that trains too tells nobody."""
+    child = os.fork()
+    if not child:
+        train = Training(time)
+        for batch in loader(time):
+            train(batch)
+        os._exit(loops.updates)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_hooks_leave_torch_as_it_was(time: Time) -> None:
+    """After the block every function is torch's own, also after an error."""
+
+    def hooked() -> list[Any]:
+        base = dataloader._BaseDataLoaderIter
+        loader = dataloader.DataLoader
+        return [loader.__init__, loader.__iter__, base.__next__, Tensor.to, torch.autograd.backward]
+
+    before = hooked()
+    found = Loops(lambda: None, lambda clock: None, lambda clock: None)
+    with pytest.raises(ZeroDivisionError):
+        _fail_within(found, time)
+    assert hooked() == before
+
+
+def _fail_within(loops: Loops, time: Time) -> None:
+    with patches.installed(loops):
+        for batch in loader(time):
+            Training(time)(batch)
+            raise ZeroDivisionError
