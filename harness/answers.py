@@ -13,8 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 _LONG_FLAGS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
-    "--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun",
-    "--info",
+    "--shell-completion", "--config-path", "--config-name", "--config-dir", "--info",
 )  # fmt: skip
 
 # settings that are paths
@@ -56,6 +55,7 @@ _ANSWERS = {
     "output_dir": "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER",
     "gpus": "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N",
     "evaluate": "write mode=evaluate resume=PATH",
+    "experimental_rerun": "write resume=FOLDER",
 }
 _ANSWERS |= {
     "fp16": _ANSWERS["amp"],

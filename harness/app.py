@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -73,6 +75,15 @@ def cli() -> int:
             _only_run.append((config, place))
         return _only_run[0][1]
 
+    def sweep_folder(name: str | None) -> str:
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+        for each in parser.parse_overrides(
+            [text for text in sys.argv[1:] if "=" in text and text[0] != "-"]
+        ):
+            if each.is_discrete_sweep() and not [*each.sweep_string_iterator()]:
+                raise schema.ConfigError(f"{each.input_line}: a sweep over no values; give some")
+        return f"multirun/{name}" if name else str(folder.new_folder(Path("multirun")))
+
     tell_crashes()
     try:
         os.getcwd()
@@ -82,7 +93,7 @@ def cli() -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     schema.register()
     OmegaConf.register_new_resolver("wellfed.run_dir", run_folder)
-    OmegaConf.register_new_resolver("wellfed.sweep_dir", folder.sweep_folder, use_cache=True)
+    OmegaConf.register_new_resolver("wellfed.sweep_dir", sweep_folder, use_cache=True)
     typed = " ".join(sys.argv)
     if " hydra/sweeper=optuna" in typed and " hydra.sweeper.direction=" not in typed:
         # what a job returns is its best top-1
@@ -92,6 +103,11 @@ def cli() -> int:
     try:
         sys.argv[1:] = schema.prepared(sys.argv[1:])
         composing(main)()
+    except SystemExit as ended:
+        if _only_run or ended.code != 1 or "-p" not in typed:
+            raise
+        # Hydra's, which has said that there is no such --package
+        return 2
     except BrokenPipeError:
         return tell(_failed) or 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
@@ -108,7 +124,9 @@ def _composing(error: BaseException) -> BaseException:
         # the folder of hydra.run.dir
         return folder.unusable(Path(error.filename), error)
     why = str(error).partition("\n")[0]
-    if isinstance(error, RecursionError):
+    if "query=" in " ".join(sys.argv):
+        why = "-sc query is for the shell, which sets COMP_LINE; see --hydra-help"
+    elif isinstance(error, RecursionError):
         why = "files name each other in a circle, or are nested too deeply"
     elif not isinstance(error, ValueError | OSError):
         return error

@@ -816,7 +816,10 @@ def prepared(arguments: list[str]) -> list[str]:
     parser = get_args_parser()
     # its own would print its usage
     parser.error = _refused  # type: ignore[method-assign]
-    words = parser.parse_intermixed_args(arguments).overrides
+    read = parser.parse_intermixed_args(arguments)
+    if read.package and not read.cfg:
+        _refused(f"--package={read.package}: has no effect without --cfg")
+    words = read.overrides
     # Hydra takes no settings on both sides of a flag, and the one behind --info for its value
     arguments = words + [text for text in arguments if text not in words]
     return answers.expanded([_as_typed(text) for text in arguments])

@@ -36,6 +36,8 @@ GUESSES = [
         ),
     ),
     ("--nonsense", "--nonsense: settings are written NAME=VALUE, without dashes; see --help"),
+    ("--experimental-rerun=x", "--experimental-rerun: settings are written NAME=VALUE, without "),
+    ("--package=optim", "--package=optim: has no effect without --cfg; see --help"),
     ("-j 4", "-j: settings are written without dashes: loader.num_workers=4"),
     ("lr=0.1", "lr: unknown setting; did you mean optim.lr?"),
     ("trainer.lr=0.1", "trainer.lr: unknown setting; did you mean optim.lr?"),

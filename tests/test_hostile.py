@@ -65,6 +65,9 @@ def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
         (["dist.timeout_s=1e300"], "dist.timeout_s=1e+300: must be <= "),
         (["--run", "-m"], "Only one of --run, --multirun"),
         (["-sc"], "the settings cannot be read"),
+        (["-sc", "query=bash"], "-sc query is for the shell, which sets COMP_LINE"),
+        (["-m", "seed=range(3,1)"], "seed=range(3,1): a sweep over no values; give some"),
+        (["-m", "model=glob(zz*)"], "model=glob(zz*): a sweep over no values; give some"),
         (["---"], "unrecognized arguments: ---; see --help"),
         (["--info=bogus"], "argument --info/-i: invalid choice: 'bogus'"),
         (["data.download=-1"], "data.download=-1: a number; use true or false"),
@@ -79,6 +82,12 @@ def test_odd_words(arguments: list[str], said: str, tmp_path: Path) -> None:
     done = trained(tmp_path, *arguments)
     assert said in refused(done.stderr, done.returncode)
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_package_that_there_is_not(tmp_path: Path) -> None:
+    """Hydra's own line, with our exit code."""
+    done = trained(tmp_path, "--cfg=job", "--package=nope")
+    assert (done.returncode, done.stderr) == (2, "package 'nope' not found in config\n")
 
 
 @pytest.mark.parametrize("setting", ["resume", "model.weights"])

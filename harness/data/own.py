@@ -8,7 +8,7 @@ example of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class OwnSource:
             )
         self._given = given
         try:
-            self.classes = tuple(map(str, given.classes))
+            self.classes = _names(given.classes)
             labels = np.asarray(given.labels)
         except Exception as error:
             raise ConfigError(
@@ -235,14 +235,21 @@ def _classes(splits: Any, pair: Sequence[Any], begin: str) -> tuple[str, ...]:
             )
         named = named.dataset
     try:
-        classes = tuple(map(str, named.classes))
+        classes = _names(named.classes)
         given = [getattr(part, "classes", None) for part in pair]
-        of_sets = [list(map(str, () if each is None else each)) for each in given]
+        of_sets = [_names(() if each is None else each) for each in given]
     except Exception as error:
         raise ConfigError(f"{begin} its classes cannot be read: {parts.told(error)}") from error
     if all(of_sets) and of_sets[0] != of_sets[1]:
         raise ConfigError(f"{begin} {_DIFFERENT}")
     return classes
+
+
+def _names(classes: Iterable[Any]) -> tuple[str, ...]:
+    # a set's order differs from process to process
+    if isinstance(classes, str | set | frozenset):
+        raise TypeError(f"of type {type(classes).__name__}; make them a list")
+    return tuple(map(str, classes))
 
 
 def _pixels(image: Any, size: int) -> np.ndarray:

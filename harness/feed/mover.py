@@ -53,9 +53,12 @@ class Normalise:
         reuse: bool = False,
     ) -> None:
         self._plain = mean is None
-        # arrays and tensors too
-        means = [float(value) for value in (() if mean is None else mean)]
-        stds = [float(value) for value in (() if std is None else std)]
+        try:
+            # arrays and tensors too
+            means = [float(value) for value in (() if mean is None else mean)]
+            stds = [float(value) for value in (() if std is None else std)]
+        except (TypeError, ValueError, OverflowError):
+            means, stds = [], [math.nan]
         fit = len(means) == len(stds) and self._plain == (std is None)
         if not (
             fit and all(map(math.isfinite, means)) and all(0 < each < math.inf for each in stds)

@@ -130,13 +130,13 @@ def described(error: BaseException) -> tuple[str, int] | None:
             return str(cause), cause.exit_code
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
-    if refusal := explain(error):
+    if words(error) and (refusal := explain(error)):
         return refusal, 2
     if isinstance(error, KeyboardInterrupt):
         return described(Interrupted(signal.SIGINT))
     if is_out_of_memory(error):
         # what torch begins with on the host says nothing
-        said = str(error).rpartition("err == 0. ")[2].split(". ")[0]
+        said = words(error).rpartition("err == 0. ")[2].split(". ")[0]
         return (
             f"{said or 'the host has no memory left'}; halve loader.batch_size "
             "(trainer.accumulate_steps=2 keeps the images of an update) or set "
@@ -144,18 +144,25 @@ def described(error: BaseException) -> tuple[str, int] | None:
             8,
         )
     # gloo's and NCCL's, from a collective call or within the network's own
-    if isinstance(error, RuntimeError) and _LOST.search(str(error)):
-        reason = str(error).splitlines()[0].rpartition("] ")[2].split(". ")[0] or str(error)
+    if isinstance(error, RuntimeError) and _LOST.search(words(error)):
+        reason = words(error).splitlines()[0].rpartition("] ")[2].split(". ")[0] or words(error)
         return (
             f"another rank ended or does not answer ({reason[:200]}); look at its lines",
             LOST_RANK,
         )
     for said, answer in _ANSWERS.items():
-        if said in str(error):
+        if said in words(error):
             return answer
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
     return None
+
+
+def words(error: BaseException) -> str:
+    """Returns the text of ``error``; nothing where a class of the user's fails to make one."""
+    with contextlib.suppress(Exception):
+        return str(error)
+    return ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -167,7 +174,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     said = re.search(
         "DefaultCPUAllocator|not enough memory|bad_alloc|CUDA error: out of memory|ALLOC_FAILED|"
         r"Cuda failure 2\b",
-        str(error),
+        words(error),
     )
     return isinstance(error, RuntimeError) and said is not None
 
@@ -177,7 +184,7 @@ def told(error: BaseException) -> tuple[str, int]:
     if known := described(error):
         return known
     traceback.print_exception(error)
-    return f"{type(error).__name__}: {error}", 1
+    return f"{type(error).__name__}: {words(error)}", 1
 
 
 def tell(failures: Sequence[BaseException]) -> int:

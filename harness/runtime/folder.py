@@ -105,13 +105,6 @@ def shared(make: Callable[[str | None], str]) -> str:
     return said[1:]
 
 
-def sweep_folder(name: str | None) -> str:
-    """Returns the folder of a sweep."""
-    if name is None:
-        return str(new_folder(Path("multirun")))
-    return f"multirun/{name}"
-
-
 def new_folder(base: Path) -> Path:
     """Returns a new folder ``base/<date>/<time>``, with a suffix if two start in one second."""
     stamp = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")

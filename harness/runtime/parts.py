@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import ConfigError
-from harness.runtime.errors import RunError, printable
+from harness.runtime.errors import RunError, printable, words
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -78,7 +78,7 @@ def told(error: Exception) -> str:
     called = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in called if not frame.filename.startswith(libraries)]
     where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    text = str(error).strip().partition("\n")[0]
+    text = words(error).strip().partition("\n")[0]
     return printable(f"{type(error).__name__}: {text}{where}")
 
 

@@ -22,6 +22,8 @@ from typing import NoReturn
 from harness.runtime.errors import Interrupted
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# by these a trainer ends at once, and its workers clear up after it
+_UNHEARD = {*_HANDLED, signal.SIGQUIT, signal.SIGHUP}
 _FREE = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 # repeats of a signal
 _SAME_S = 1.0
@@ -122,7 +124,7 @@ def caught(grace_s: float = 25.0) -> Iterator[None]:
 @contextmanager
 def unheard(*but: signal.Signals) -> Iterator[None]:
     """Opens a block that lets in no signals but ``but``, also in processes started in it."""
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {*_HANDLED} - {*but})
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, _UNHEARD - {*but})
     try:
         yield
     finally:
@@ -138,7 +140,7 @@ def ignored_in_worker() -> None:
     last batches with them.
     """
     signal.set_wakeup_fd(-1)
-    for number in _HANDLED:
+    for number in _UNHEARD:
         signal.signal(number, signal.SIG_IGN)
 
 

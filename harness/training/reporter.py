@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from harness.config import Config, DistName, Mode, shown, walk
 from harness.data.cache import PixelCache
 from harness.runtime import accelerator, launch
-from harness.runtime.errors import described
+from harness.runtime.errors import described, words
 from harness.runtime.folder import LOGGER
 from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
@@ -68,7 +68,7 @@ class Reporter:
             yield
         except BaseException as error:
             known = described(error)
-            text = known[0] if known else f"{type(error).__name__}: {error}"
+            text = known[0] if known else f"{type(error).__name__}: {words(error)}"
             self._report(engine, {"error": text})
             raise
         self._report(engine, {})

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from multiprocessing import get_all_start_methods, get_start_method
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from harness.feed.processes import ProcessFeed, enter_worker
 from harness.feed.timed import Batches, TimedSteps
 from harness.runtime import limits
 from harness.runtime.distributed import World
-from harness.runtime.errors import BadSample, LoaderError
+from harness.runtime.errors import BadSample, LoaderError, words
 from harness.runtime.snapshot import Snapshot
 from harness.tuning.answer import TuningReport
 from harness.tuning.tuner import tune as tune_probes
@@ -71,9 +72,11 @@ def tune(
     Raises:
         BadSample: the data set raised an error.
         RuntimeError: several ranks have been started.
-        TypeError: the data set is not map-style, or a part of ``state`` cannot be put back.
+        TypeError: the data set is not map-style, an argument is of another type, or a part of
+            ``state`` cannot be put back.
         ValueError: the data set has no batch of ``batch_size`` samples.
     """
+    _check(locals())
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError("dataset: not map-style; tune() needs __len__ and __getitem__")
     if not 1 <= batch_size <= len(dataset):
@@ -91,6 +94,25 @@ def tune(
     trainee = _Trainee(probes, step, state, torch.device(device))
     config = config or TunerConfig()
     return tune_probes(probes, trainee, own, config, limits.measure(), trainee.world)
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Refuses arguments of ``tune`` that only fail once something is measured."""
+    kinds: dict[str, Any] = {
+        "step": Callable,
+        "batch_size": Integral,
+        "state": Iterable,
+        "collate_fn": Callable,
+        "worker_init_fn": Callable | None,
+        "num_workers": Integral,
+        "start_method": str | None,
+        "config": TunerConfig | None,
+    }
+    for name, kind in kinds.items():
+        if not isinstance(given[name], kind):
+            raise TypeError(
+                f"{name}={given[name]!r}: of type {type(given[name]).__name__}; see help(tune)"
+            )
 
 
 @dataclass
@@ -145,7 +167,7 @@ class _Feed(ProcessFeed):
                     batch = HostBatch(next(iter(_tensors(batch)), none), none, none)
                 yield batch
         except Exception as error:
-            text = f"{type(error).__name__}: {error}".strip()
+            text = f"{type(error).__name__}: {words(error)}".strip()
             if self.settings.num_workers:
                 text = str(error).strip()
                 # torch's own: a worker died, or no batch came in time

@@ -259,6 +259,14 @@ def test_the_classes_may_be_named_in_three_places(opened: Callable[..., Splits])
     assert len(opened((part, part)).train) == 2
 
 
+class Unordered(Rows):
+    classes = frozenset(("dark", "light"))
+
+
+class Texted(Drawn):
+    classes = "dark, light"  # type: ignore[assignment]
+
+
 class Nameless(Drawn):
     classes = None  # type: ignore[assignment]
 
@@ -342,6 +350,18 @@ class Half(Rows):
             {},
             "its classes cannot be read: TypeError: 'NoneType' object is not iterable",
             id="classes of none",
+        ),
+        pytest.param(
+            (Unordered(), Rows()),
+            {},
+            "the training set: its classes or labels cannot be read: TypeError: of type ",
+            id="unordered source",
+        ),
+        pytest.param(
+            (Texted(), Drawn()),
+            {},
+            "its classes cannot be read: TypeError: of type str; make them a list",
+            id="classes in a text",
         ),
         pytest.param(
             (Endless(), Drawn()),

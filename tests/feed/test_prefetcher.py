@@ -220,10 +220,12 @@ def test_one_mean_fits_grey_images(make: Make) -> None:
     [
         *((MEAN, None), (None, STD), (MEAN, (0.5,)), ((0.5,), STD), ((), STD)),
         *(((0.5,), (0.0,)), ((0.5,), (-1.0,)), ((0.5,), (math.nan,)), ((math.inf,), (1.0,))),
+        *(((10**400,), (1,)), ("a", "b"), (0.5, 0.5), ((0.5,), (None,))),
     ],
     ids=[
         *("no std", "no mean", "one std", "one mean", "empty mean"),
         *("std 0", "negative std", "std NaN", "infinite mean"),
+        *("huge mean", "letters", "no lists", "std None"),
     ],
 )
 def test_mean_and_std_that_do_not_fit_each_other_are_refused(

@@ -13,12 +13,14 @@ import pytest
 import torch
 from commands import ran
 
+from harness.config import ConfigError
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
 from harness.feed.fill import Filler
-from harness.runtime.errors import described
+from harness.runtime import parts
+from harness.runtime.errors import described, told
 
 ADVICE = (
     "; halve loader.batch_size (trainer.accumulate_steps=2 keeps the images of an update) or set "
@@ -50,6 +52,23 @@ ADVICE = (
 def test_memory_of_any_allocator(error: Exception, said: str) -> None:
     """Exit code 8, in one line that says what to lower."""
     assert described(error) == (f"{said}{ADVICE}", 8)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError, KeyError])
+def test_an_error_that_cannot_say_what_it_is(
+    kind: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told by its class and its traceback, without one of ours."""
+
+    class Odd(kind):  # type: ignore[misc, valid-type]
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    assert told(Odd()) == ("Odd: ", 1)
+    assert "ZeroDivisionError" not in capsys.readouterr().err
+    wrapped = ConfigError(parts.told(Odd()))
+    wrapped.__cause__ = Odd()
+    assert described(wrapped) == ("Odd: ", 2)
 
 
 def test_torch_says_so_itself() -> None:

@@ -141,12 +141,6 @@ def test_a_named_run_is_owned_by_the_first_rank(
     assert Path("outputs/mine/.lock").exists() is owned
 
 
-def test_a_sweep_has_a_folder_of_its_own() -> None:
-    """Sweeps go to multirun/, named or by the time."""
-    assert folder.sweep_folder("mine") == "multirun/mine"
-    assert Path(folder.sweep_folder(None)).parts[0] == "multirun"
-
-
 @pytest.mark.parametrize(("rank", "name"), [(0, "train.log"), (2, "train-rank2.log")])
 def test_the_log_goes_to_the_folder(tmp_path: Path, rank: int, name: str) -> None:
     """Inside the block the project's log is in the folder, one file a rank; afterwards the logger

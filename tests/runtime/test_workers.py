@@ -90,6 +90,37 @@ def test_a_trainer_killed_as_it_starts_a_worker_leaves_nothing(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+GROUP = """
+import multiprocessing, os, resource, jobs
+from harness.runtime import workers
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    workers.start_server(["harness.runtime.fork_server"])
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("forkserver")
+    context.Process(target=jobs.wait_as_worker, args=(there,)).start()
+    here.recv()
+    os.killpg(0, NUMBER)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGHUP])
+def test_a_whole_group_that_is_ended_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """The workers hear no such signal, and clear up after their trainer."""
+    ended = subprocess.run(
+        [sys.executable, "-c", GROUP.replace("NUMBER", str(int(number)))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (-number, "")
+    assert list(tmp_path.iterdir()) == []
+
+
 TWICE = """
 from multiprocessing import forkserver
 from harness.runtime import workers
