@@ -104,10 +104,8 @@ def cli() -> int:
         sys.argv[1:] = schema.prepared(sys.argv[1:])
         composing(main)()
     except SystemExit as ended:
-        if _only_run or ended.code != 1 or "-p" not in typed:
-            raise
-        # Hydra's, which has said that there is no such --package
-        return 2
+        # with --cfg no job runs: Hydra has said that there is no such --package
+        raise SystemExit(2 if "--cfg" in typed and ended.code else ended.code) from None
     except BrokenPipeError:
         return tell(_failed) or 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
