@@ -170,9 +170,11 @@ def _fetcher(
 
 def hook_libraries() -> None:
     """Has torchvision's and Pillow's functions tell their stages, where they are imported."""
-    image_file = sys.modules.get("PIL.ImageFile")
-    if image_file is not None:
-        _wrap(image_file.ImageFile, "load", _loading)
+    if "PIL.Image" in sys.modules:
+        # Pillow itself imports it when the first image is opened
+        from PIL import ImageFile
+
+        _wrap(ImageFile.ImageFile, "load", _loading)
     for name, method in (
         ("torchvision.transforms.transforms", "__call__"),
         ("torchvision.transforms.v2._container", "forward"),
