@@ -39,7 +39,7 @@ class Followed:
     Attributes:
         where: the file and line that made it.
         settings: with torch's names.
-        shuffles: whether its samples come in random order.
+        dataset: torchvision's folder of images; None: another one.
         meter: what its workers do; None until it is iterated over, and where that is not seen.
         trains: whether an optimizer has stepped during its last pass.
         passes: over it that have ended.
@@ -50,7 +50,7 @@ class Followed:
 
     where: str
     settings: FeedSettings
-    shuffles: bool
+    dataset: Any = None
     meter: Meter | None = None
     trains: bool = False
     passes: int = 0
@@ -313,7 +313,11 @@ class Loops:
     def _loader(self, loader: Any) -> Followed:
         """Returns what is known of a loader."""
         if loader not in self._known:
-            self._known[loader] = Followed(_caller(), _settings(loader), _shuffles(loader))
+            dataset = getattr(loader, "dataset", None)
+            folder = sys.modules.get("torchvision.datasets.folder")
+            if folder is None or not isinstance(dataset, folder.DatasetFolder):
+                dataset = None
+            self._known[loader] = Followed(_caller(), _settings(loader), dataset)
             self.followed.append(self._known[loader])
         return self._known[loader]
 
@@ -334,10 +338,6 @@ def _settings(loader: Any) -> FeedSettings:
         told("timeout", 0.0),
         "",
     )
-
-
-def _shuffles(loader: Any) -> bool:
-    return "Random" in type(getattr(loader, "sampler", None)).__name__
 
 
 def _caller() -> str:

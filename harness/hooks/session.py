@@ -161,6 +161,9 @@ class Session:
         if loops.world_size > 1:
             ranks = (self._rank_figures(total), *_read_ranks(loops.world_size, self._began))
         evidence, verdict, change = self._judged(total, ranks)
+        offered = None
+        if main and verdict.bottleneck in ("decode", "augment", "workers"):
+            offered = advice.offered(evidence, main)
         own = accelerator.of(loops.device)
         # most evaluations lie between two epochs
         total = replace(total, pauses_s={"evaluate": loops.evaluated_s})
@@ -182,6 +185,7 @@ class Session:
             "loader": main and main.settings,
             "loaders": [_told(each) for each in loops.followed],
             "change": change,
+            "offered": offered,
             "verdict": verdict,
             "environment": environment(own.name if own.kind == "cuda" else None),
             "run": {"name": self._place and self._place.name, "overrides": [self._name]},
@@ -226,6 +230,8 @@ class Session:
         yield f"verdict        {report['verdict'].sentence}"
         if "change" in report:
             yield f"expected       {report['change']}"
+        if "offered" in report:
+            yield f"or             {report['offered']}"
         for each in loops.followed:
             if each.elsewhere:
                 yield f"not seen       the DataLoader at {each.where}: another thread iterates it"

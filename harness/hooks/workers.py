@@ -118,7 +118,7 @@ def _lapping(timer: StageTimer | None) -> Iterator[None]:
     if timer is None:
         yield
         return
-    _lap = timer.lap
+    _lap = timer.known_lap
     _lap(START)
     try:
         yield
