@@ -73,7 +73,8 @@ def _unreadable(
         progress(f"verify: {name} images", len(feed), "batches") as bar,
     ):
         # not by iterating the feed, which ends at the first image that cannot be read
-        for batch in feed.batches_of(0, False, math.inf):
+        feed.begin(0)
+        for batch in feed.batches_of(0, math.inf):
             signals.check()
             if batch is None:
                 continue

@@ -75,10 +75,8 @@ class ArrayFeed(Feed):
         self._due: deque[tuple[np.ndarray, int]] = deque()
         self._wanted: deque[np.ndarray] = deque()
 
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """As in ``Feed``."""
-        if not primed:
-            self.begin(epoch)
         coming = self._coming
         # until the end, or until the feed was closed
         while self._due and self._coming is coming:

@@ -182,15 +182,16 @@ class Feed(ABC):
         """
         if self._running is not None or self._primed not in (None, self._epoch):
             self.close()
-        primed = self._primed is not None
-        self._primed = None
         own = self._running = object()
         given = 0
         wanted = len(self)
         try:
             if not wanted:
                 return
-            for batch in self._lasting(self._epoch, primed, poll_s):
+            if self._primed is None:
+                self.begin(self._epoch)
+            self._primed = None
+            for batch in self._lasting(self._epoch, poll_s):
                 if batch is not None:
                     batch.check()
                     self.replaced += batch.failures
@@ -211,12 +212,12 @@ class Feed(ABC):
                 if not given or given < wanted or not self.settings.persistent_workers:
                     self.close()
 
-    def _lasting(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def _lasting(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """Iterates over ``batches_of``; if ``restarts``, with new workers in place of lost ones."""
         given = tries = 0
         while True:
             try:
-                for batch in self.batches_of(epoch, primed, poll_s):
+                for batch in self.batches_of(epoch, poll_s):
                     if batch is not None:
                         given += 1
                         tries = 0
@@ -235,7 +236,6 @@ class Feed(ABC):
                 )
             self.end()
             self.begin(epoch, given)
-            primed = True
 
     def close(self) -> None:
         """Ends the workers; the next ``iter()`` starts new ones. Safe to call twice."""
@@ -243,11 +243,11 @@ class Feed(ABC):
         self.end()
 
     @abstractmethod
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
-        """Iterates over ``epoch``, begun already if ``primed``; None stands for a vain wait."""
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
+        """Iterates over ``epoch``, which has begun; None stands for a vain wait."""
 
     # a backend that makes nothing ahead has nothing to begin or to end
-    def begin(self, epoch: int, first: int = 0) -> object:  # noqa: B027
+    def begin(self, epoch: int, first: int = 0) -> None:  # noqa: B027
         """Begins the pass of ``epoch`` at its batch ``first`` without waiting."""
 
     def end(self) -> None:  # noqa: B027

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing.util
 import resource
-import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -81,7 +80,7 @@ class ProcessFeed(Feed):
         self._loader: Loader | None = None
         # torch's iterator of this pass, or of the last with persistent workers
         self._pass: Any = None
-        # the iterator of a primed pass
+        # the iterator of a pass that has begun, once its workers have started
         self._started: Future[Iterator[HostBatch]] | None = None
         self._workers: list[BaseProcess] = []
         # at exit too: Python waits for them, and they are deaf to SIGTERM
@@ -100,14 +99,14 @@ class ProcessFeed(Feed):
         if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
             super().prime(epoch)
 
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """As in ``Feed``."""
         given = 0
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
-                started = self._started
+                assert self._started is not None
+                batches: Any = self._started.result()
                 self._started = None
-                batches: Any = started.result() if started else self._start(epoch)
                 # torch looks for dead workers only when a wait is over: waits are short ones
                 batches._timeout = min(poll_s, self._poll_s)
                 watchdog.wait = 0
@@ -159,11 +158,11 @@ class ProcessFeed(Feed):
             # of the thread that starts it
             own = torch.accelerator
             device = (own.set_device_index, (own.current_device_index(),))
-        pool = ThreadPoolExecutor(1, "prime", *device)
+        pool = ThreadPoolExecutor(1, "begin", *device)
         self._started = pool.submit(self._start, epoch, first)
         pool.shutdown(wait=False)
 
-    def _start(self, epoch: int, first: int = 0) -> Iterator[HostBatch]:
+    def _start(self, epoch: int, first: int) -> Iterator[HostBatch]:
         """Returns torch's iterator over ``epoch`` from ``first`` on, with its workers started."""
         s = self.settings
         _check_files(s.num_workers)
@@ -187,7 +186,6 @@ class ProcessFeed(Feed):
             self._pass._timeout = self._poll_s
         self._keys.epoch = epoch
         self._keys.first = first
-        former = signal.getsignal(signal.SIGCHLD)
         before = multiprocessing.active_children()
         limit_s = s.timeout_s and max(s.timeout_s, _START_S)
         try:
@@ -213,10 +211,6 @@ class ProcessFeed(Feed):
             if watchdog.fired:
                 raise TimeoutError from error
             raise
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                # torch's handler raises wherever the trainer happens to be
-                signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)
         self._workers[:] = getattr(self._pass, "_workers", ())
         batches: Iterator[HostBatch] = self._pass
         return batches
@@ -237,11 +231,10 @@ class ProcessFeed(Feed):
 
     def end(self) -> None:
         """As in ``Feed``."""
-        started = self._started
-        self._started = None
-        if started:
+        if self._started is not None:
             # waits until there are workers to end
-            started.exception()
+            self._started.exception()
+            self._started = None
         self._end_workers()
 
     def _end_workers(self) -> None:

@@ -34,7 +34,7 @@ class SyntheticFeed(Feed):
         )
         self._labels = torch.randint(0, classes, size[:1], generator=generator).to(device)
 
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """As in ``Feed``."""
         for indices in self.order.batches(epoch):
             n = len(indices)

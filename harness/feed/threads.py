@@ -85,21 +85,17 @@ class ThreadFeed(Feed):
             threads = self._threads.resize(threads)
         self.settings = replace(self.settings, num_workers=threads)
 
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """As in ``Feed``."""
-        threads = self._threads
-        if not primed or threads is None:
-            threads = self.begin(epoch)
-        return threads.batches(poll_s)
+        assert self._threads is not None
+        return self._threads.batches(poll_s)
 
-    def begin(self, epoch: int, first: int = 0) -> BatchThreads:
+    def begin(self, epoch: int, first: int = 0) -> None:
         """As in ``Feed``."""
         if self._threads is None:
             filler = partial(Filler, self._dataset, meter=self.meter, gauge=self.gauge)
             self._threads = BatchThreads(self, filler, self._dataset.image_size, self.settings)
-        threads = self._threads
-        threads.begin(epoch, islice(self.order.batches(epoch), first, None))
-        return threads
+        self._threads.begin(epoch, islice(self.order.batches(epoch), first, None))
 
     def end(self) -> None:
         """As in ``Feed``."""
