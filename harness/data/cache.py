@@ -15,8 +15,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 
@@ -127,7 +126,10 @@ class PixelCache:
         # most often once it is full, and then without the lock
         if head["used"] + size > head["limit"]:
             return pixels
-        with _alone_with(self._lock):
+        # The lock belongs to one opening of a file, which a thread shares with the others, and a
+        # process with those it forks. A process that is killed unlocks.
+        with open(f"/proc/self/fd/{self._lock}", "r+b", buffering=0) as own:
+            fcntl.flock(own, fcntl.LOCK_EX)
             start = int(head["used"])
             if start + size > head["limit"]:
                 return pixels
@@ -232,16 +234,3 @@ def set_budget(fd: int, facts: str, rows: int, used: int, budget_bytes: int) -> 
 
 def _pixels_start(rows: int) -> int:
     return _TABLE_START + _COLUMNS * 8 * rows
-
-
-@contextmanager
-def _alone_with(fd: int) -> Iterator[None]:
-    """Locks the file ``fd`` against all other threads and processes; a killed one unlocks."""
-    # The lock belongs to one opening of a file, which a thread shares with the others, and a
-    # process with those it forks.
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(own, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(own)

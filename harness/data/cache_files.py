@@ -221,9 +221,7 @@ def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
     Measured on at most 16 images; None: none is larger.
     """
     errors = []
-    shape = (3, dataset.image_size, dataset.image_size)
-    whole = np.empty(shape, np.uint8)
-    small = np.empty(shape, np.uint8)
+    crops = np.empty((2, 3, dataset.image_size, dataset.image_size), np.uint8)
     for i in spread(len(dataset), 16):
         # A bad sample is told when it is loaded.
         with suppress(BadSample, ValueError):
@@ -231,8 +229,9 @@ def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
             if isinstance(pixels, bytes):
                 pixels = decode(pixels, dataset.options)
             if max(pixels.shape) > max_side:
-                dataset.transform(pixels, SampleRng(dataset.seed, 0, i), whole)
-                pixels = cache.shrunk(pixels, max_side)
-                dataset.transform(pixels, SampleRng(dataset.seed, 0, i), small)
-                errors.append(np.abs(whole.astype(np.int16) - small).mean())
+                for image, crop in zip(
+                    (pixels, cache.shrunk(pixels, max_side)), crops, strict=True
+                ):
+                    dataset.transform(image, SampleRng(dataset.seed, 0, i), crop)
+                errors.append(np.abs(np.diff(crops.astype(np.int16), axis=0)).mean())
     return float(np.mean(errors)) if errors else None

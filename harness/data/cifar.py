@@ -19,7 +19,7 @@ from harness.config import DataConfig
 from harness.data.archive import read_members
 from harness.data.download import fetch, make_once, md5_of
 from harness.data.storage import ArraySource, cache_root
-from harness.runtime.errors import DataError, printable
+from harness.runtime.errors import DataError
 from harness.runtime.files import read_json, remove
 from harness.runtime.folder import LOGGER
 
@@ -152,14 +152,13 @@ def _marker(folder: Path, md5: str) -> dict[str, object]:
 
 def _obtain(archive: Path, md5: str, data: DataConfig) -> None:
     """Makes sure that the archive is there and has the right digest."""
-    where = printable(str(archive))
     if not archive.is_file():
         way_out = (
-            f"put {archive.name} into {printable(str(archive.parent))}, or take data=shapes, "
+            f"put {archive.name} into {archive.parent}, or take data=shapes, "
             "data=digits or data=fake: they need no network"
         )
         if not data.download:
-            raise DataError(f"{where}: not there, and data.download=false; {way_out}")
+            raise DataError(f"{archive}: not there, and data.download=false; {way_out}")
         mirror = data.mirror or "https://www.cs.toronto.edu/~kriz"
         try:
             fetch(f"{mirror.rstrip('/')}/{archive.name}", archive, md5=md5)
@@ -169,11 +168,11 @@ def _obtain(archive: Path, md5: str, data: DataConfig) -> None:
         digest = md5_of(archive)
     except OSError as error:
         raise DataError(
-            f"{where}: cannot be read: {error.strerror}; mend it with chmod or delete it"
+            f"{archive}: cannot be read: {error.strerror}; mend it with chmod or delete it"
         ) from error
     if digest != md5:
         raise DataError(
-            f"{where}: the md5 digest differs: expected {printable(md5)}, got {digest}; delete the "
+            f"{archive}: the md5 digest differs: expected {md5}, got {digest}; delete the "
             f"file, or set data.md5={digest} if this archive is meant"
         )
 
@@ -216,9 +215,9 @@ def _read_archive(name: str, archive: Path) -> dict[str, NDArray[Any]]:
             arrays[f"{split}_labels"] = np.array(labels, np.int64)
     except Exception as error:
         # a damaged pickle may raise anything
-        reason = printable(str(error) or type(error).__name__)
+        reason = str(error) or type(error).__name__
         raise DataError(
-            f"{printable(str(archive))}: member {member} is not as published: {reason}; get the "
+            f"{archive}: member {member} is not as published: {reason}; get the "
             "archive from its publisher"
         ) from error
     return arrays

@@ -82,7 +82,7 @@ def fetch(
         usable = False
     if not usable:
         raise DataError(
-            f"data.mirror: {printable(url)} is not an http or https address; set one, or put the "
+            f"data.mirror: {url} is not an http or https address; set one, or put the "
             "file into data.root by hand"
         )
     # The address is not repeated here: it holds a secret.
@@ -105,8 +105,7 @@ def fetch(
                     file.truncate(0)
                 if pause_s is None or not fault.retry:
                     raise DataError(
-                        f"{printable(f'{url}: {fault}')}; check the network and the address "
-                        "(data.mirror)"
+                        f"{url}: {fault}; check the network and the address (data.mirror)"
                     ) from fault
                 _log.warning("%s: %s; trying again in %g s", url, fault, pause_s)
                 sleep(pause_s)
@@ -154,7 +153,7 @@ def _writing(path: Path, advice: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise DiskError(f"{printable(str(path))}: cannot be written: {reason}; {advice}") from error
+        raise DiskError(f"{path}: cannot be written: {reason}; {advice}") from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import numpy as np
 
 from harness.data.decode import HEAD_BYTES, reader
 from harness.data.mapped import MappedFile, checksum, in_memory
-from harness.runtime.errors import DataError, printable
+from harness.runtime.errors import DataError
 from harness.runtime.files import open_regular, parsed, set_aside, write_whole
 from harness.runtime.folder import LOGGER
 
@@ -275,8 +275,8 @@ def _folder_state(path: bytes) -> list[int]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first five of ``names``, printable, and how many more there are."""
-    shown = ", ".join(map(printable, names[:5]))
+    """Returns the first five of ``names``, and how many more there are."""
+    shown = ", ".join(names[:5])
     if len(names) > 5:
         shown += f" and {len(names) - 5} more"
     return shown

@@ -27,7 +27,7 @@ from harness.data import drawing
 from harness.data.download import make_once
 from harness.data.storage import Source, cache_root, open_folder_splits
 from harness.runtime import limits, signals, workers
-from harness.runtime.errors import DataError, DiskError, printable
+from harness.runtime.errors import DataError, DiskError
 from harness.runtime.files import read_json, set_aside
 from harness.runtime.folder import LOGGER
 from harness.watch.console import progress, say
@@ -77,7 +77,7 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     for (split, count), source in zip(counts.items(), sources, strict=True):
         if len(source) != count:
             raise DataError(
-                f"{printable(str(tree / split))}: {len(source)} images in place of {count}; delete "
+                f"{tree / split}: {len(source)} images in place of {count}; delete "
                 "the folder above it and it is made again"
             )
     return sources
@@ -89,7 +89,6 @@ def _is_made(tree: Path, facts: dict[str, int]) -> bool:
     Raises:
         DataError: something else is in its place.
     """
-    shown = printable(str(tree))
     way_out = "set data.root to a folder that does not exist yet"
     try:
         found = read_json(tree / _MARKER)
@@ -97,22 +96,21 @@ def _is_made(tree: Path, facts: dict[str, int]) -> bool:
             raise ValueError("no object in its marker")
     except FileNotFoundError:
         if tree.is_dir() and any(tree.iterdir()):
-            raise DataError(f"{shown}: holds something else; {way_out}") from None
+            raise DataError(f"{tree}: holds something else; {way_out}") from None
         return False
     except (OSError, ValueError) as error:
-        raise DataError(f"{shown}: cannot be used ({error}); {way_out}") from error
+        raise DataError(f"{tree}: cannot be used ({error}); {way_out}") from error
     if found != facts:
         other = ", ".join(
             f"{key}={found.get(key)}" for key in facts if found.get(key) != facts[key]
         )
         raise DataError(
-            f"{shown}: was generated with {other}; delete it, or set data.root to another folder"
+            f"{tree}: was generated with {other}; delete it, or set data.root to another folder"
         )
     return True
 
 
 def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
-    shown = printable(str(tree))
     images = [("train", i) for i in range(generate.train_images)]
     images += [("val", i) for i in range(generate.val_images)]
     pixels = generate.width * generate.height
@@ -124,7 +122,7 @@ def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
     def write(part: Path) -> None:
         free_mb = shutil.disk_usage(part).free / 1e6
         if free_mb < needed_mb:
-            raise DiskError(f"{shown}: {free_mb:.0f} MB are free, {advice}")
+            raise DiskError(f"{tree}: {free_mb:.0f} MB are free, {advice}")
         for split, label in itertools.product(("train", "val"), range(generate.classes)):
             (part / split / drawing.look(label, generate.classes).name).mkdir(parents=True)
         chunk = max(1, min(128, _CHUNK_PIXELS // pixels))
@@ -149,7 +147,7 @@ def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
         make_once(tree, lambda: _is_made(tree, facts), write, advice)
     except BrokenProcessPool as error:
         raise DataError(
-            f"{shown}: a process that draws was killed, perhaps for want of memory; start again"
+            f"{tree}: a process that draws was killed, perhaps for want of memory; start again"
         ) from error
 
 

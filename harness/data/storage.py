@@ -72,7 +72,7 @@ class FolderSource:
             if empty:
                 what = f"no images in {listed(empty)}"
             raise DataError(
-                f"{printable(self.root)}: {what} (left out: {left_out or 'nothing'}); a data set "
+                f"{self.root}: {what} (left out: {left_out or 'nothing'}); a data set "
                 "has one folder for each class, with its images"
             )
 
@@ -118,9 +118,7 @@ def _check_folder(path: str) -> None:
         what = "no such folder"
         if os.path.lexists(path):
             what = "not a folder"
-        raise DataError(
-            f"data.root={printable(path)}: {what}; set it to the folder that holds the data set"
-        )
+        raise DataError(f"data.root={path}: {what}; set it to the folder that holds the data set")
 
 
 class ArraySource:
@@ -211,8 +209,7 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
     for name, members in zip(source.classes, by_class, strict=True):
         if len(members) < 2:
             raise DataError(
-                f"class {printable(name)} has {len(members)} images: too few to split for "
-                "validation"
+                f"class {name} has {len(members)} images: too few to split for validation"
             )
         count = min(max(1, round(len(members) * fraction)), len(members) - 1)
         chosen[members[rng.sample(range(len(members)), count)]] = True
@@ -271,7 +268,7 @@ def open_folder_splits(
         only = []
         for part, other in ((train, val), (val, train)):
             if names := sorted({*part.classes} - {*other.classes}):
-                only.append(f"only in {printable(part.root)}: {listed(names)}")
+                only.append(f"only in {part.root}: {listed(names)}")
         raise DataError(
             f"the training and the validation set have different classes: {'; '.join(only)}"
         )
