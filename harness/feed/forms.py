@@ -162,8 +162,11 @@ class Feeds:
             gauge: is told what the workers do, unless the batches are on the device already.
             again: repeat the samples that ``cursor`` has seen, which can be read.
         """
-        order = ProbeOrder(self._probe_order(), self.cursor, again)
-        feed = self._make(self.splits.train, order, settings)
+        order = self._train_order()
+        # a short batch would have another step time
+        full = replace(order, drop_last=True)
+        probes = ProbeOrder(full if len(full) else order, self.cursor, again)
+        feed = self._make(self.splits.train, probes, settings)
         feed.gauge = gauge
         return feed
 
@@ -189,12 +192,6 @@ class Feeds:
             return 0
         sets = (self.splits.train, self.splits.val)
         return sum(pixel_bytes(dataset) for dataset in sets if isinstance(dataset, ImageDataset))
-
-    def _probe_order(self) -> Order:
-        # a short batch would have another step time
-        order = self._train_order()
-        full = replace(order, drop_last=True)
-        return full if len(full) else order
 
     def _train_order(self) -> Order:
         loader = self.config.loader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,12 +53,12 @@ class Normalise:
     ) -> None:
         self._plain = mean is None
         # arrays and tensors too
-        means = [float(value) for value in (() if mean is None else mean)]
-        stds = [float(value) for value in (() if std is None else std)]
-        fit = len(means) == len(stds) and self._plain == (std is None)
-        if not (
-            fit and all(map(math.isfinite, means)) and all(0 < each < math.inf for each in stds)
-        ):
+        means, stds = (
+            np.array([float(value) for value in (() if given is None else given)])
+            for given in (mean, std)
+        )
+        fit = means.shape == stds.shape and self._plain == (std is None)
+        if not (fit and np.isfinite([means, stds]).all() and (stds > 0).all()):
             raise ValueError(
                 f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one finite "
                 "value for each channel, std above 0"
@@ -68,8 +67,8 @@ class Normalise:
             raise ValueError(f"DataPrefetcher: dtype={dtype}: use float32, bfloat16 or float16")
         self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._means = np.array([255.0 * value for value in means], np.float32)
-        self._scales = np.array([1.0 / (255.0 * value) for value in stds], np.float32)
+        self._means = (255.0 * means).astype(np.float32)
+        self._scales = (1.0 / (255.0 * stds)).astype(np.float32)
         self._on_host = accelerator.of(device).kind == "cpu"
         # for other devices
         shape = (1, len(self._means), 1, 1)

@@ -104,8 +104,11 @@ class ProcessFeed(Feed):
         given = 0
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
-                assert self._started is not None
-                batches: Any = self._started.result()
+                started = self._started
+                # closed while the pass began
+                if started is None:
+                    return
+                batches: Any = started.result()
                 self._started = None
                 # torch looks for dead workers only when a wait is over: waits are short ones
                 batches._timeout = min(poll_s, self._poll_s)

@@ -87,8 +87,11 @@ class ThreadFeed(Feed):
 
     def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """As in ``Feed``."""
-        assert self._threads is not None
-        return self._threads.batches(poll_s)
+        threads = self._threads
+        # closed while the pass began
+        if threads is None:
+            return iter(())
+        return threads.batches(poll_s)
 
     def begin(self, epoch: int, first: int = 0) -> None:
         """As in ``Feed``."""
