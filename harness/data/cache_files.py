@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -29,7 +28,7 @@ from harness.data.storage import FolderSource, Source, Subset, cache_root, sprea
 from harness.runtime import limits
 from harness.runtime.errors import BadSample, printable
 from harness.runtime.files import make_way, open_regular
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.seeding import SampleRng
 from harness.watch.console import say
 
@@ -38,8 +37,6 @@ Gathered = Callable[[Any], list[Any]]
 
 # for a run that opens the cache, which takes seconds
 _WAIT_S = 300.0
-
-_log = logging.getLogger(LOGGER)
 
 
 def open_caches(
@@ -159,7 +156,7 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     with suppress(OSError, ValueError):
         file = MappedFile(open_regular(place))
         if cache.taken_bytes(file.fd, facts, rows)[0]:
-            _log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
+            log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
             return file
     if failed:
         raise ConfigError(
@@ -172,7 +169,7 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
             f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; wait until "
             "it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
         )
-    _log.warning("data.cache=disk: %s; of other pixels: nothing is kept in this run", reason)
+    log.warning("data.cache=disk: %s; of other pixels: nothing is kept in this run", reason)
     return None
 
 
@@ -209,7 +206,7 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     why = "of other files, settings or versions, or damaged"
     if used:
         why = "most of it of files that have changed"
-    _log.warning("%s: %s: made again", place, why)
+    log.warning("%s: %s: made again", place, why)
     # its room is needed; a run that still reads it keeps it
     place.unlink()
     return _to_fill(place, data, facts, rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from harness.data.download import fetch, make_once, md5_of
 from harness.data.storage import ArraySource, cache_root
 from harness.runtime.errors import DataError
 from harness.runtime.files import read_json, remove
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 
 # Of the arrays' folder: another number makes every folder again.
 _FORMAT = 1
@@ -38,8 +37,6 @@ _CIFAR100_CLASSES = """
     skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
     television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
 """
-
-_log = logging.getLogger(LOGGER)
 
 
 class _Published(NamedTuple):
@@ -102,7 +99,7 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
 
     def write(part: Path) -> None:
         if os.path.lexists(folder):
-            _log.warning("%s: damaged, or of another archive: made again", folder)
+            log.warning("%s: damaged, or of another archive: made again", folder)
         for name, array in _read_archive(data.name, archive).items():
             np.save(part / f"{name}.npy", array, allow_pickle=False)
         (part / _MARKER).write_text(json.dumps(_marker(part, md5)), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import random
@@ -17,10 +16,7 @@ from harness.data.index import Index, listed, open_index
 from harness.data.mapped import MappedFile, in_memory
 from harness.runtime.errors import BadSample, DataError, is_out_of_memory, printable
 from harness.runtime.files import read_regular
-from harness.runtime.folder import LOGGER
-
-_log = logging.getLogger(LOGGER)
-
+from harness.runtime.folder import log
 
 # of one file; larger ones are no images, and would take the run's memory
 _MOST_BYTES = 1 << 30
@@ -64,7 +60,7 @@ class FolderSource:
         FolderSource.__setstate__(self, (self.root, index))
         left_out = ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
         if left_out:
-            _log.warning("%s: left out: %s", printable(self.root), left_out)
+            log.warning("%s: left out: %s", printable(self.root), left_out)
         images = np.bincount(self.labels, minlength=len(self.classes))
         empty = [name for name, count in zip(self.classes, images, strict=True) if not count]
         if empty or not self.classes:

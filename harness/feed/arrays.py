@@ -97,17 +97,16 @@ class ArrayFeed(Feed):
             self._look_ahead()
 
             # a batch is timed like a single sample: it has one stage
-            timers = self._timer.begin(1)
-            laps = timers[0] if timers else None
+            timed = self._timer.begin(1)
             self._timer.fill()
-            if laps is not None:
-                laps.lap(START)
+            if timed:
+                self._timer.lap(START)
             cpu_s = time.thread_time()
             pin = self.settings.pin_memory and not self.on_device
             images, labels = self.pixels.batch(epoch, indices, pin)
             cpu_s = time.thread_time() - cpu_s
-            if laps is not None:
-                laps.lap(_GATHER)
+            if timed:
+                self._timer.lap(_GATHER)
             count = len(indices)
             # samples that threads have just read were counted by them
             stamps = self._timer.end(count - missing, batches=int(not missing))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,7 +17,7 @@ from harness.config import LoaderConfig
 from harness.feed.gauge import Gauge
 from harness.feed.order import AnyOrder
 from harness.runtime.errors import BadSample, LoaderError
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.watch.stages import SAMPLE, StageMeter, Stamps
 
@@ -28,7 +27,6 @@ THREADS = "threads"
 # the backend for images that all fit in memory
 ARRAYS = "arrays"
 
-_log = logging.getLogger(LOGGER)
 # losses of workers at one batch that end the pass: one that kills each worker is never there
 _TRIES = 3
 
@@ -229,7 +227,7 @@ class Feed(ABC):
                 if not self.restarts or tries == _TRIES:
                     raise
                 # as text: an error keeps the frames that it came through, and their batches
-                _log.warning(
+                log.warning(
                     "loader.restart_workers: %s. New workers go on with batch %d",
                     str(error),
                     given + 1,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.feed.buffers import BufferPool
+from harness.feed.interface import HostBatch
 from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
@@ -219,13 +220,12 @@ class Mover:
             there_s = now()
         # without a side stream the device works in between, and the host must not wait for it
         self.let_go(most=1 if self.stream is not None else None)
-        stamps = getattr(batch, "stamps", None)
         return Ready(
             images,
             labels,
             (start, end, done) if timed else None,
             done,
-            stamps if isinstance(stamps, Stamps) else None,
+            batch.stamps if isinstance(batch, HostBatch) else None,
             there_s,
         )
 
@@ -247,7 +247,7 @@ class Mover:
 
 def _pair(batch: Any) -> Sequence[Tensor]:
     """Returns the images and the labels; a batch of another loader must have no other part."""
-    if hasattr(batch, "stamps"):
+    if isinstance(batch, HostBatch):
         return batch.images, batch.labels
     parts = list(batch) if isinstance(batch, tuple | list) else [batch]
     if len(parts) != 2 or not all(hasattr(part, "to") for part in parts):

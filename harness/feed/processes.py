@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
@@ -104,11 +103,11 @@ class ProcessFeed(Feed):
         given = 0
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
-                started = self._started
                 # closed while the pass began
-                if started is None:
+                if self._started is None:
                     return
-                batches: Any = started.result()
+                # without a name for the future: an error's traceback keeps this frame
+                batches: Any = self._started.result()
                 self._started = None
                 # torch looks for dead workers only when a wait is over: waits are short ones
                 batches._timeout = min(poll_s, self._poll_s)
@@ -268,7 +267,7 @@ class ProcessFeed(Feed):
             "dataset": _Batches(self._dataset, self.meter, self.gauge),
             "batch_sampler": self._keys,
             "collate_fn": _as_it_is,
-            "worker_init_fn": partial(enter_worker, gives_way=True),
+            "worker_init_fn": _enter_worker,
         }
 
 
@@ -335,11 +334,9 @@ def _as_it_is(batch: HostBatch) -> HostBatch:
     return batch
 
 
-def enter_worker(worker: int, gives_way: bool = False) -> None:
-    """Prepares worker number ``worker`` in its own process."""
+def _enter_worker(worker: int) -> None:
     workers.enter_worker()
-    if gives_way:
-        workers.give_way()
+    workers.give_way()
 
 
 def _kill(running: list[BaseProcess]) -> None:

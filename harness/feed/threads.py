@@ -6,7 +6,6 @@ Decoders release the interpreter lock while they work. Nothing is copied or hand
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -36,10 +35,9 @@ from harness.feed.interface import (
 from harness.feed.order import AnyOrder
 from harness.runtime import signals, workers
 from harness.runtime.errors import LoaderError
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.watch.stages import StageMeter, Stamps
 
-_log = logging.getLogger(LOGGER)
 # how soon a signal to the trainer ends a wait
 _POLL_S = 0.5
 # wake-up interval of an idle thread, in case a notification was missed
@@ -206,7 +204,7 @@ class BatchThreads:
             try:
                 self._start(threads)
             except RuntimeError as error:
-                _log.warning("%d threads load, and not %d: %s", self._wanted, threads, error)
+                log.warning("%d threads load, and not %d: %s", self._wanted, threads, error)
             return self._wanted
 
     def batches(self, poll_s: float) -> Iterator[HostBatch | None]:
