@@ -77,5 +77,6 @@ def read_members(
         reason = str(error) or type(error).__name__
         if not isinstance(error, _Suspect):
             reason = f"damaged: {reason}"
-        advice = "delete the file and get it from its publisher"
-        raise DataError(f"{archive}: {reason}; {advice}") from error
+        raise DataError(
+            f"{archive}: {reason}; delete the file and get it from its publisher"
+        ) from error

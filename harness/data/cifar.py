@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,8 +141,7 @@ def _opened(folder: Path, md5: str, name: str) -> tuple[ArraySource, ArraySource
 
 
 def _marker(folder: Path, md5: str) -> dict[str, object]:
-    names = ("train_images", "train_labels", "val_images", "val_labels")
-    digests = {name: md5_of(folder / f"{name}.npy") for name in names}
+    digests = {path.stem: md5_of(path) for path in folder.glob("*.npy")}
     return {"format": _FORMAT, "archive_md5": md5, "files": digests}
 
 
@@ -280,13 +278,9 @@ class _Reader(pickle._Unpickler):
         return partial(_StandIn, name)
 
 
-def _list_of(count: int) -> Callable[[Any], None]:
-    """Returns what puts the last ``count`` values into a list."""
-
-    def load(reader: Any) -> None:
-        reader.stack[-count:] = [reader.stack[-count:]]
-
-    return load
+def _to_list(count: int, reader: Any) -> None:
+    """Puts the last ``count`` values that were read into a list."""
+    reader.stack[-count:] = [reader.stack[-count:]]
 
 
 # Short bytes, as Python 3 writes the strings that it read from Python 2, become texts as those do.
@@ -295,9 +289,9 @@ def _list_of(count: int) -> Callable[[Any], None]:
 _Reader.dispatch = _Reader.dispatch | {
     pickle.SHORT_BINBYTES[0]: _Reader.dispatch[pickle.SHORT_BINSTRING[0]],
     pickle.TUPLE[0]: _Reader.dispatch[pickle.LIST[0]],
-    pickle.TUPLE1[0]: _list_of(1),
-    pickle.TUPLE2[0]: _list_of(2),
-    pickle.TUPLE3[0]: _list_of(3),
+    pickle.TUPLE1[0]: partial(_to_list, 1),
+    pickle.TUPLE2[0]: partial(_to_list, 2),
+    pickle.TUPLE3[0]: partial(_to_list, 3),
 }
 
 

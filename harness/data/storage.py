@@ -214,8 +214,7 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
 
 def spread(length: int, most: int) -> list[int]:
     """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
-    places: list[int] = np.linspace(0, length - 1, min(length, most)).astype(int).tolist()
-    return places
+    return [int(place) for place in np.linspace(0, length - 1, min(length, most))]
 
 
 def open_folder_splits(
@@ -234,30 +233,30 @@ def open_folder_splits(
     """
     base = Path(root).expanduser().absolute()
     _check_folder(str(base))
-    shown = printable(str(base))
     present = [name for name in ("val", "valid", "validation") if (base / name).is_dir()]
     if not present and (base / "test").is_dir():
         present = ["test"]
     if len(present) > 1:
         raise DataError(
-            f"{shown}: {' and '.join(present)} may both be the validation set; keep one of them"
+            f"{base}: {' and '.join(present)} may both be the validation set; keep one of them"
         )
     if not (base / "train").is_dir():
         if split_fraction is None:
             raise DataError(
-                f"{shown}: no train folder in it; for one tree of class folders set "
+                f"{base}: no train folder in it; for one tree of class folders set "
                 "data.split_fraction=0.1"
             )
         return split(FolderSource(base), split_fraction, seed)
     if not present:
-        advice = (
-            f"add it, or keep a part of train for it: data.root={shown}/train "
-            "data.split_fraction=0.1"
+        raise DataError(
+            f"{base}: no val folder beside train; add it, or keep a part of train for it: "
+            f"data.root={base}/train data.split_fraction=0.1"
         )
-        raise DataError(f"{shown}: no val folder beside train; {advice}")
     if split_fraction is not None:
-        reason = f"has no effect: {shown} has train and {present[0]}; set it to null"
-        raise ConfigError(f"data.split_fraction={split_fraction:g} {reason}")
+        raise ConfigError(
+            f"data.split_fraction={split_fraction:g} has no effect: {printable(str(base))} has "
+            f"train and {present[0]}; set it to null"
+        )
     train = FolderSource(base / "train", base)
     val = FolderSource(base / present[0], base)
     if train.classes != val.classes:

@@ -6,14 +6,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 
 import numpy as np
 import torch
 
 from harness.data.images import ImageDataset
-from harness.feed.fill import Filler
 from harness.feed.interface import (
     ARRAYS,
     Failure,
@@ -122,7 +119,7 @@ class ArrayFeed(Feed):
 
     def begin(self, epoch: int, first: int = 0) -> None:
         """As in ``Feed``."""
-        self._coming = islice(self.order.batches(epoch), first, None)
+        self._coming = self.order.batches(epoch, first)
         self._due.clear()
         self._wanted.clear()
         self._look_ahead()
@@ -143,8 +140,7 @@ class ArrayFeed(Feed):
                     prefetch_factor=2,
                     pin_memory=False,
                 )
-                filler = partial(Filler, dataset, meter=self.meter, gauge=None)
-                self._threads = BatchThreads(self, filler, dataset.image_size, settings)
+                self._threads = BatchThreads(self, dataset, self.meter, None, settings)
             self._wanted.append(missing)
             self._threads.begin(0, _taken(self._wanted))
 

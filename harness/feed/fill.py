@@ -109,6 +109,5 @@ class Filler:
         if getattr(dataset, "skips", False):
             for other in instead_of(index, len(dataset)):
                 with suppress(BadSample):
-                    label: int = dataset.fill(epoch, index, out, instead=other)
-                    return label
+                    return int(dataset.fill(epoch, index, out, instead=other))
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from harness.config import Backend, Config, ConfigError, TunerName, form_asked_for
-from harness.data.datasets import FakeDataset, Splits
+from harness.data.datasets import AnyDataset, FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
 from harness.feed.arrays import ArrayFeed
@@ -40,8 +40,6 @@ FORMS: dict[str, Callable[[FillableDataset, AnyOrder, FeedSettings], Feed]] = {
     THREADS: ThreadFeed,
     ARRAYS: ArrayFeed,
 }
-
-AnyDataset = ImageDataset | OwnDataset | FakeDataset
 
 
 @dataclass(slots=True)

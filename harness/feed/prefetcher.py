@@ -88,7 +88,6 @@ class DataPrefetcher:
         made_there = getattr(loader, "on_device", False)
         self._mover = Mover(own, stream, clock, made_there, augment, normalise, mix)
         self._now = (clock or own).now
-        self._clock = clock
         self._lead = Lead(own, clock) if own.has_streams else None
         self.first_wait_s: float | None = None
         self._pass: Batches | None = None
@@ -100,7 +99,7 @@ class DataPrefetcher:
     def __iter__(self) -> DataPrefetcher:
         self.close()
         self.first_wait_s = None
-        self._pass = _batches(self.loader, self._mover, self._clock, self._ahead)
+        self._pass = _batches(self.loader, self._mover, self._ahead)
         # a pass left half-way has a thread
         self._end_pass = weakref.finalize(self, self._pass.close)
         return self
@@ -157,7 +156,7 @@ class Lead:
             self._clock.held(began_s)
 
 
-def _batches(loader: Iterable[Any], move: Mover, clock: StepClock | None, ahead: bool) -> Batches:
+def _batches(loader: Iterable[Any], move: Mover, ahead: bool) -> Batches:
     """Iterates over one pass; with a thread if ``ahead``, else batch by batch as asked for."""
     own = move.own
     side = move.stream
@@ -180,10 +179,10 @@ def _batches(loader: Iterable[Any], move: Mover, clock: StepClock | None, ahead:
                 # and the memory is not reused before compute is through
                 own.keep_for(current, ready.images)
                 own.keep_for(current, ready.labels)
-            if clock is not None:
+            if move.clock is not None:
                 if ready.events is not None:
-                    clock.copied(*ready.events)
-                clock.arrived(ready.stamps, ready.there_s)
+                    move.clock.copied(*ready.events)
+                move.clock.arrived(ready.stamps, ready.there_s)
             yield ready.images, ready.labels
             # or two batches would stay on the device while the next one is awaited
             del ready

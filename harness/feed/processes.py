@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing.util
 import resource
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
@@ -80,7 +80,7 @@ class ProcessFeed(Feed):
         # torch's iterator of this pass, or of the last with persistent workers
         self._pass: Any = None
         # the iterator of a pass that has begun, once its workers have started
-        self._started: Future[Iterator[HostBatch]] | None = None
+        self._started: Future[Any] | None = None
         self._workers: list[BaseProcess] = []
         # at exit too: Python waits for them, and they are deaf to SIGTERM
         weakref.finalize(self, _kill, self._workers)
@@ -107,7 +107,7 @@ class ProcessFeed(Feed):
                 if self._started is None:
                     return
                 # without a name for the future: an error's traceback keeps this frame
-                batches: Any = self._started.result()
+                batches = self._started.result()
                 self._started = None
                 # torch looks for dead workers only when a wait is over: waits are short ones
                 batches._timeout = min(poll_s, self._poll_s)
@@ -164,7 +164,7 @@ class ProcessFeed(Feed):
         self._started = pool.submit(self._start, epoch, first)
         pool.shutdown(wait=False)
 
-    def _start(self, epoch: int, first: int) -> Iterator[HostBatch]:
+    def _start(self, epoch: int, first: int) -> Any:
         """Returns torch's iterator over ``epoch`` from ``first`` on, with its workers started."""
         s = self.settings
         _check_files(s.num_workers)
@@ -214,8 +214,7 @@ class ProcessFeed(Feed):
                 raise TimeoutError from error
             raise
         self._workers[:] = getattr(self._pass, "_workers", ())
-        batches: Iterator[HostBatch] = self._pass
-        return batches
+        return self._pass
 
     @property
     def _poll_s(self) -> float:
@@ -287,21 +286,18 @@ class _Keys:
     first: int = 0
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        batches = itertools.islice(self.order.batches(self.epoch), self.first, None)
-        return zip(itertools.repeat(self.epoch), batches)
+        return zip(repeat(self.epoch), self.order.batches(self.epoch, self.first))
 
 
+@dataclass(eq=False)
 class _Batches(Dataset[HostBatch]):
     """The data set as a worker sees it: one request in, one whole batch out."""
 
-    def __init__(
-        self, dataset: FillableDataset, meter: StageMeter | None, gauge: Gauge | None
-    ) -> None:
-        self.dataset = dataset
-        self.meter = meter
-        self.gauge = gauge
-        # this worker's, from its first batch on
-        self._filler: Filler | None = None
+    dataset: FillableDataset
+    meter: StageMeter | None
+    gauge: Gauge | None
+    # this worker's, from its first batch on
+    _filler: Filler | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)

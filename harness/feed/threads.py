@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain
 
 import numpy as np
 import torch
 
 from harness.feed.buffers import BufferPool
 from harness.feed.fill import Filler
+from harness.feed.gauge import Gauge
 from harness.feed.interface import (
     ARRAYS,
     Failure,
@@ -94,9 +95,8 @@ class ThreadFeed(Feed):
     def begin(self, epoch: int, first: int = 0) -> None:
         """As in ``Feed``."""
         if self._threads is None:
-            filler = partial(Filler, self._dataset, meter=self.meter, gauge=self.gauge)
-            self._threads = BatchThreads(self, filler, self._dataset.image_size, self.settings)
-        self._threads.begin(epoch, islice(self.order.batches(epoch), first, None))
+            self._threads = BatchThreads(self, self._dataset, self.meter, self.gauge, self.settings)
+        self._threads.begin(epoch, self.order.batches(epoch, first))
 
     def end(self) -> None:
         """As in ``Feed``."""
@@ -140,8 +140,9 @@ class BatchThreads:
 
     Args:
         owner: its end ends the threads.
-        filler: makes the ``Filler`` of a slot.
-        image_size: side of an image in pixels.
+        dataset: gives the samples.
+        meter: of the feed.
+        gauge: of the feed.
         settings: of the feed.
 
     Attributes:
@@ -149,12 +150,18 @@ class BatchThreads:
     """
 
     def __init__(
-        self, owner: object, filler: partial[Filler], image_size: int, settings: FeedSettings
+        self,
+        owner: object,
+        dataset: FillableDataset,
+        meter: StageMeter | None,
+        gauge: Gauge | None,
+        settings: FeedSettings,
     ) -> None:
         # with the owner, and at exit too: a thread must not be cut off in C code
         self.close = weakref.finalize(owner, self._close)
-        self._filler = filler
-        self._image_size = image_size
+        # makes that of a slot
+        self._filler = partial(Filler, dataset, meter=meter, gauge=gauge)
+        self._image_size = dataset.image_size
         self._settings = settings
         # of images and of labels, from the first batch on
         self._pools: tuple[BufferPool, BufferPool] | None = None
@@ -165,7 +172,7 @@ class BatchThreads:
         # the consumer's, without threads
         self._own: Filler | None = None
         if not settings.num_workers:
-            self._own = filler(0)
+            self._own = self._filler(0)
         self._epoch = 0
         # the indices of each batch to come
         self._requests: Iterator[np.ndarray] | None = None
@@ -229,13 +236,12 @@ class BatchThreads:
                     if not self._pending and not self._failures:
                         return
                     batch = self._take()
+                    waited_s = 0.0
             if not settled:
                 signals.check_wait()
                 waited_s += time.monotonic() - begin_s
                 if 0 < timeout_s <= waited_s:
                     raise too_slow(self._settings)
-            else:
-                waited_s = 0.0
             yield batch
             # the memory of the batch must be free while the next one is awaited
             del batch
@@ -250,14 +256,14 @@ class BatchThreads:
         first = self._pending.popleft()
         # there is room for another batch
         self._work.notify_all()
-        first.chunks.sort(key=lambda chunk: chunk[0])
-        begun_s = min(stamps.begun_s for _, _, stamps in first.chunks)
-        made_s = max(stamps.made_s for _, _, stamps in first.chunks)
+        _, failures, stamps = zip(*sorted(first.chunks), strict=True)
+        begun_s = min(each.begun_s for each in stamps)
+        made_s = max(each.made_s for each in stamps)
         return HostBatch(
             torch.from_numpy(first.images),
             torch.from_numpy(first.labels),
             torch.from_numpy(first.indices),
-            tuple(each for _, failures, _ in first.chunks for each in failures),
+            tuple(chain(*failures)),
             first.epoch,
             Stamps(begun_s, made_s, made_s, made_s),
         )
