@@ -61,7 +61,7 @@ class PixelCache:
         self._source = source
         self._max_side = max_side
         self._on_disk = os.fstat(file.fd).st_nlink > 0
-        self._head = np.frombuffer(file.map, _HEAD, 1)
+        self._head = np.frombuffer(file.map, _HEAD, 1)[0]
         cells = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START)
         self._table = cells.reshape(_COLUMNS, -1)
         rows = slice(first, first + len(source))
@@ -122,7 +122,7 @@ class PixelCache:
             return pixels
         content = np.ascontiguousarray(pixels)
         size = _ENTRY.size + content.nbytes
-        head = self._head[0]
+        head = self._head
         # most often once it is full, and then without the lock
         if head["used"] + size > head["limit"]:
             return pixels
@@ -155,7 +155,7 @@ class PixelCache:
         """Memory that the cache may still take; 0 on a disk."""
         if self._on_disk:
             return 0
-        return max(0, int(self._head[0]["limit"] - self._head[0]["used"]))
+        return max(0, int(self._head["limit"] - self._head["used"]))
 
     def stats(self) -> dict[str, int]:
         """Returns how many ``images`` of all ``samples`` take how many ``bytes`` of ``limit``."""
@@ -163,8 +163,8 @@ class PixelCache:
         return {
             "images": int(np.count_nonzero(places)),
             "samples": len(places),
-            "bytes": int(self._head[0]["used"]),
-            "limit": int(self._head[0]["limit"]),
+            "bytes": int(self._head["used"]),
+            "limit": int(self._head["limit"]),
         }
 
     def summary(self) -> str:
