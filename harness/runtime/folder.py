@@ -25,7 +25,8 @@ LOGGER = "wellfed"
 # open for as long as this process owns the folders
 _owned: dict[Path, ExitStack] = {}
 
-_log = logging.getLogger(LOGGER)
+# tells the user what the run met
+log = logging.getLogger(LOGGER)
 
 
 def is_first_rank() -> bool:
@@ -147,7 +148,7 @@ def own(folder: Path) -> Path:
             except BlockingIOError:
                 raise
             except OSError as error:
-                _log.warning(
+                log.warning(
                     "%s: no locks here (%s): only runs on this machine are kept out of the folder",
                     path,
                     error.strerror,
