@@ -322,9 +322,7 @@ class Lab:
 
     def refusal(self, settings: FeedSettings, beside: Needs = capacity.NONE) -> str | None:
         """Returns why ``settings`` cannot fit on this rank, with the arithmetic, or None."""
-        size = self.probes.batch_bytes(settings)
-        held = self.probes.held_bytes(settings)
-        return capacity.refusal(settings, size, self.worker_bytes, self.limits, beside, held)
+        return capacity.refusal(self.needs(settings), self.limits, beside)
 
     def unfit(self, settings: FeedSettings) -> str | None:
         """Returns why ``settings`` cannot fit on all ranks, or None."""
