@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
 from harness.runtime import accelerator, launch
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.tuning.measures import Rate, Trainee
 from harness.tuning.model import Model, undisturbed
@@ -29,8 +28,6 @@ from harness.watch.evidence import total
 from harness.watch.neighbours import Neighbours
 from harness.watch.stages import SAMPLE, StageCost, StageTotals
 from harness.watch.verdict import Verdict
-
-_log = logging.getLogger(LOGGER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +163,7 @@ def measure(
         runs = Session(lab, probes, train, rows, ends - 5.0, notes=notes).run(settings)
     others = neighbours.look()
     if others is not None:
-        _log.warning("%s", neighbours.told(others))
+        log.warning("%s", neighbours.told(others))
 
     cost = runs.loading.cost
     assert cost is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.training.epoch import EvalWarmup, Shown
 from harness.training.evaluate import Evaluation, evaluate
 from harness.training.profile import Trace
@@ -34,8 +33,6 @@ from harness.watch.peaks import MemoryWatch
 from harness.watch.spans import named
 from harness.watch.stages import StageTotals
 from harness.watch.station import Watch
-
-_log = logging.getLogger(LOGGER)
 
 
 class Engine:
@@ -375,7 +372,7 @@ class Engine:
             self._write(epoch, values | self.memory.trained(now))
         if figures.skipped:
             text = "step %d: %d updates skipped, a loss or gradient was not finite"
-            _log.warning(text, now, figures.skipped)
+            log.warning(text, now, figures.skipped)
         most = self.config.trainer.max_nonfinite_steps
         if figures.worst_streak > most:
             if self.watch.board is not None:

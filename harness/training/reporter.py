@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from harness.config import Config, DistName, Mode, shown, walk
 from harness.data.cache import PixelCache
 from harness.runtime import accelerator, launch
 from harness.runtime.errors import described
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
 from harness.watch.board import BAD_SAMPLES
@@ -25,8 +24,6 @@ from harness.watch.figures import Tag, Window, by_name
 from harness.watch.host import environment
 from harness.watch.stages import StageTotals
 from harness.watch.verdict import Verdict, judge
-
-_log = logging.getLogger(LOGGER)
 
 
 class Page(NamedTuple):
@@ -63,7 +60,7 @@ class Reporter:
         """Reports on ``engine`` at the end of the block, however it ends."""
         if self.config.mode is Mode.train and self.config.watch.tensorboard:
             say(f"watch it: tensorboard --logdir {_root(engine.place.folder)}")
-            _log.info("the charts of a stall, pinned on top in TensorBoard: %s", self.page.link)
+            log.info("the charts of a stall, pinned on top in TensorBoard: %s", self.page.link)
         try:
             yield
         except BaseException as error:
@@ -83,7 +80,7 @@ class Reporter:
         except Exception as fault:
             # a device that has failed answers nothing more; how the run ended is not up to its
             # report
-            _log.warning("report: no figures: %s: %s", type(fault).__name__, fault)
+            log.warning("report: no figures: %s: %s", type(fault).__name__, fault)
             board.report({**_progress(engine), **ending})
             return
         board.report({**report, **ending})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from harness.config import Config, Mode, from_plain, shown, to_plain, walk
 from harness.feed.order import Order, Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, printable
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.training import checkpoint, models
 from harness.training.state import TrainState, check_saved
 from harness.watch.console import say
@@ -42,8 +41,6 @@ _PIXELS = {
     "data.background",
     "data.max_pixels",
 }
-
-_log = logging.getLogger(LOGGER)
 
 
 class Saved(NamedTuple):
@@ -266,7 +263,7 @@ def take_over(
             state.load_dict(held, where, config.trainer.precision)
             threads = (held.get("num_threads"), torch.get_num_threads())
             if threads[0] != threads[1]:
-                _log.warning("saved with %s torch threads, now %d: not bitwise the same", *threads)
+                log.warning("saved with %s torch threads, now %d: not bitwise the same", *threads)
             goes_on = ""
             if not state.is_done(config.trainer):
                 goes_on = f": goes on with epoch {state.epoch + 1} after step {state.step}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -15,7 +14,7 @@ from harness.config import Config, to_plain
 from harness.data.storage import cache_root
 from harness.runtime import parts
 from harness.runtime.files import read_json, set_aside, typed, write_whole
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.watch.host import environment
 
@@ -35,8 +34,6 @@ _SETTINGS = {
     "optim": ("name",),
     "trainer": ("precision", "channels_last", "compile", "accumulate_steps", "deterministic"),
 }
-
-_log = logging.getLogger(LOGGER)
 
 
 class Memory:
@@ -68,7 +65,7 @@ class Memory:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             if self.forget():
-                _log.warning("%s: damaged (%s), so that this run tunes again", self.path, error)
+                log.warning("%s: damaged (%s), so that this run tunes again", self.path, error)
         return None
 
     def keep(self, answer: Mapping[str, Any]) -> None:
@@ -97,7 +94,7 @@ class Memory:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             text = "%s: %s; tuning is not remembered; set WELLFED_CACHE"
-            _log.warning(text, self.path.parent, error.strerror or error)
+            log.warning(text, self.path.parent, error.strerror or error)
         self._warned = True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from harness.feed.threads import ThreadFeed
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.files import typed
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.tuning.answer import TuningReport
 from harness.tuning.live import Live
@@ -30,8 +29,6 @@ from harness.watch.figures import Window
 from harness.watch.station import Watch
 
 STEPS = 100
-
-_log = logging.getLogger(LOGGER)
 
 
 @dataclass(slots=True)
@@ -74,7 +71,7 @@ class Follow:
                 is_ms += total.prepare_ms.median
             if is_ms < 0.9 * was_ms:
                 why = f"A step takes {is_ms:.1f} ms and not {was_ms:.1f}. Try: tuner.fresh=true"
-        _log.warning(
+        log.warning(
             f"Over the first {total.steps} steps, training waited for data {stall:.0%} of the "
             f"time. Tuning said {predicted:.0%}. {why}."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from harness.config import TunerConfig, TunerName
 from harness.feed.interface import FeedSettings, in_form, with_workers
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.tuning.answer import Side, TuningReport
 from harness.tuning.look import FED, Look
@@ -19,8 +18,6 @@ from harness.tuning.probe import Lab
 from harness.tuning.search import Ask, Choice, Problem, Search, follow, grid
 from harness.watch.console import LiveTable, live_table
 from harness.watch.neighbours import Neighbours
-
-_log = logging.getLogger(LOGGER)
 
 
 def tune(
@@ -77,7 +74,7 @@ def tune(
         choice = follow(search, attempt)
         others = neighbours.look()
         if others is not None:
-            _log.warning("%s; tune again when they have ended", neighbours.told(others))
+            log.warning("%s; tune again when they have ended", neighbours.told(others))
     device.release()
     report = _report(lab, own, choice, config.name.name, trials)
     return replace(report, seconds=device.now() - begin, others_cores=others)
@@ -110,7 +107,7 @@ def automatic(
         if trials[-1].rate:
             break
     if symptom := trials[-1].refused:
-        _log.warning("the loader could not be tuned: %s", symptom)
+        log.warning("the loader could not be tuned: %s", symptom)
         if any(trial.seconds for trial in trials):
             return Choice(own, None, None, reason="No setting could be measured", complete=False)
         return Choice(with_workers(own, 0), None, None, reason="Not even one worker fits")
