@@ -99,10 +99,7 @@ class Engine:
         self._whole = True
         self._starting = True
         self._logged_step = self.state.step
-        # batches of the epoch so far
-        self._taken = 0
-        self._window_began = 0
-        self._epoch = Shown()
+        self._begin_epoch()
         steps = config.profile.steps if world.is_main else None
         self._trace = Trace(steps, place.folder, watch.clock.pause)
 
@@ -308,6 +305,7 @@ class Engine:
 
     def _begin_epoch(self) -> None:
         self._epoch = Shown()
+        # batches of the epoch so far
         self._taken = 0
         self._window_began = 0
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.config import Config, DistName, Mode, shown, walk
+from harness.config import Config, Mode, shown, walk
 from harness.data.cache import PixelCache
 from harness.runtime import accelerator, launch
+from harness.runtime.distributed import again
 from harness.runtime.errors import described
 from harness.runtime.folder import log
 from harness.training.checkpoint import Record, records
@@ -89,7 +89,7 @@ class Reporter:
 
         # few, for the page opens with five columns
         columns = ["loader.batch_size", "model.name", "optim.lr", "trainer.precision"]
-        columns += [text.lstrip("+").partition("=")[0] for text in self.overridden]
+        columns += map(launch.setting, self.overridden)
         values = {
             path: shown(value) if isinstance(value, str) else value
             for path, value, _ in walk(self.config)
@@ -215,7 +215,6 @@ class Reporter:
     def _stand(self, engine: Engine, saved: Sequence[Record]) -> None:
         """Says where an unfinished run stands, and the command that goes on with it."""
         state = engine.state
-        world = engine.world
         config = self.config
         folder = os.path.relpath(engine.place.folder)
         within = ""
@@ -232,20 +231,12 @@ class Reporter:
             return
         # a run that has a name finds its checkpoints by itself
         resume = f"resume={folder}"
-        left_out = {"resume", "run.name"}
+        without = ["run.name"]
         if config.run.name is not None and Path(folder) == Path("outputs", config.run.name):
             resume = "resume=auto"
-            left_out = {"resume"}
-        kept = [
-            text for text in self.overridden if text.lstrip("+").partition("=")[0] not in left_out
-        ]
-        # several nodes have a launcher of their own
-        ranks = None
-        if config.dist.name is DistName.torchrun:
-            one_node = world.size == world.local_size
-            ranks = f"--nproc-per-node={world.local_size}" if one_node else "..."
+            without = []
         say(f"saved          {os.path.relpath(saved[-1].path)}")
-        say(f"go on with     {shlex.join([*launch.command(ranks), *kept, resume])}")
+        say(f"go on with     {again(config, engine.world, self.overridden, [resume], *without)}")
 
 
 def _progress(engine: Engine) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from harness.config import Config, Mode, from_plain, shown, to_plain, walk
 from harness.feed.order import Order, Rest
+from harness.runtime import launch
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.folder import log
@@ -143,7 +144,7 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
 
 def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
     """Returns the settings that the command line chose, by themselves or with their group."""
-    chosen = {text.partition("=")[0].lstrip("+") for text in typed}
+    chosen = set(map(launch.setting, typed))
     if chosen & {"model", "experiment"}:
         chosen.add("model.name")
     if chosen & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:

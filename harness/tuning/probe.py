@@ -19,13 +19,14 @@ import torch
 
 from harness.feed.gauge import Gauge, Work
 from harness.feed.interface import PROCESSES, Feed, FeedSettings, HostBatch, with_workers
+from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory, printable
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
 from harness.tuning.capacity import Needs
-from harness.tuning.measures import Probes, Rate, SampleCost, Trainee, Trial
+from harness.tuning.measures import Probes, Rate, SampleCost, Trial
 from harness.tuning.search import Ask, in_flight
 
 POLL_S = 0.05
@@ -212,7 +213,7 @@ class Lab:
     """
 
     probes: Probes
-    trainee: Trainee
+    trainee: TimedSteps
     limits: Limits
     ranks: World
     worker_bytes: int = 100 << 20

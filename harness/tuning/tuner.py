@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from harness.config import TunerConfig, TunerName
 from harness.feed.interface import FeedSettings, in_form, with_workers
+from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.tuning.answer import Side, TuningReport
 from harness.tuning.look import FED, Look
-from harness.tuning.measures import Probes, Trainee, Trial
+from harness.tuning.measures import Probes, Trial
 from harness.tuning.probe import Lab
 from harness.tuning.search import Ask, Choice, Problem, Search, follow, grid
 from harness.watch.console import LiveTable, live_table
@@ -22,7 +23,7 @@ from harness.watch.neighbours import Neighbours
 
 def tune(
     probes: Probes,
-    trainee: Trainee,
+    trainee: TimedSteps,
     own: FeedSettings,
     config: TunerConfig,
     limits: Limits,
