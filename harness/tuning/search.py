@@ -16,39 +16,6 @@ from harness.tuning.measures import Rate, Trial
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """What is known before the search.
-
-    Attributes:
-        own: the user's settings.
-        calibration: the probes so far: of ``own``, or of one worker where it has none or failed;
-            the last succeeded.
-        forms: the names of the backends, ``own``'s among them.
-        demand: images/s that the step takes with a batch at hand, on the slowest rank.
-        step_cpu_s: processor seconds of the step per image, in this process.
-        cores: processors that one rank may use.
-        most: workers that may be tried.
-        pin_memory: whether page-locked batches pay.
-        fits: why a setting does not fit into memory, or None.
-        budget_s: seconds left for the search.
-        alone_s: seconds per image that a process without workers spends on the step, and cannot
-            load in.
-    """
-
-    own: FeedSettings
-    calibration: tuple[Trial, ...]
-    forms: tuple[str, ...]
-    demand: Rate
-    step_cpu_s: float
-    cores: float
-    most: int
-    pin_memory: bool
-    fits: Callable[[FeedSettings], str | None]
-    budget_s: float
-    alone_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Ask:
     """One measurement that a search asks for.
 

@@ -16,7 +16,7 @@ from harness.tuning.answer import Side, TuningReport
 from harness.tuning.look import FED, Look
 from harness.tuning.measures import Probes, Trial
 from harness.tuning.probe import Lab
-from harness.tuning.search import Ask, Choice, Problem, Search, follow, grid
+from harness.tuning.search import Ask, Choice, Search, follow, grid
 from harness.watch.console import LiveTable, live_table
 from harness.watch.neighbours import Neighbours
 
@@ -123,7 +123,7 @@ def automatic(
         budget_s = min(max(5.0, 7 * own.batch_size / takes), 0.1 * rest_s)
     # what the first step takes longer comes on top, for training pays that anyway
     budget_s += lab.first_s - (lab.now() - begin)
-    problem = Problem(
+    look = Look(
         own=own,
         calibration=tuple(trials),
         forms=forms,
@@ -136,7 +136,7 @@ def automatic(
         fits=lab.unfit,
         budget_s=lab.ranks.agreed(budget_s),
     )
-    return (yield from Look(problem).run())
+    return (yield from look.run())
 
 
 def _report(
