@@ -108,8 +108,7 @@ def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
         # a lost rank's peers would print stacks of C++
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
         run_processes(worker, job, spawn_size(config), config.checkpoint.grace_s)
     else:

@@ -130,7 +130,7 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
     """
     if path.is_dir():
         inside = path / "checkpoints"
-        found = newest(inside) if inside.is_dir() else newest(path)
+        found = newest(inside if inside.is_dir() else path)
         if found is None:
             raise CheckpointError(f"{printable(str(path))}: holds no checkpoint")
         return found

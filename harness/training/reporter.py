@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from harness.config import Config, Mode, shown, walk
 from harness.data.cache import PixelCache
@@ -26,13 +26,6 @@ from harness.watch.stages import StageTotals
 from harness.watch.verdict import Verdict, judge
 
 
-class Page(NamedTuple):
-    """The page of a run: its address in TensorBoard, and what writes it."""
-
-    link: str
-    write: Callable[[Path], object]
-
-
 @dataclass(frozen=True, slots=True)
 class Reporter:
     """Writes ``report.json``, the HParams row and the closing lines of a run.
@@ -44,7 +37,8 @@ class Reporter:
         tuning: called with the run's figures, gives what tuning did, as plain values; None: nothing
             was tuned.
         cores: what this rank may use.
-        page: is written once ``report.json`` is.
+        link: the page's address in TensorBoard.
+        write_page: writes the page of a run's folder, once ``report.json`` is there.
         cache: where decoded images are kept, if they are.
     """
 
@@ -52,7 +46,8 @@ class Reporter:
     overridden: tuple[str, ...]
     tuning: Callable[[Window], Mapping[str, Any]] | None
     cores: float
-    page: Page
+    link: str
+    write_page: Callable[[Path], object]
     cache: PixelCache | None = None
 
     @contextmanager
@@ -60,7 +55,7 @@ class Reporter:
         """Reports on ``engine`` at the end of the block, however it ends."""
         if self.config.mode is Mode.train and self.config.watch.tensorboard:
             say(f"watch it: tensorboard --logdir {_root(engine.place.folder)}")
-            log.info("the charts of a stall, pinned on top in TensorBoard: %s", self.page.link)
+            log.info("the charts of a stall, pinned on top in TensorBoard: %s", self.link)
         try:
             yield
         except BaseException as error:
@@ -102,7 +97,7 @@ class Reporter:
         goodput = report.get("goodput")
         board.hparams(row, results | {"hparam/goodput": goodput and goodput.fraction})
 
-        self.page.write(engine.place.folder)
+        self.write_page(engine.place.folder)
         if engine.status == "completed":
             self._close(engine, report)
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings, with_workers
 from harness.tuning.measures import Rate, Trial
@@ -77,10 +77,11 @@ _CHEAPEST = (ARRAYS, THREADS, PROCESSES)
 
 def follow(search: Search, attempt: Callable[[Ask], Trial]) -> Choice:
     """Runs a search to its choice; ``attempt`` measures what is asked."""
-    trial = None
+    # a generator is begun with None
+    trial: Any = None
     while True:
         try:
-            ask = next(search) if trial is None else search.send(trial)
+            ask = search.send(trial)
         except StopIteration as end:
             choice: Choice = end.value
             return choice
