@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from harness.config import Config, to_plain
+from harness.config import Config, shown, walk
 from harness.data.storage import cache_root
 from harness.runtime import parts
 from harness.runtime.files import read_json, set_aside, typed, write_whole
@@ -21,18 +21,23 @@ from harness.watch.host import environment
 _MAX_AGE_S = 30 * 24 * 3600.0
 # settings that decide what a sample or a step costs, besides all of augment and tuner
 _SETTINGS = {
-    "data": (
-        "image_size",
-        "eval_resize",
-        "exif_orientation",
-        "cache",
-        "cache_gb",
-        "cache_max_side",
-    ),
-    "loader": ("backend", "batch_size", "start_method", "device_prefetch"),
-    "model": ("name",),
-    "optim": ("name",),
-    "trainer": ("precision", "channels_last", "compile", "accumulate_steps", "deterministic"),
+    "data.image_size",
+    "data.eval_resize",
+    "data.exif_orientation",
+    "data.cache",
+    "data.cache_gb",
+    "data.cache_max_side",
+    "loader.backend",
+    "loader.batch_size",
+    "loader.start_method",
+    "loader.device_prefetch",
+    "model.name",
+    "optim.name",
+    "trainer.precision",
+    "trainer.channels_last",
+    "trainer.compile",
+    "trainer.accumulate_steps",
+    "trainer.deterministic",
 }
 
 
@@ -125,12 +130,13 @@ def fingerprint(
     """
     import torch
 
-    plain = to_plain(config)
     settings = {
-        group: {name: plain[group][name] for name in names} for group, names in _SETTINGS.items()
+        path: shown(value)
+        for path, value, _ in walk(config)
+        if path in _SETTINGS or path.startswith(("augment.", "tuner."))
     }
     for name in ("fresh", "live"):
-        del plain["tuner"][name]
+        del settings[f"tuner.{name}"]
     # the code that decides what a sample costs, and what is chosen
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
@@ -149,5 +155,5 @@ def fingerprint(
         "ranks": [world_size, local_size],
         "threads": torch.get_num_threads(),
         "data": dict(data_identity),
-        "settings": {**settings, "augment": plain["augment"], "tuner": plain["tuner"]},
+        "settings": settings,
     }
