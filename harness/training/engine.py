@@ -387,8 +387,8 @@ class Engine:
     def _window(self, epoch: int, steps: int) -> dict[str, Any]:
         """Returns which samples the last ``steps`` steps were made of, on all ranks together."""
         order = self.order.indices(epoch)
-        batches = range(self._window_began, self._taken)
-        ends = [self.order.taken(epoch, batch) for batch in (*batches, self._taken)]
+        batches = range(self._window_began, self._taken + 1)
+        ends = [self.order.taken(epoch, batch) for batch in batches]
         return {
             "epoch": epoch + 1,
             "steps": [self.state.step - steps + 1, self.state.step],

@@ -82,16 +82,14 @@ class Trace:
         step to write there is a warning.
         """
         profiler = self._profiler
-        if profiler is None:
-            if self._first <= self._last and not self._began:
-                log.warning(
-                    "profile.steps=%d-%d: none of these steps was trained, there is no trace",
-                    *(self._first, self._last),
-                )
-            self._last = 0
-            return
+        last = self._last
         self._profiler = None
         self._last = 0
+        if profiler is None:
+            if self._first <= last and not self._began:
+                text = "profile.steps=%d-%d: none of these steps was trained, there is no trace"
+                log.warning(text, self._first, last)
+            return
         spans.record(None)
         path = self._folder / f"steps-{self._began}-{self._ended}.json"
         shown = os.path.relpath(path)
