@@ -25,7 +25,7 @@ never each other)::
     config              every setting; with answers and app the only module that knows Hydra
     answers             what the command line answers to what was mistyped
 
-Tuning knows the step by a protocol (``harness.tuning.measures.Trainee``), which training satisfies
+Tuning knows the step by what times it (``harness.feed.timed.TimedSteps``), which training extends
 and job passes on.
 
 For a loop of your own: ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock`` and
