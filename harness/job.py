@@ -197,15 +197,9 @@ def _wire(world: World, job: Job) -> None:
         if found is not None:
             found.follow(feed, val_feed, watch, state.step)
         engine = Engine(config, world, step, feed, val_feed, watch, Place(job.folder, classes))
-        told = Reporter(
-            config,
-            job.overridden,
-            None if found is None else found.summary,
-            allowed.cores,
-            link.pinned_link(),
-            document.write_report,
-            splits.cache,
-        )
+        summary = None if found is None else found.summary
+        page = link.pinned_link(), document.write_report
+        told = Reporter(config, job.overridden, summary, allowed.cores, *page, splits.cache)
         with told.reporting(engine):
             engine.fit() if config.mode is Mode.train else engine.evaluate_only()
 
