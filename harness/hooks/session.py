@@ -186,6 +186,7 @@ class Session:
             "loaders": [_told(each) for each in loops.followed],
             "change": change,
             "offered": offered,
+            "expected": [str(each) for each in (change, offered) if each],
             "verdict": verdict,
             "environment": environment(own.name if own.kind == "cuda" else None),
             "run": {"name": self._place and self._place.name, "overrides": [self._name]},
@@ -228,10 +229,8 @@ class Session:
             )
             yield f"data wait      {report['data_wait_fraction']:.1%} of the training time"
         yield f"verdict        {report['verdict'].sentence}"
-        if "change" in report:
-            yield f"expected       {report['change']}"
-        if "offered" in report:
-            yield f"or             {report['offered']}"
+        for text in report["expected"]:
+            yield f"expected       {text}"
         for each in loops.followed:
             if each.elsewhere:
                 yield f"not seen       the DataLoader at {each.where}: another thread iterates it"
