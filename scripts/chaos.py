@@ -390,22 +390,13 @@ def workers(plan: Plan) -> list[Row]:
         hit = runs = 0
         while hit < plan.n:
             runs += 1
-            seen = set()
+            seen = set[int]()
             with Run(plan, plan.place(f"{sign.name}/{runs}"), [*NOTED, *overrides]) as life:
-                life.trains()
-                while hit < plan.n and life.goes_on(draw.uniform(0.1, 1.0)):
-                    there = life.workers()
-                    if not there:
-                        continue
-                    seen |= {worker.pid for worker in there}
-                    before = life.said.count("New workers go on")
-                    with suppress(psutil.NoSuchProcess):
-                        draw.choice(there).send_signal(sign)
-                    hit += 1
-                    after_s = _told_after(life, before)
-                    told_s += [] if after_s is None else [after_s]
+                hits = _hits(life, sign, draw, plan.n - hit, seen)
                 if (code := life.code()) != 0:
-                    wrong.append(f"run {runs}: exit code {code}")
+                    wrong.append(f"run {runs}: exit code {code}: {life.said[-300:]!r}")
+            hit += len(hits)
+            told_s += [after_s for after_s in hits if after_s is not None]
             names = [f"torch_{pid}_*" for pid in seen]
             left = _temporary(life)
             left += [path for name in names for path in Path("/dev/shm").glob(name)]
@@ -422,6 +413,31 @@ def workers(plan: Plan) -> list[Row]:
         told = f"{runs} runs, {len(told_s)} replacements, each told within {most_s:.1f} s"
         rows.append(row(f"workers, {sign.name}", hit, required, wrong, told))
     return rows
+
+
+def _hits(
+    life: Run, sign: Signals, draw: random.Random, most: int, seen: set[int]
+) -> list[float | None]:
+    """Hits random workers at random moments until the run ends; returns ``_told_after`` of each.
+
+    Adds the process ids of all workers to ``seen``.
+    """
+    found: list[float | None] = []
+    life.trains()
+    losses = noted = 0
+    while len(found) < most and life.goes_on(draw.uniform(0.1, 1.0)):
+        there = life.workers()
+        seen |= {worker.pid for worker in there}
+        # the third loss at one batch would end the run, as it should: on until the next step
+        if not there or (losses == 2 and life.notes.stat().st_size == noted):
+            continue
+        before = life.said.count("New workers go on")
+        with suppress(psutil.NoSuchProcess):
+            draw.choice(there).send_signal(sign)
+        found.append(_told_after(life, before))
+        former, noted = noted, life.notes.stat().st_size
+        losses = losses + 1 if noted == former else 1
+    return found
 
 
 def _told_after(life: Run, before: int) -> float | None:
