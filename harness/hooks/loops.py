@@ -41,8 +41,8 @@ class Followed:
         settings: with torch's names.
         dataset: torchvision's folder of images; None: another one.
         meter: what its workers do; None until it is iterated over, and where that is not seen.
-        trains: whether an optimizer has stepped during its last pass.
-        passes: over it that have ended.
+        trains: whether an optimizer has stepped during a pass over it.
+        passes: over it that have ended, or were left.
         batches: that it gave.
         waited_s: the script's time in ``next()``.
         elsewhere: whether another thread than the training one iterates over it.
@@ -85,7 +85,7 @@ class Loops:
         on_window: called with the clock whenever ``window_s`` seconds of steps are over.
         on_pass: called with the clock at the end of each pass that trained.
         clock: of the training; None before the first update.
-        followed: the loaders, in the order in which they were made.
+        followed: the loaders, in the order in which they were first used.
         updates: steps of optimizers.
         forward_s: host seconds from a batch to ``backward``, and how many were seen.
         evaluated_s: of passes without an update.
@@ -127,7 +127,7 @@ class Loops:
     def made(self, loader: Any) -> None:
         """Take note of a loader as its constructor returns."""
         if self._here():
-            self._loader(loader)
+            self._new(loader)
 
     def begin(self, loader: Any, iterate: Callable[[Followed], Any]) -> Any:
         """Returns ``iterate(followed)``, the iterator of a new pass over ``loader``."""
@@ -138,7 +138,10 @@ class Loops:
         self._end_step()
         began_s = self._now()
         clock = self.clock
-        told = clock is not None and followed.trains
+        told = followed.trains and torch.is_grad_enabled()
+        if told and self._main and self._main.loader is followed:
+            # by break
+            self._ended(self._main)
         if clock and told:
             if self._main is None:
                 clock.start_epoch()
@@ -204,7 +207,7 @@ class Loops:
         """Take note of the end of a pass."""
         clock = self.clock
         own.loader.passes += 1
-        own.loader.trains = own.updates > 0
+        own.loader.trains |= own.told and own.updates > 0
         if own in self._undecided:
             self._undecided.remove(own)
         if clock and own is self._main:
@@ -277,10 +280,12 @@ class Loops:
             self.clock.copied(start, end)
         return made
 
-    def finish(self) -> None:
-        """End what is under way."""
+    def finish(self, completed: bool) -> None:
+        """End what is under way; where all is ``completed``, a pass that is not at its end too."""
         self._end_step()
         if self.clock and self._main:
+            # it was left by break if its iterator is gone
+            self._main.loader.passes += completed and self._main not in self._passes.values()
             self.clock.end_epoch()
             self._main = None
 
@@ -291,12 +296,13 @@ class Loops:
 
     def _end_step(self) -> None:
         """End the running step, if an optimizer has stepped in it."""
-        if not self._updated or self.clock is None:
-            return
+        updated, self._updated = self._updated, False
         clock = self.clock
+        # a loop that asks for batches ahead makes its last step after the end of the pass
+        if not updated or clock is None or self._main is None:
+            return
         clock.end_computing()
         clock.step(self._samples)
-        self._updated = False
         self._samples = 0
         now_s = self._now()
         if now_s - self._closed_s >= self.window_s:
@@ -310,27 +316,39 @@ class Loops:
     def _here(self) -> bool:
         return get_ident() == self._thread
 
+    def _new(self, loader: Any) -> Followed:
+        dataset = getattr(loader, "dataset", None)
+        folder = sys.modules.get("torchvision.datasets.folder")
+        if folder is None or not isinstance(dataset, folder.DatasetFolder):
+            dataset = None
+        own = self._known[loader] = Followed(_caller(), _settings(loader), dataset)
+        return own
+
     def _loader(self, loader: Any) -> Followed:
-        """Returns what is known of a loader."""
-        if loader not in self._known:
-            dataset = getattr(loader, "dataset", None)
-            folder = sys.modules.get("torchvision.datasets.folder")
-            if folder is None or not isinstance(dataset, folder.DatasetFolder):
-                dataset = None
-            self._known[loader] = Followed(_caller(), _settings(loader), dataset)
-            self.followed.append(self._known[loader])
-        return self._known[loader]
+        """Returns what is known of a loader that is used."""
+        own = self._known.get(loader) or self._new(loader)
+        if own in self.followed:
+            return own
+        alive = list(self._known.values())
+        for other in self.followed:
+            # the same loader, made for each epoch
+            if other not in alive and (other.where, other.settings) == (own.where, own.settings):
+                self._known[loader] = other
+                return other
+        self.followed.append(own)
+        return own
 
 
 def _settings(loader: Any) -> FeedSettings:
     """Returns a loader's settings; what one that is not torch's does not tell is as without."""
 
     def told(name: str, other: Any) -> Any:
-        return getattr(loader, name, None) or other
+        value = getattr(loader, name, None)
+        return other if value is None else value
 
     batches = told("batch_sampler", None)
     return FeedSettings(
-        told("batch_size", None) or getattr(batches, "batch_size", None) or 1,
+        told("batch_size", getattr(batches, "batch_size", 1)),
         told("num_workers", 0),
         told("pin_memory", False),
         told("prefetch_factor", None),

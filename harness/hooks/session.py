@@ -104,7 +104,7 @@ class Session:
             return
         self._finished = True
         loops = self.loops
-        loops.finish()
+        loops.finish(status == "completed")
         clock = loops.clock
         if clock is None:
             _say(f"no training was seen: {self._why_not()}")
@@ -149,7 +149,9 @@ class Session:
         verdict = judge(evidence)
         if main is None:
             return evidence, verdict, None
-        change = advice.better(evidence, main)
+        change = None
+        if verdict.bottleneck not in ("unknown", "transport"):
+            change = advice.better(evidence, main)
         return evidence, advice.in_words(verdict, main.settings, main.where, change), change
 
     def _report(self, clock: StepClock, status: str) -> dict[str, Any]:

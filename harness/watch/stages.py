@@ -216,7 +216,6 @@ class StageTimer:
     Attributes:
         lap: for a sample that ``begin`` says to time, called with ``START`` at its beginning and
             with a stage's name at the end of each.
-        known_lap: the same for whoever does not know the stages; others are part of the next one.
     """
 
     def __init__(
@@ -238,13 +237,7 @@ class StageTimer:
         def lap(stage: str) -> None:
             mark((stage, now(), cpu_now()))
 
-        def known_lap(stage: str) -> None:
-            if stage in known:
-                lap(stage)
-
-        known = frozenset((START, *stages))
         self.lap: Lap = lap
-        self.known_lap: Lap = known_lap
         # the quickest of three batches of nothing tells what a lap costs
         trials = []
         for _ in range(3):
