@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -39,6 +40,7 @@ class Followed:
     Attributes:
         where: the file and line that made it.
         settings: with torch's names.
+        count: samples of its data set; None: not known.
         dataset: torchvision's folder of images; None: another one.
         meter: what its workers do; None until it is iterated over, and where that is not seen.
         trains: whether an optimizer has stepped during a pass over it.
@@ -50,6 +52,7 @@ class Followed:
 
     where: str
     settings: FeedSettings
+    count: int | None = None
     dataset: Any = None
     meter: Meter | None = None
     trains: bool = False
@@ -65,13 +68,17 @@ class _Pass:
 
     Attributes:
         told: whether the clock is told of its waits.
+        waits: whether the clock counts a wait for it now.
+        asked_s: when a batch was asked for.
         updates: optimizers' steps since it began.
-        grads: whether gradients were wanted as a batch was asked for.
+        grads: whether gradients were wanted as a batch came.
     """
 
     loader: Followed
     began_s: float
-    told: bool
+    told: bool = False
+    waits: bool = False
+    asked_s: float = 0.0
     updates: int = 0
     grads: bool = False
 
@@ -91,6 +98,7 @@ class Loops:
         evaluated_s: of passes without an update.
         device: where the network's weights are.
         rank, world_size: of this process, as torch.distributed has them.
+        fault: the error of ours that ended the watching; empty: none.
         batch_ids: ``id`` of the tensors of the batch that came last.
     """
 
@@ -107,6 +115,7 @@ class Loops:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rank: int = 0
     world_size: int = 1
+    fault: str = ""
 
     def __post_init__(self) -> None:
         self._thread = get_ident()
@@ -129,79 +138,85 @@ class Loops:
         if self._here():
             self._new(loader)
 
-    def begin(self, loader: Any, iterate: Callable[[Followed], Any]) -> Any:
-        """Returns ``iterate(followed)``, the iterator of a new pass over ``loader``."""
-        followed = self._loader(loader)
+    def open(self, loader: Any) -> _Pass:
+        """Returns a new pass over ``loader``, which is about to make an iterator."""
+        own = _Pass(self._loader(loader), self._now())
         if not self._here():
-            followed.elsewhere = True
-            return iterate(followed)
+            own.loader.elsewhere = True
+            return own
         self._end_step()
-        began_s = self._now()
         clock = self.clock
-        told = followed.trains and torch.is_grad_enabled()
-        if told and self._main and self._main.loader is followed:
+        own.told = own.loader.trains and torch.is_grad_enabled()
+        if own.told and self._main and self._main.loader is own.loader:
             # by break
             self._ended(self._main)
-        if clock and told:
+        if clock and own.told:
             if self._main is None:
                 clock.start_epoch()
-            with clock.waiting():
-                iterator = iterate(followed)
-        else:
-            if clock and self._main and began_s - self._settled_s > _SETTLE_S:
-                # else what the device has left to do would be missing from the steps
-                clock.settle()
-                self._settled_s = self._now()
-            iterator = iterate(followed)
-        own = self._passes[iterator] = _Pass(followed, began_s, told)
-        if told and self._main is None:
-            self._main = own
-        return iterator
+            own.waits = clock.begin_waiting()
+        elif clock and self._main and own.began_s - self._settled_s > _SETTLE_S:
+            # else what the device has left to do would be missing from the steps
+            clock.settle()
+            self._settled_s = self._now()
+        return own
 
-    def fetch(self, iterator: Any, get: Callable[[], Any]) -> Any:
-        """Returns ``get()``, the next batch of ``iterator``."""
+    def opened(self, own: _Pass, iterator: Any) -> None:
+        """Take note of the iterator of a pass."""
+        self._end_wait(own)
+        if self._here():
+            self._passes[iterator] = own
+            if own.told and self._main is None:
+                self._main = own
+
+    def ask(self, iterator: Any) -> _Pass | None:
+        """Take note of a request for a batch; returns its pass, if that is followed."""
         own = self._passes.get(iterator)
         if own is None or not self._here():
-            return get()
+            return None
+        own.asked_s = self._now()
+        if self.clock and own.told:
+            self._end_step()
+            if own is self._main:
+                for other in self._undecided:
+                    # it was left early
+                    self._left_out(other)
+                self._undecided.clear()
+            self.clock.end_computing()
+            own.waits = self.clock.begin_waiting()
+        return own
+
+    def take(self, own: _Pass, iterator: Any, batch: Any) -> None:
+        """Take note of the batch that was asked for."""
         clock = self.clock
-        began_s = self._now()
-        try:
-            if clock is None or not own.told:
-                batch = get()
-                own.grads |= torch.is_grad_enabled()
-                if own not in self._undecided:
-                    self._undecided.append(own)
-            else:
-                batch = self._wait(clock, own, iterator, get)
-        except StopIteration:
-            self._ended(own)
-            raise
-        finally:
-            own.loader.waited_s += self._now() - began_s
-        own.loader.batches += 1
+        loader = own.loader
+        if clock and own.waits and loader.meter:
+            clock.arrived(loader.meter.stamps(getattr(iterator, "_rcvd_idx", 1) - 1))
+        self._end_wait(own)
+        loader.waited_s += self._now() - own.asked_s
+        loader.batches += 1
         tensors = list(islice(_tensors(batch), _MOST_TENSORS))
         self.batch_ids = frozenset(map(id, tensors))
-        if own.told or clock is None:
+        if clock is None or own.told:
             self._samples += _samples(batch, tensors)
-        self._handed_s = self._now()
-        if clock and own.told:
+        if clock is None or not own.told:
+            own.grads |= torch.is_grad_enabled()
+            if own not in self._undecided:
+                self._undecided.append(own)
+        else:
             clock.begin_computing()
-        return batch
+        self._handed_s = self._now()
 
-    def _wait(self, clock: StepClock, own: _Pass, iterator: Any, get: Callable[[], Any]) -> Any:
-        """Returns the next batch, and has the clock count the time."""
-        self._end_step()
-        if own is self._main:
-            for other in self._undecided:
-                # it was left early
-                self._left_out(other)
-            self._undecided.clear()
-        clock.end_computing()
-        with clock.waiting():
-            batch = get()
-            if own.loader.meter:
-                clock.arrived(own.loader.meter.stamps(getattr(iterator, "_rcvd_idx", 1) - 1))
-        return batch
+    def lack(self, own: _Pass, *, is_end: bool) -> None:
+        """Take note that there is no batch: the pass is at its end, or has failed."""
+        self._end_wait(own)
+        own.loader.waited_s += self._now() - own.asked_s
+        if is_end:
+            self._ended(own)
+
+    def _end_wait(self, own: _Pass) -> None:
+        if own.waits and self.clock:
+            self.clock.end_waiting()
+        own.waits = False
 
     def _ended(self, own: _Pass) -> None:
         """Take note of the end of a pass."""
@@ -265,22 +280,24 @@ class Loops:
             self.forwards += 1
             self._handed_s = None
 
-    def copy(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """Returns ``make()``, a copy of ``tensor`` that may lie on the device."""
+    def copying(self, tensor: Tensor) -> Any:
+        """Returns what ``copied`` takes, where a tensor of the batch may go to the device."""
         if not self._copies or not self._here():
-            return make()
-        assert self.clock is not None
+            return None
         own = accelerator.of(self.device)
         start = own.event(timed=True)
-        end = own.event(timed=True)
         start.record(own.stream())
-        made = make()
-        end.record(own.stream())
-        if own.holds(made) and not own.holds(tensor):
-            self.clock.copied(start, end)
-        return made
+        return own, start
 
-    def finish(self, completed: bool) -> None:
+    def copied(self, tensor: Tensor, made: Tensor, begun: Any) -> None:
+        """Take note of a copy; one that stayed where it was does not count."""
+        own, start = begun
+        end = own.event(timed=True)
+        end.record(own.stream())
+        if self.clock and own.holds(made) and not own.holds(tensor):
+            self.clock.copied(start, end)
+
+    def finish(self, *, completed: bool) -> None:
         """End what is under way; where all is ``completed``, a pass that is not at its end too."""
         self._end_step()
         if self.clock and self._main:
@@ -321,7 +338,10 @@ class Loops:
         folder = sys.modules.get("torchvision.datasets.folder")
         if folder is None or not isinstance(dataset, folder.DatasetFolder):
             dataset = None
-        own = self._known[loader] = Followed(_caller(), _settings(loader), dataset)
+        count = None
+        with suppress(TypeError, AttributeError):
+            count = len(loader.dataset)
+        own = self._known[loader] = Followed(_caller(), _settings(loader), count, dataset)
         return own
 
     def _loader(self, loader: Any) -> Followed:
@@ -332,7 +352,8 @@ class Loops:
         alive = list(self._known.values())
         for other in self.followed:
             # the same loader, made for each epoch
-            if other not in alive and (other.where, other.settings) == (own.where, own.settings):
+            same = (other.where, other.settings, other.count)
+            if other not in alive and same == (own.where, own.settings, own.count):
                 self._known[loader] = other
                 return other
         self.followed.append(own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -69,8 +69,7 @@ class Watched(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if isinstance(self._loader, DataLoader):
             return iter(self._loader)
-        begin = self._session.loops.begin
-        found: Iterator[Batch] = begin(self, lambda _: _Batches(self._session, iter(self._loader)))
+        found: Iterator[Batch] = patches.iterating(lambda own: _Batches(iter(own._loader)))(self)
         return found
 
     def verdict(self) -> Verdict:
@@ -79,12 +78,15 @@ class Watched(Generic[Batch]):
 
 
 class _Batches(Iterator[Batch]):
-    def __init__(self, session: Session, batches: Iterator[Batch]) -> None:
-        self._fetch: Callable[..., Batch] = session.loops.fetch
+    def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
 
     def __next__(self) -> Batch:
-        return self._fetch(self, lambda: next(self._batches))
+        batch: Batch = _fetch(self)
+        return batch
+
+
+_fetch = patches.fetching(lambda own: next(own._batches))
 
 
 def watched(loader: Iterable[Batch]) -> Watched[Batch]:

@@ -103,8 +103,17 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        try:
+            self._finish(status)
+        # how the script ends is not up to its report
+        except Exception as error:
+            _say(f"no report: {type(error).__name__}: {error}")
+
+    def _finish(self, status: str) -> None:
         loops = self.loops
-        loops.finish(status == "completed")
+        if loops.fault:
+            _say(f"the end of the training was not watched, by a fault of ours: {loops.fault}")
+        loops.finish(completed=status == "completed")
         clock = loops.clock
         if clock is None:
             _say(f"no training was seen: {self._why_not()}")

@@ -199,7 +199,9 @@ def test_workers_that_are_not_forked(run_anew: Start, kind: str) -> None:
 def traceback(stderr: str) -> str:
     """What a script says of its error, without our lines, and the lines of their frames."""
     own = re.compile(r'  File "[^"]*(/harness/|zygote\.py|<frozen)[^"]*".*\n(    .*\n)*')
-    lines = own.sub("", stderr).splitlines(keepends=True)
+    # torch raises it in one of two lines: where the batch came just now, or was there already
+    torchs = re.compile(r'(torch/utils/data/dataloader\.py", line )\d+(.*\n)(    .*\n)*')
+    lines = torchs.sub(r"\1n\2", own.sub("", stderr)).splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("wellfed: "))
 
 
