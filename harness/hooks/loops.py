@@ -39,7 +39,7 @@ class Followed:
     Attributes:
         where: the file and line that made it.
         settings: with torch's names.
-        shuffles: whether its samples come in random order.
+        dataset: its identity: a loader may be made again for each epoch.
         meter: what its workers do; None until it is iterated over, and where that is not seen.
         trains: whether an optimizer has stepped during a pass over it.
         passes: over it that have ended, or were left.
@@ -50,7 +50,7 @@ class Followed:
 
     where: str
     settings: FeedSettings
-    shuffles: bool
+    dataset: int
     meter: Meter | None = None
     trains: bool = False
     passes: int = 0
@@ -61,13 +61,20 @@ class Followed:
 
 @dataclass(eq=False)
 class _Pass:
-    """One pass over a loader; ``told``: the clock is told of its waits."""
+    """One pass over a loader.
+
+    Attributes:
+        told: the clock is told of its waits.
+        graded: it gave a batch where gradients are on, and may train.
+        last_s: when it gave its last batch.
+    """
 
     loader: Followed
     began_s: float
     told: bool
+    graded: bool = False
     updates: int = 0
-    given: int = 0
+    last_s: float = 0.0
 
 
 @dataclass
@@ -133,9 +140,11 @@ class Loops:
         began_s = time.perf_counter()
         clock = self.clock
         told = followed.trains and torch.is_grad_enabled()
-        if told and self._main and self._main.loader is followed:
-            # by break
-            self._ended(self._main)
+        if told:
+            self._left(False)
+            if self._main and self._main.loader is followed:
+                # by break
+                self._ended(self._main)
         if clock and told:
             if self._main is None:
                 clock.start_epoch()
@@ -162,7 +171,10 @@ class Loops:
         try:
             if clock is None or not own.told:
                 batch = get()
-                if torch.is_grad_enabled() and own not in self._undecided:
+                if torch.is_grad_enabled():
+                    own.graded = True
+                    self._left(False)
+                if own not in self._undecided:
                     self._undecided.append(own)
             else:
                 batch = self._wait(clock, own, iterator, get)
@@ -171,13 +183,12 @@ class Loops:
             raise
         finally:
             own.loader.waited_s += time.perf_counter() - began_s
-        own.given += 1
         own.loader.batches += 1
         tensors = list(islice(_tensors(batch), _MOST_TENSORS))
         self.batch_ids = frozenset(map(id, tensors))
         if own.told or clock is None:
             self._samples += _samples(batch, tensors)
-        self._handed_s = time.perf_counter()
+        self._handed_s = own.last_s = time.perf_counter()
         if clock and own.told:
             clock.begin_computing()
         return batch
@@ -186,12 +197,7 @@ class Loops:
         """Returns the next batch, and has the clock count the time."""
         self._end_step()
         if own is self._main:
-            for other in self._undecided:
-                # it was left, or is of a loop that goes on without updates
-                clock.left_out("evaluate", other.began_s)
-                self._passes = weakref.WeakKeyDictionary(
-                    {key: each for key, each in self._passes.items() if each is not other}
-                )
+            self._left(True)
             self._undecided.clear()
         clock.end_computing()
         with clock.waiting():
@@ -200,7 +206,19 @@ class Loops:
                 clock.arrived(own.loader.meter.stamps(getattr(iterator, "_rcvd_idx", 1) - 1))
         return batch
 
-    def _ended(self, own: _Pass) -> None:
+    def _left(self, graded: bool) -> None:
+        """End the evaluations that were left before their end, or go on without updates.
+
+        Those that are ``graded`` too, where a step shows that they were none of training.
+        """
+        for own in [*self._undecided]:
+            if not own.updates and (graded or not own.graded):
+                self._ended(own, own.last_s)
+                self._passes = weakref.WeakKeyDictionary(
+                    {key: each for key, each in self._passes.items() if each is not own}
+                )
+
+    def _ended(self, own: _Pass, ended_s: float | None = None) -> None:
         """Take note of the end of a pass."""
         clock = self.clock
         own.loader.passes += 1
@@ -213,7 +231,7 @@ class Loops:
             self._samples = 0
             self.on_pass(clock)
         elif not own.updates:
-            self.evaluated_s += time.perf_counter() - own.began_s
+            self.evaluated_s += (ended_s or time.perf_counter()) - own.began_s
             if clock and self._main:
                 clock.left_out("evaluate", own.began_s)
 
@@ -226,12 +244,12 @@ class Loops:
             self._start(optimizer)
         clock = self.clock
         assert clock is not None
-        for own in self._undecided:
+        for own in [each for each in self._undecided if each.graded]:
             own.told = own.loader.trains = True
             if self._main is None:
                 self._main = own
                 clock.start_epoch()
-        self._undecided.clear()
+            self._undecided.remove(own)
         for own in self._passes.values():
             own.updates += 1
         self._updated = True
@@ -275,6 +293,8 @@ class Loops:
     def finish(self, completed: bool) -> None:
         """End what is under way; where all is ``completed``, a pass that is not at its end too."""
         self._end_step()
+        if completed:
+            self._left(False)
         if self.clock and self._main:
             # it was left by break if its iterator is gone
             self._main.loader.passes += completed and self._main not in self._passes.values()
@@ -306,19 +326,17 @@ class Loops:
         return get_ident() == self._thread
 
     def _new(self, loader: Any) -> Followed:
-        own = self._known[loader] = Followed(_caller(), _settings(loader), _shuffles(loader))
+        own = self._known[loader] = Followed(
+            _caller(), _settings(loader), id(getattr(loader, "dataset", None))
+        )
         return own
 
     def _loader(self, loader: Any) -> Followed:
         """Returns what is known of a loader that is used."""
         own = self._known.get(loader) or self._new(loader)
-        if own in self.followed:
-            return own
-        alive = list(self._known.values())
         for other in self.followed:
-            # the same loader, made for each epoch
-            same = (other.where, other.settings, other.shuffles)
-            if other not in alive and same == (own.where, own.settings, own.shuffles):
+            same = (other.where, other.settings, other.dataset)
+            if same == (own.where, own.settings, own.dataset):
                 self._known[loader] = other
                 return other
         self.followed.append(own)
@@ -342,10 +360,6 @@ def _settings(loader: Any) -> FeedSettings:
         told("timeout", 0.0),
         "",
     )
-
-
-def _shuffles(loader: Any) -> bool:
-    return "Random" in type(getattr(loader, "sampler", None)).__name__
 
 
 def _caller() -> str:
