@@ -166,6 +166,7 @@ def test_a_sample_that_cannot_be_read(run: Start, kind: str) -> None:
     assert "ValueError: sample 40 cannot be read" in found.watched.stderr
 
 
+@pytest.mark.slow
 def test_an_error_is_told_as_without(run_anew: Start) -> None:
     """To the byte, causes with it, but for our lines; a command that imports all itself."""
     found = run_anew("ends.py", "error")
