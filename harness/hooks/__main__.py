@@ -83,10 +83,12 @@ def _found(name: str, *, is_module: bool) -> tuple[ModuleType, CodeType]:
 def _reporting(session: Any) -> Iterator[None]:
     """Reports at the end of the block, however it ends."""
     own = os.getpid()
+    asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         if signal.getsignal(number) is not stop:
             # the script's own handler calls the one that it found, and decides
+            asked.append(number)
             return
         if os.getpid() == own:
             session.finish("interrupted")
@@ -109,6 +111,8 @@ def _reporting(session: Any) -> Iterator[None]:
         status = "interrupted"
         raise
     finally:
+        if asked:
+            status = "interrupted"
         # a worker that the script forked may come here too
         if os.getpid() == own:
             session.finish(status)

@@ -104,12 +104,12 @@ def offered(evidence: Evidence, followed: Followed) -> Offer | None:
     Reads and decodes some images of the data set.
     """
     found = StallBreakdown(evidence)
-    if followed.dataset is None or found.cost is None or not found.rate:
+    if followed.images is None or found.cost is None or not found.rate:
         return None
     # imports torchvision
     from harness.hooks.faster import trial
 
-    tried = trial(followed.dataset)
+    tried = trial(followed.images)
     if tried is None:
         return None
     share = tried.after_s / tried.before_s

@@ -12,7 +12,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -40,8 +39,8 @@ class Followed:
     Attributes:
         where: the file and line that made it.
         settings: with torch's names.
-        count: samples of its data set; None: not known.
-        dataset: torchvision's folder of images; None: another one.
+        dataset: its identity: a loader may be made again for each epoch.
+        images: its data set, if that is torchvision's folder of images.
         meter: what its workers do; None until it is iterated over, and where that is not seen.
         trains: whether an optimizer has stepped during a pass over it.
         passes: over it that have ended, or were left.
@@ -52,8 +51,8 @@ class Followed:
 
     where: str
     settings: FeedSettings
-    count: int | None = None
-    dataset: Any = None
+    dataset: int = 0
+    images: Any = None
     meter: Meter | None = None
     trains: bool = False
     passes: int = 0
@@ -71,7 +70,8 @@ class _Pass:
         waits: whether the clock counts a wait for it now.
         asked_s: when a batch was asked for.
         updates: optimizers' steps since it began.
-        grads: whether gradients were wanted as a batch came.
+        graded: it gave a batch where gradients are on, and may train.
+        last_s: when it gave its last batch.
     """
 
     loader: Followed
@@ -80,7 +80,8 @@ class _Pass:
     waits: bool = False
     asked_s: float = 0.0
     updates: int = 0
-    grads: bool = False
+    graded: bool = False
+    last_s: float = 0.0
 
 
 @dataclass
@@ -147,9 +148,11 @@ class Loops:
         self._end_step()
         clock = self.clock
         own.told = own.loader.trains and torch.is_grad_enabled()
-        if own.told and self._main and self._main.loader is own.loader:
-            # by break
-            self._ended(self._main)
+        if own.told:
+            self._left(graded=False)
+            if self._main and self._main.loader is own.loader:
+                # by break
+                self._ended(self._main)
         if clock and own.told:
             if self._main is None:
                 clock.start_epoch()
@@ -177,9 +180,7 @@ class Loops:
         if self.clock and own.told:
             self._end_step()
             if own is self._main:
-                for other in self._undecided:
-                    # it was left early
-                    self._left_out(other)
+                self._left(graded=True)
                 self._undecided.clear()
             self.clock.end_computing()
             own.waits = self.clock.begin_waiting()
@@ -199,12 +200,14 @@ class Loops:
         if clock is None or own.told:
             self._samples += _samples(batch, tensors)
         if clock is None or not own.told:
-            own.grads |= torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                own.graded = True
+                self._left(graded=False)
             if own not in self._undecided:
                 self._undecided.append(own)
         else:
             clock.begin_computing()
-        self._handed_s = self._now()
+        self._handed_s = own.last_s = self._now()
 
     def lack(self, own: _Pass, *, is_end: bool) -> None:
         """Take note that there is no batch: the pass is at its end, or has failed."""
@@ -218,7 +221,19 @@ class Loops:
             self.clock.end_waiting()
         own.waits = False
 
-    def _ended(self, own: _Pass) -> None:
+    def _left(self, *, graded: bool) -> None:
+        """End the evaluations that were left before their end, or go on without updates.
+
+        Those that are ``graded`` too, where a step shows that they were none of training.
+        """
+        for own in [*self._undecided]:
+            if not own.updates and (graded or not own.graded):
+                self._ended(own, own.last_s)
+                self._passes = weakref.WeakKeyDictionary(
+                    {key: each for key, each in self._passes.items() if each is not own}
+                )
+
+    def _ended(self, own: _Pass, ended_s: float | None = None) -> None:
         """Take note of the end of a pass."""
         clock = self.clock
         own.loader.passes += 1
@@ -231,13 +246,9 @@ class Loops:
             self._samples = 0
             self.on_pass(clock)
         elif not own.updates:
-            self._left_out(own)
-
-    def _left_out(self, own: _Pass) -> None:
-        """Keep a pass that trained nothing out of the steps."""
-        self.evaluated_s += self._now() - own.began_s
-        if self.clock and self._main:
-            self.clock.left_out("evaluate", own.began_s)
+            self.evaluated_s += (ended_s or self._now()) - own.began_s
+            if clock and self._main:
+                clock.left_out("evaluate", own.began_s)
 
     def updated(self, optimizer: Any) -> None:
         """Take note of an optimizer's step that was just made."""
@@ -248,13 +259,12 @@ class Loops:
             self._start(optimizer)
         clock = self.clock
         assert clock is not None
-        for own in self._undecided:
-            if own.grads:
-                own.told = own.loader.trains = True
-                self._main = self._main or own
-                if self._main is own:
-                    clock.start_epoch()
-        self._undecided.clear()
+        for own in [each for each in self._undecided if each.graded]:
+            own.told = own.loader.trains = True
+            if self._main is None:
+                self._main = own
+                clock.start_epoch()
+            self._undecided.remove(own)
         for own in self._passes.values():
             own.updates += 1
         self._updated = True
@@ -300,6 +310,8 @@ class Loops:
     def finish(self, *, completed: bool) -> None:
         """End what is under way; where all is ``completed``, a pass that is not at its end too."""
         self._end_step()
+        if completed:
+            self._left(graded=False)
         if self.clock and self._main:
             # it was left by break if its iterator is gone
             self._main.loader.passes += completed and self._main not in self._passes.values()
@@ -336,24 +348,18 @@ class Loops:
     def _new(self, loader: Any) -> Followed:
         dataset = getattr(loader, "dataset", None)
         folder = sys.modules.get("torchvision.datasets.folder")
-        if folder is None or not isinstance(dataset, folder.DatasetFolder):
-            dataset = None
-        count = None
-        with suppress(TypeError, AttributeError):
-            count = len(loader.dataset)
-        own = self._known[loader] = Followed(_caller(), _settings(loader), count, dataset)
+        images = None
+        if folder is not None and isinstance(dataset, folder.DatasetFolder):
+            images = dataset
+        own = self._known[loader] = Followed(_caller(), _settings(loader), id(dataset), images)
         return own
 
     def _loader(self, loader: Any) -> Followed:
         """Returns what is known of a loader that is used."""
         own = self._known.get(loader) or self._new(loader)
-        if own in self.followed:
-            return own
-        alive = list(self._known.values())
         for other in self.followed:
-            # the same loader, made for each epoch
-            same = (other.where, other.settings, other.count)
-            if other not in alive and same == (own.where, own.settings, own.count):
+            same = (other.where, other.settings, other.dataset)
+            if same == (own.where, own.settings, own.dataset):
                 self._known[loader] = other
                 return other
         self.followed.append(own)

@@ -42,15 +42,15 @@ def watching(
     place = None if out is None else Path(out)
     session = Session(name or sys.argv[0], place, tensorboard, time.perf_counter())
     status = "failed"
-    try:
-        with patches.installed(session.loops):
+    with patches.installed(session.loops):
+        try:
             yield session
-        status = "completed"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        session.finish(status)
+            status = "completed"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        finally:
+            session.finish(status)
 
 
 class Watched(Generic[Batch]):
@@ -97,10 +97,11 @@ def watched(loader: Iterable[Batch]) -> Watched[Batch]:
     """
     global _lasting
     if _lasting is None:
-        _lasting = Session(sys.argv[0], None, tensorboard=True, began_s=time.perf_counter())
-        _lasting.tells_passes = True
+        session = Session(sys.argv[0], None, tensorboard=True, began_s=time.perf_counter())
+        session.tells_passes = True
         stack = ExitStack()
-        stack.enter_context(patches.installed(_lasting.loops))
+        stack.enter_context(patches.installed(session.loops))
+        _lasting = session
         atexit.register(_end, stack)
     return Watched(loader, _lasting)
 

@@ -29,6 +29,8 @@ _loops: Loops | None = None
 def installed(loops: Loops) -> Iterator[None]:
     """Tells ``loops`` of all that torch does in the block."""
     global _loops
+    if _loops is not None:
+        raise RuntimeError("training is watched already: leave out one of the two ways")
     with ExitStack() as stack:
         for owner, name, around in (
             (dataloader.DataLoader, "__init__", _making),

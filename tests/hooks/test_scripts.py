@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 from commands import ROOT, ran
 from pictures import noise
 from PIL import Image
+from watched_runs import LOOPS, WATCH, Both, Run, Start, anew, both, loaders
 from zygote import Zygote
-
-LOOPS = ROOT / "tests" / "support" / "loops"
-WATCH = ("-m", "harness", "watch")
-Run = subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
@@ -29,37 +24,6 @@ def zygote() -> Iterator[Zygote]:
     """What starts most scripts."""
     with Zygote() as started:
         yield started
-
-
-class Both(NamedTuple):
-    """A script run alone, run watched, and the report; None: there is none."""
-
-    alone: Run
-    watched: Run
-    report: dict[str, Any] | None
-
-    def equal(self) -> dict[str, Any]:
-        """Returns the report, once what the script did is found the same."""
-        assert self.watched.stdout == self.alone.stdout
-        assert self.watched.returncode == self.alone.returncode, self.watched.stderr
-        assert self.report is not None, self.watched.stderr
-        return self.report
-
-
-Start = Callable[..., Both]
-
-
-def both(tmp_path: Path, start: Callable[..., Run], *arguments: str | Path) -> Both:
-    """Runs a script in one empty folder and, watched, in another."""
-    typed = [str(argument) for argument in arguments]
-    places = []
-    for name in ("alone", "watched"):
-        places.append(tmp_path / name)
-        places[-1].mkdir()
-    alone = start(*typed, cwd=places[0])
-    watched = start(*WATCH, "--no-tensorboard", "--out", "report", *typed, cwd=places[1])
-    report = places[1] / "report" / "report.json"
-    return Both(alone, watched, json.loads(report.read_text()) if report.exists() else None)
 
 
 @pytest.fixture
@@ -71,11 +35,7 @@ def run(zygote: Zygote, tmp_path: Path) -> Start:
 @pytest.fixture
 def run_anew(tmp_path: Path) -> Start:
     """Runs one of the scripts both ways, in processes that import all themselves."""
-
-    def start(*arguments: str, cwd: Path) -> Run:
-        return ran(sys.executable, *arguments, cwd=cwd, PYTHONPATH=str(ROOT))
-
-    return lambda name, *rest: both(tmp_path, start, LOOPS / name, *rest)
+    return lambda name, *rest: both(tmp_path, anew, LOOPS / name, *rest)
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +49,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for i in range(count):
                 Image.fromarray(noise(70 + i, 60 + label)).save(folder / f"{i}.jpg")
     return root
-
-
-def loaders(report: dict[str, Any]) -> list[tuple[str, bool, int, int]]:
-    """Where each loader was made, without the line; if it trains, its passes and batches."""
-    return [
-        (each["where"].partition(":")[0], each["trains"], each["passes"], each["batches"])
-        for each in report["loaders"]
-    ]
 
 
 def line_of(name: str, text: str) -> str:
@@ -216,6 +168,7 @@ def test_a_sample_that_cannot_be_read(run: Start, kind: str) -> None:
     assert "ValueError: sample 40 cannot be read" in found.watched.stderr
 
 
+@pytest.mark.slow
 def test_an_error_is_told_as_without(run_anew: Start) -> None:
     """To the byte, causes with it, but for our lines; a command that imports all itself."""
     found = run_anew("ends.py", "error")

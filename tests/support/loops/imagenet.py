@@ -47,29 +47,7 @@ def main_worker(args: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
 
-    normalize = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    train_dataset = datasets.ImageFolder(
-        os.path.join(args.data, "train"),
-        transforms.Compose(
-            [
-                transforms.RandomResizedCrop(48),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-                normalize,
-            ]
-        ),
-    )
-    val_dataset = datasets.ImageFolder(
-        os.path.join(args.data, "val"),
-        transforms.Compose(
-            [
-                transforms.Resize(56),
-                transforms.CenterCrop(48),
-                transforms.ToTensor(),
-                normalize,
-            ]
-        ),
-    )
+    train_dataset, val_dataset = open_datasets(args.data)
     sampler = DistributedSampler(train_dataset) if args.distributed else None
     train_loader = DataLoader(
         train_dataset,
@@ -100,6 +78,33 @@ def main_worker(args: argparse.Namespace) -> None:
     print(digest(model))
     if args.distributed:
         dist.destroy_process_group()
+
+
+def open_datasets(data: str) -> tuple[datasets.ImageFolder, datasets.ImageFolder]:
+    normalize = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    train_dataset = datasets.ImageFolder(
+        os.path.join(data, "train"),
+        transforms.Compose(
+            [
+                transforms.RandomResizedCrop(48),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                normalize,
+            ]
+        ),
+    )
+    val_dataset = datasets.ImageFolder(
+        os.path.join(data, "val"),
+        transforms.Compose(
+            [
+                transforms.Resize(56),
+                transforms.CenterCrop(48),
+                transforms.ToTensor(),
+                normalize,
+            ]
+        ),
+    )
+    return train_dataset, val_dataset
 
 
 def train(loader, model, criterion, optimizer, epoch, args) -> None:  # type: ignore
