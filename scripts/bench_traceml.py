@@ -135,7 +135,7 @@ def listen_to(side: str, plant: str, steps: int) -> Said:
                 f"{(done.stderr or done.stdout)[-2000:]}"
             )
         loop_s = json.loads((folder / "loop.json").read_text())["loop_s"]
-        words, figures = _ours(folder) if side == "harness" else _theirs(folder)
+        words, figures = _ours(folder) if side == "harness" else theirs(folder)
     tool = {
         "harness": "ours",
         "traceml": "TraceML",
@@ -155,7 +155,8 @@ def _ours(folder: Path) -> tuple[str, str]:
     )
 
 
-def _theirs(folder: Path) -> tuple[str, str]:
+def theirs(folder: Path) -> tuple[str, str]:
+    """Returns TraceML's verdict word for word, and the figures that it rests on."""
     summary = json.loads((folder / "logs" / "run" / "final_summary.json").read_text())
     text = summary["text"]
     words = [

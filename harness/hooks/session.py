@@ -86,7 +86,9 @@ class Session:
         folder.own(self._place)
         board = Board(self._place, tensorboard=self._tensorboard)
         self._board = self._stack.enter_context(board)
-        sources: list[Source] = [HostSource()]
+        # other ranks on this machine would count as others
+        cores = limits.measure().cores if _local_ranks() == 1 else None
+        sources: list[Source] = [HostSource(cores=cores)]
         if uuid := accelerator.of(self.loops.device).uuid:
             sources.append(GpuSource(uuid))
         self._sampler = self._stack.enter_context(Sampler(sources, _SAMPLE_S))
@@ -149,7 +151,7 @@ class Session:
             window=total,
             stages=worked,
             settings=main.settings if main else _NO_LOADER,
-            cores=limits.measure(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).cores,
+            cores=limits.measure(_local_ranks()).cores,
             device=accelerator.of(self.loops.device).kind,
             sampled=self._sampler.means() if self._sampler else {},
             autotuned=main is None,
@@ -246,6 +248,10 @@ class Session:
             if each.elsewhere:
                 yield f"not seen       the DataLoader at {each.where}: another thread iterates it"
         yield f"look at it     {os.path.relpath(self._place / 'report.html')}"
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _told(followed: Followed) -> dict[str, Any]:

@@ -1,0 +1,391 @@
+"""Plants bottlenecks into somebody's script, and holds what is said of them beside TraceML.
+
+    uv run --with traceml-ai scripts/bench_watched.py --write
+
+``watched_loop.py`` knows nothing of this project. It runs as it is under ``wellfed watch``, and
+once more under TraceML, which is no dependency: uv lays it over the environment for this command.
+What counts as right stands in ``CASES``, beforehand.
+
+The other part, ``gain``: scripts run as they are, then with the arguments of the DataLoader that
+``wellfed watch`` gave, in turns; its expected gain beside the one in samples/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from scripts.bench_traceml import RunFailed, environment, theirs
+from scripts.measured import listed, machine, machine_line, markdown, parser, write
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "benchmarks" / "watched.md"
+LOOP = ROOT / "scripts" / "watched_loop.py"
+SUPPORT = ROOT / "tests" / "support"
+PARTS = ("planted", "gain")
+# what runs a script watched: arguments of Python
+WATCH = ("-m", "harness", "watch")
+# for a run to end
+_PATIENCE_S = 240.0
+# told every so often what a run has printed so far
+Meanwhile = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A planted bottleneck, and what must be said of it.
+
+    Attributes:
+        plant: its name in ``watched_loop.py``.
+        size: of it.
+        about: what is slow, with the size.
+        bottleneck: the class of a right verdict.
+        named: what the sentence of a right verdict has.
+        flags: more of the script's.
+        ranks: processes that train together.
+        emulated: on an emulated GPU.
+        around: what is made for the run, and looks after it.
+    """
+
+    plant: str
+    size: float
+    about: str
+    bottleneck: str
+    named: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+    emulated: bool = False
+    around: str = ""
+
+    def right(self, verdict: Mapping[str, Any]) -> bool:
+        """Returns whether ``verdict`` is what was planted."""
+        said = verdict["sentence"]
+        return verdict["bottleneck"] == self.bottleneck and all(name in said for name in self.named)
+
+
+CASES = (
+    Case("slow_disk", 25, "25 ms of waiting a file", "storage", ("Reading takes",)),
+    Case("decode", 900, "JPEGs of 900 x 900", "decode", ("Decoding takes",)),
+    Case("slow_transform", 15, "15 ms of work in Warp", "augment", ("most of them in Warp",)),
+    Case("slow_collate", 100, "100 ms of work a batch", "collate", ("Putting batches together",)),
+    Case("few_workers", 800, "1 worker, JPEGs of 800 x 800", "workers", ("num_workers=",)),
+    Case("no_workers", 600, "no workers, JPEGs of 600 x 600", "workers", ("num_workers=",)),
+    Case("slow_step", 200, "200 ms of waiting in forward", "compute", ("The network takes",),
+         ("--steps=25",)),
+    Case("compute", 40, "40 more layers, batches of 32", "compute", ("The network takes",),
+         ("--batch-size=32",)),
+    Case("launches", 20, "20 launches of 2 ms a step", "launch",
+         ("waited for Python within the step",), emulated=True),
+    Case("collections", 400, "gc.collect() of 400,000 objects after each step", "host",
+         ("garbage collection",)),
+    Case("slow_logging", 50, "50 ms a line, in each step", "host", ("Python held the steps up",)),
+    Case("neighbours", 1.5, "1.5 of 2 cores", "neighbours", ("Other programs take",),
+         around="neighbours"),
+    Case("slow_rank_data", 25, "25 ms of waiting a file, on rank 1 of 2", "rank",
+         ("Rank 1 ", "waiting for data"), ranks=2),
+    Case("slow_rank_forward", 60, "60 ms of waiting in forward, on rank 1 of 2", "rank",
+         ("Rank 1 ", "the forward pass"), ranks=2),
+    Case("quota", 0.5, "a control group of 0.5 cores", "quota", ("quota",), around="quota"),
+    Case("tiny_memory", 0.3, "memory for 0.3 of the files", "memory", ("Short of memory",),
+         ("--steps", "200"), around="memory"),
+    Case("nothing", 0, "a step of 100 ms, loading of some 5 ms", "balanced", ("Balanced",)),
+)  # fmt: skip
+# scripts that are told what to change
+GAINS: Mapping[str, tuple[str, ...]] = {
+    "slow disk, 1 worker": (
+        "--read-ms=8", "--workers=1", "--forward-ms=20", "--steps=60",
+    ),
+    "slow disk, 2 workers": (
+        "--read-ms=25", "--workers=2", "--forward-ms=10", "--steps=40",
+    ),
+    "decode, no workers": (
+        "--side=500", "--workers=0", "--forward-ms=20", "--steps=60",
+    ),
+    "decode, 1 worker": (
+        "--side=500", "--workers=1", "--forward-ms=20", "--steps=60",
+    ),
+    "slow transform, 1 worker": (
+        "--warp-ms=10", "--workers=1", "--forward-ms=50", "--steps=50",
+    ),
+    "late files, 2 workers": (
+        "--read-ms=5", "--late=16", "--workers=2", "--forward-ms=40", "--steps=80",
+    ),
+}  # fmt: skip
+FLAGS = {"num_workers": "workers"}
+
+
+def support(name: str) -> Any:
+    """Returns a module of tests/support: planted runs of train.py use it too."""
+    if str(SUPPORT) not in sys.path:
+        sys.path.append(str(SUPPORT))
+    return importlib.import_module(name)
+
+
+def loop(*flags: str) -> list[str]:
+    """Returns the script's own command, without an interpreter; files are made once."""
+    data = Path(tempfile.gettempdir(), "wellfed-watched")
+    return [str(LOOP), "--data", str(data), *flags]
+
+
+def ours(
+    case: Case, folder: Path, script: Sequence[str], watch: Sequence[str] = WATCH
+) -> list[str]:
+    """Returns the command by which ``wellfed watch`` runs ``script``."""
+    start = [sys.executable]
+    if case.emulated:
+        watch = [str(SUPPORT / "emulated_watch.py")]
+    elif case.ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+    return [*start, *watch, "--out", str(folder / "report"), *script]
+
+
+def traceml(case: Case, folder: Path, script: Sequence[str]) -> list[str]:
+    """Returns the command by which TraceML runs ``script``."""
+    found = shutil.which("traceml", path=str(Path(sys.executable).parent)) or "traceml"
+    logs = ("--logs-dir", str(folder / "logs"), "--run-name", "run")
+    ranks = ("--nproc-per-node", str(case.ranks)) * (case.ranks > 1)
+    return [found, "run", script[0], *logs, *ranks, "--args", *script[1:], "--traceml"]
+
+
+@contextmanager
+def around(case: Case, command: list[str]) -> Iterator[tuple[list[str], Meanwhile]]:
+    """Gives the command that runs where it is planted, and what must see its output."""
+    quiet: Meanwhile = lambda text: None
+    if case.around == "neighbours":
+        with support("planted_acts").burning(case.size):
+            yield command, quiet
+    elif case.around == "quota":
+        with support("control_groups").quota(case.size) as group:
+            yield support("control_groups").within(group, *command), quiet
+    elif case.around == "memory":
+        with support("planted").group_of("memory") as group:
+            within = support("control_groups").within(group, *command)
+            yield within, squeeze(group, case.size)
+    else:
+        yield command, quiet
+
+
+def squeeze(group: Path, share: float) -> Meanwhile:
+    """Returns what leaves a run's files a ``share`` of their memory after some steps."""
+    acts = support("planted_acts")
+    limit = group / "memory.limit_in_bytes"
+
+    def meanwhile(text: str) -> None:
+        if "trained at" in text:
+            limit.write_text("-1")
+        elif "step 5:" in text and int(limit.read_text()) > 1 << 40:
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.usage_in_bytes").read_text()) - int(stat["total_cache"])
+            files = (acts.OWN_MB + share * acts.FILES * acts.FILE_MB) * 2**20
+            with suppress(OSError):
+                limit.write_text(str(round(used + int(stat["total_shmem"]) + files)))
+
+    return meanwhile
+
+
+def ran(command: Sequence[str], folder: Path, meanwhile: Meanwhile) -> str:
+    """Runs a command in ``folder``, and returns what it printed.
+
+    Raises:
+        RunFailed: with its last words.
+    """
+    printed = folder / "printed.txt"
+    with printed.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment(), stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    until_s = time.monotonic() + _PATIENCE_S
+    try:
+        while process.poll() is None and time.monotonic() < until_s:
+            meanwhile(printed.read_text())
+            time.sleep(0.1)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    text = printed.read_text()
+    if code:
+        raise RunFailed(f"exit code {code}: {text[-2000:]}")
+    return text
+
+
+def judged(case: Case, watch: Sequence[str] = WATCH) -> dict[str, Any]:
+    """Returns what ``wellfed watch`` reports of a run of ``case``."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        with around(case, ours(case, folder, script(case), watch)) as (command, meanwhile):
+            ran(command, folder, meanwhile)
+        report: dict[str, Any] = json.loads((folder / "report" / "report.json").read_text())
+        return report
+
+
+def script(case: Case) -> list[str]:
+    """Returns the script's command with what ``case`` plants."""
+    return loop("--plant", case.plant, "--size", str(case.size), *case.flags)
+
+
+def quoted(case: Case) -> str:
+    """Returns what TraceML says of a run of ``case``, word for word."""
+    if case.emulated:
+        return "(not run: there is no GPU)"
+    if importlib.util.find_spec("traceml_ai") is None:
+        return "(not installed)"
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        try:
+            with around(case, traceml(case, folder, script(case))) as (command, meanwhile):
+                ran(command, folder, meanwhile)
+            return theirs(folder)[0]
+        except (RunFailed, OSError, KeyError) as error:
+            return f"(nothing: {' '.join(str(error).split())[-200:]})"
+
+
+def planted_row(case: Case) -> dict[str, str]:
+    """Returns a row of the table of verdicts."""
+    row = {
+        "planted": f"{case.plant.replace('_', ' ')}: {case.about}",
+        "right is": " + ".join((case.bottleneck, *case.named)),
+    }
+    try:
+        verdict = judged(case)["verdict"]
+    except pytest.skip.Exception as error:
+        return row | {"right": f"skipped: {error}", "wellfed watch": "", "TraceML": ""}
+    except RunFailed as error:
+        print(error, file=sys.stderr)
+        return row | {"right": "no", "wellfed watch": "(failed)", "TraceML": quoted(case)}
+    right = "yes" if case.right(verdict) else f"no: {verdict['bottleneck']}"
+    return row | {"right": right, "wellfed watch": verdict["sentence"], "TraceML": quoted(case)}
+
+
+def timed(flags: Sequence[str]) -> tuple[float, dict[str, Any]]:
+    """Returns the samples/s that a watched script counts itself, and its report."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        text = ran(ours(CASES[0], folder, loop(*flags)), folder, lambda _: None)
+        found = re.search(r"trained at ([\d.]+) samples/s", text)
+        assert found
+        return float(found[1]), json.loads((folder / "report" / "report.json").read_text())
+
+
+def pasted(arguments: Mapping[str, object]) -> list[str]:
+    """Returns a DataLoader's arguments as the script's flags."""
+    flags = []
+    for name, value in arguments.items():
+        flag = "--" + FLAGS.get(name, name).replace("_", "-")
+        flags.append(flag if value is True else f"{flag}={value}")
+    return flags
+
+
+def gain_row(name: str, rounds: int) -> dict[str, str]:
+    """Returns a row of the table of gains: runs as they are and as they were told, in turns."""
+    said = []
+    expected = []
+    gained = []
+    for number in range(rounds):
+        before, report = timed(GAINS[name])
+        change = report.get("change")
+        if change is None:
+            return {"script": name, "pasted": "nothing", "expected": "", "measured": "",
+                    "off": "", "n": str(number + 1)}  # fmt: skip
+        after, _ = timed([*GAINS[name], *pasted(change["arguments"])])
+        said.append(", ".join(f"{key}={value}" for key, value in change["arguments"].items()))
+        expected.append(change["gain"])
+        gained.append(after / before)
+        print(f"{name}: {said[-1]}: {expected[-1]:.2f}, {gained[-1]:.2f}", file=sys.stderr)
+    off = median(gained) / median(expected) - 1
+    return {
+        "script": name,
+        "pasted": "; ".join(dict.fromkeys(said)),
+        "expected": f"{median(expected):.2f} ({min(expected):.2f} to {max(expected):.2f})",
+        "measured": f"{median(gained):.2f} ({min(gained):.2f} to {max(gained):.2f})",
+        "off": f"{off:+.0%}",
+        "n": str(rounds),
+    }
+
+
+def show(planted: Sequence[Mapping[str, str]], gains: Sequence[Mapping[str, str]]) -> str:
+    """Returns the page."""
+    # the runs', not this process's
+    found = machine() | {"torch_threads": 1}
+    rival = ""
+    with suppress(metadata.PackageNotFoundError):
+        rival = f"; traceml-ai {metadata.version('traceml-ai')}"
+    right = sum(row["right"] == "yes" for row in planted)
+    near = sum(bool(row["off"]) and abs(int(row["off"][:-1])) <= 15 for row in gains)
+    return f"""# A script that is not ours, watched
+
+{machine_line(found)}{rival}; load average {os.getloadavg()[0]:.1f} at the end
+
+## Planted bottlenecks
+
+{right} of {len(planted)} verdicts are right.
+
+{markdown(planted)}
+
+One run of each. `scripts/watched_loop.py` is a training script in the usual form: torchvision's
+`ImageFolder` and `Compose`, a DataLoader of two workers and batches of 8, SGD; a step waits 10 ms
+where nothing else is said, so that processors are free. It runs as it is under `wellfed watch`. For
+TraceML it has the two lines of its documentation, `init` and `trace_step` around the step; its
+Verdict, Why and Next are word for word. Right is the class and the words that the sentence must
+have, as the script had them before the runs. The launches are those of an emulated GPU.
+
+## What the pasted line gives
+
+{near} of {len(gains)} are within 15 % of what was expected.
+
+{markdown(gains)}
+
+Each script runs as it is, and then with the arguments of the DataLoader that `wellfed watch` said,
+in turns. Measured: samples/s that the script counts itself, from its fourth batch to its end, times
+those of the run before; medians (least to most).
+
+To repeat: `uv run --with traceml-ai scripts/bench_watched.py --write`.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made: argparse.ArgumentParser = parser(
+        "Judge planted bottlenecks in a script that is not ours.", PAGE, json=False
+    )
+    made.add_argument("--parts", help=f"with commas between; all: {','.join(PARTS)}")
+    made.add_argument("--only", default="", help="what names of plants or scripts must hold")
+    made.add_argument("--rounds", type=int, default=3, help="pairs of runs of each script")
+    options = made.parse_args(argv)
+    parts = listed(made, "--parts", options.parts, PARTS)
+    planted = []
+    gains = []
+    for case in CASES:
+        if "planted" in parts and options.only in case.plant:
+            planted.append(planted_row(case))
+            print(" | ".join(planted[-1].values()), flush=True)
+    for name in GAINS:
+        if "gain" in parts and options.only in name:
+            gains.append(gain_row(name, options.rounds))
+            print(" | ".join(gains[-1].values()), flush=True)
+    if options.write:
+        write(PAGE, show(planted, gains))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
