@@ -25,11 +25,11 @@ never each other)::
     config              every setting; with answers and app the only module that knows Hydra
     answers             what the command line answers to what was mistyped
 
-Tuning knows the step by a protocol (``harness.tuning.measures.Trainee``), which training satisfies
+Tuning knows the step by what times it (``harness.feed.timed.TimedSteps``), which training extends
 and job passes on.
 
-For a loop of your own: ``watched``, ``watching``, ``DataPrefetcher``, ``StepClock`` and ``tune``,
-from here or from the module ``wellfed``. Each is imported when it is asked for.
+For a loop of your own: ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock`` and
+``tune``, from here or from the module ``wellfed``. Each is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness.feed.prefetcher import DataPrefetcher
+    from harness.hooks.faster import faster
     from harness.hooks.own import watched, watching
     from harness.tuning.library import tune
     from harness.watch.clock import StepClock
 
-__all__ = ["DataPrefetcher", "StepClock", "tune", "watched", "watching"]
+__all__ = ["DataPrefetcher", "StepClock", "faster", "tune", "watched", "watching"]
 __version__ = "0.1.0"
 # on ``time.perf_counter``, before anything heavy is imported: when a command began
 BEGAN_S = time.perf_counter()
@@ -52,6 +53,7 @@ BEGAN_S = time.perf_counter()
 _ROOMS = {
     "DataPrefetcher": "feed.prefetcher",
     "StepClock": "watch.clock",
+    "faster": "hooks.faster",
     "tune": "tuning.library",
     "watched": "hooks.own",
     "watching": "hooks.own",

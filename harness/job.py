@@ -151,7 +151,7 @@ def _wire(world: World, job: Job) -> None:
     from harness.runtime import limits, seeding
     from harness.training import resume
     from harness.training.engine import Engine
-    from harness.training.reporter import Page, Reporter
+    from harness.training.reporter import Reporter
     from harness.training.saving import Place
     from harness.training.state import make_state
     from harness.training.step import Step
@@ -197,9 +197,9 @@ def _wire(world: World, job: Job) -> None:
         if found is not None:
             found.follow(feed, val_feed, watch, state.step)
         engine = Engine(config, world, step, feed, val_feed, watch, Place(job.folder, classes))
-        page = Page(link.pinned_link(), document.write_report)
         summary = None if found is None else found.summary
-        told = Reporter(config, job.overridden, summary, allowed.cores, page, splits.cache)
+        page = link.pinned_link(), document.write_report
+        told = Reporter(config, job.overridden, summary, allowed.cores, *page, splits.cache)
         with told.reporting(engine):
             engine.fit() if config.mode is Mode.train else engine.evaluate_only()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import harness
 
 if TYPE_CHECKING:
-    from harness import DataPrefetcher, StepClock, tune, watched, watching  # noqa: F401
+    from harness import DataPrefetcher, StepClock, faster, tune, watched, watching  # noqa: F401
 
 
 # Whatever harness shows: a checkout's environment has a copy of this file, which must not age.

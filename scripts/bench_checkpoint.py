@@ -85,7 +85,10 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
     state = make_state(megabytes)
     step = make_step()
     run: Any = SimpleNamespace(
-        step=0, epoch=0, pending=False, to_dict=lambda facts: {**facts, **state}
+        step=0,
+        epoch=0,
+        pending=False,
+        to_dict=lambda facts: {**facts, **state, "step": run.step, "epoch": 0},
     )
     world = World(0, 1, 0, 1, torch.device("cpu"))
     saves = Saves(Config(), world, run, Order(10, 10), Place(folder / str(megabytes), ()))

@@ -64,7 +64,7 @@ class CachedFeed(Feed):
         super().__init__(Order(len(batches) * settings.batch_size, settings.batch_size), settings)
         self.batches = batches
 
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch]:
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch]:
         """As in ``Feed``."""
         return iter(self.batches)
 

@@ -210,7 +210,7 @@ def decoded(place: Path) -> Reader:
     first = opened()
     for i, right in enumerate(pixels):
         first.put(i, right)
-    return Reader([path.read_bytes()[: int(first._head[0]["used"])], path.read_bytes()], read)
+    return Reader([path.read_bytes()[: int(first._head["used"])], path.read_bytes()], read)
 
 
 def index_file(place: Path) -> Reader:

@@ -26,6 +26,7 @@ from harness.data.datasets import Splits
 from harness.data.images import ImageDataset
 from harness.feed.forms import Feeds
 from harness.feed.interface import ARRAYS, PROCESSES, Feed, FeedSettings, FillableDataset, HostBatch
+from harness.feed.timed import TimedSteps
 from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
@@ -33,7 +34,6 @@ from harness.training import models
 from harness.training.state import make_state
 from harness.training.step import Step, device_batches
 from harness.training.trial import StepTrials
-from harness.tuning.measures import Trainee
 from harness.tuning.tuner import tune
 from harness.watch import console
 from harness.watch.figures import StepRun
@@ -67,7 +67,7 @@ class PacedTrainee:
         return self._run(itertools.repeat(batch), limit_s)
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
-        """Steps on ``feed``, as ``Trainee`` has it."""
+        """Steps on ``feed``, as ``TimedSteps`` has it."""
         with closing(cast(Any, iter(feed))) as batches:
             begin = time.perf_counter()
             for _ in range(skip + 1):
@@ -152,11 +152,11 @@ class Rig:
         return self.feeds().settings(self.limits)
 
     @property
-    def trainee(self) -> Trainee:
+    def trainee(self) -> TimedSteps:
         """The consumer as tuning sees it."""
         if self._step is None:
             assert self.workload.step_s is not None
-            return PacedTrainee(self.workload.step_s)
+            return cast(TimedSteps, PacedTrainee(self.workload.step_s))
         return StepTrials(self._step, self.config, self.world)
 
     def feeds(self, seed: int = 0) -> Feeds:

@@ -4,7 +4,9 @@ its parts pass.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,6 +64,35 @@ def test_lines_and_events_that_differ_are_found(tmp_path: Path, damage: str) -> 
         metrics.write_text(metrics.read_text().replace('"step": 2', '"step": 3'))
     assert len(lines(tmp_path)) == 2
     assert bool(wrong_lines(tmp_path)) == (damage != "none")
+
+
+def test_a_page_keeps_its_earlier_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each table that is written comes below those that are there, as it was printed."""
+    page = tmp_path / "chaos.md"
+    monkeypatch.setattr(chaos, "PAGE", page)
+    monkeypatch.setitem(
+        chaos.PARTS, "user", (lambda plan: [chaos.row("user", plan.n, "all", [])], 1)
+    )
+    printed = []
+    for n in ("3", "4"):
+        assert chaos.main(["--parts", "user", "--n", n, "--write"]) == 0
+        printed.append(capsys.readouterr().out.rstrip())
+    assert page.read_text() == "\n\n".join(["# Runs that were stopped", *printed]) + "\n"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_lost_worker_that_nobody_tells_of_is_found(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on in silence is told of; one that ends needed the worker no more."""
+    monkeypatch.setattr(chaos, "_TOLD_S", 0.0)
+    life = Mock(said="")
+    life.goes_on.return_value = not ends
+    assert chaos._told_after(life, 0) == (None if ends else math.inf)
+    life.said = "New workers go on with batch 3"
+    assert chaos._told_after(life, 0) not in (None, math.inf)
 
 
 @pytest.mark.slow

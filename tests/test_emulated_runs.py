@@ -22,7 +22,7 @@ from harness.data import datasets
 from harness.training import engine, models
 from harness.training.evaluate import Evaluation
 from harness.training.evaluate import evaluate as engine_evaluate
-from harness.tuning.session import Follow
+from harness.tuning.session import Tuned
 from harness.watch import evidence
 from harness.watch.figures import Tag
 from harness.watch.host import HostSource
@@ -178,10 +178,10 @@ def test_a_tuned_run_ends_with_an_answer_that_holds(
     """A search that its budget ends says so; with images at hand the device then waits as little as
     was predicted.
     """
-    follows: list[Follow] = []
+    found: list[Tuned] = []
     monkeypatch.setattr(
-        "harness.tuning.session.Follow",
-        lambda *given: follows.append(Follow(*given)) or follows[-1],
+        "harness.tuning.session.Tuned",
+        lambda *given, **more: found.append(Tuned(*given, **more)) or found[-1],
     )
     if read_s:
         monkeypatch.setattr(
@@ -197,7 +197,7 @@ def test_a_tuned_run_ends_with_an_answer_that_holds(
     )
     tuning = json.loads((tmp_path / "run/tuning.json").read_text())
     assert tuning["complete"] != ("the time was over" in log(tmp_path))
-    assert [follow.done for follow in follows] == [True]
+    assert [tuned.checked for tuned in found] == [True]
     if not read_s:  # the made-up disk's sleeps last longer where this machine has other work
         assert "WARNING" not in log(tmp_path)
 

@@ -194,8 +194,8 @@ def test_a_disk_that_is_full_ends_the_run(
     """A failed background save ends the run within a step, after one more try."""
     calls: list[int] = []
 
-    def full(folder: Path, state: dict[str, Any], *, step: int, **facts: Any) -> None:
-        calls.append(step)
+    def full(folder: Path, state: dict[str, Any], **facts: Any) -> None:
+        calls.append(state["step"])
         raise DiskError(f"{folder}: No space left on device")
 
     monkeypatch.setattr("harness.training.saving.save", full)

@@ -36,8 +36,8 @@ OPTIONS = DecodeOptions()
 
 def save(folder: Path, step: int) -> checkpoint.Record:
     """Saves a small state, which holds its step."""
-    state = {"model": {"w": torch.full((9,), float(step))}}
-    return saving.save(folder, state, step=step, epoch=1, top1=None, keep_last=2)
+    state = {"model": {"w": torch.full((9,), float(step))}, "step": step, "epoch": 1}
+    return saving.save(folder, state, top1=None, keep_last=2)
 
 
 def held(path: Path) -> int:

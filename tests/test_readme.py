@@ -51,6 +51,8 @@ COMMANDS = sorted(
         span
         for _, span in SPANS
         if re.search(r"(?:python|torchrun|uv run) .*train\.py|uv run train\.py", span)
+        # a script of the reader's
+        and "wellfed watch" not in span
     }
 )
 NO_SETTINGS = {"name=value"}
@@ -65,15 +67,37 @@ def test_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", [README, OWN_LOOP], ids=lambda page: page.name)
-def test_a_clock_around_ones_own_loader(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clock_around_ones_own_loader(capsys: pytest.CaptureFixture[str]) -> None:
     """The first Python block runs where there are a loader and a step, and prints its figures."""
     loader = [(torch.zeros(4, 3, 8, 8), torch.zeros(4))] * 3
     exec(
-        compile(blocks(page, "python")[0], page.name, "exec"),
+        compile(blocks(OWN_LOOP, "python")[0], OWN_LOOP.name, "exec"),
         {"device": "cpu", "loader": loader, "train_step": max_of},
     )
     assert re.search(r"\d+ images/s, waiting for data \d+% of the time", capsys.readouterr().out)
+
+
+WATCHED = """
+import torch
+
+weight = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+loader = [(torch.ones(4, 1), None)] * 60
+
+def train_step(images, labels):
+    (images * weight).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "watch.md"], ids=lambda page: page.name)
+def test_a_loader_that_is_watched(page: Path, tmp_path: Path) -> None:
+    """The block with ``watched`` runs, and ends with a report."""
+    block = next(block for block in blocks(page, "python") if "watched(loader)" in block)
+    (tmp_path / "loop.py").write_text(WATCHED + block, encoding="utf-8")
+    done = ran(sys.executable, "loop.py", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert "wellfed: 59 steps" in done.stderr and len([*tmp_path.glob("outputs/*/*/report.html")])
 
 
 def max_of(images: torch.Tensor, labels: torch.Tensor) -> None:

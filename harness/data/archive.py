@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from harness.runtime import signals
-from harness.runtime.errors import DataError, Interrupted, printable
+from harness.runtime.errors import DataError, Interrupted
 from harness.runtime.files import open_regular
 
 # CIFAR's archives have 186 MB
@@ -77,5 +77,6 @@ def read_members(
         reason = str(error) or type(error).__name__
         if not isinstance(error, _Suspect):
             reason = f"damaged: {reason}"
-        advice = "delete the file and get it from its publisher"
-        raise DataError(printable(f"{archive}: {reason}; {advice}")) from error
+        raise DataError(
+            f"{archive}: {reason}; delete the file and get it from its publisher"
+        ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
@@ -44,6 +45,7 @@ _GROUPS = (
 )  # fmt: skip
 
 
+@dataclass(eq=False)
 class BatchAugment:
     """Applies ``parts`` one after the other; a function of (seed, epoch, index) and the pixels.
 
@@ -51,9 +53,8 @@ class BatchAugment:
     images; each image takes its own draws.
     """
 
-    def __init__(self, parts: Sequence[ColorJitter | RandAugment], seed: int) -> None:
-        self._parts = parts
-        self._seed = seed
+    parts: Sequence[ColorJitter | RandAugment]
+    seed: int
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, seed: int) -> BatchAugment | None:
@@ -70,8 +71,8 @@ class BatchAugment:
 
         ``batch`` has the ``epoch`` and the samples' ``indices``, int64 ``[N]`` on the host.
         """
-        count = sum(part.draws for part in self._parts)
-        draws = uniforms(self._seed, batch.epoch, batch.indices.numpy(), count, stream=BATCH)
+        count = sum(part.draws for part in self.parts)
+        draws = uniforms(self.seed, batch.epoch, batch.indices.numpy(), count, stream=BATCH)
         chunk = len(images)
         if images.device.type == "cpu":
             chunk = max(1, _CACHED_BYTES // images[0].numel())
@@ -79,7 +80,7 @@ class BatchAugment:
         for begin in range(0, len(images), chunk):
             some = images[begin : begin + chunk]
             drawn = draws[begin : begin + chunk]
-            for part in self._parts:
+            for part in self.parts:
                 some = part(some, drawn[:, : part.draws])
                 drawn = drawn[:, part.draws :]
             done.append(some)
@@ -164,20 +165,20 @@ class RandAugment:
         """Does to each of ``images`` what ``ops`` says, in place."""
         height, width = images.shape[2:]
         # where a pixel is found, by sign and by operation
-        matrices = np.empty((2, 5, 2, 3), np.float32)
-        for row, sign in zip(matrices, (-1, 1), strict=True):
+        matrices = []
+        for sign in (-1, 1):
             shear = sign * self._level(0.3)
             angle = sign * math.radians(self._level(30.0))
             across = -sign * int(self._level(150.0 / 331.0 * width))
             down = -sign * int(self._level(150.0 / 331.0 * height))
             # shears are about the upper left corner
-            row[:] = (
+            matrices.append((
                 ((1, shear, shear * height / 2), (0, 1, 0)),
                 ((1, 0, 0), (shear, 1, shear * width / 2)),
                 ((1, 0, across), (0, 1, 0)),
                 ((1, 0, 0), (0, 1, down)),
                 ((math.cos(angle), -math.sin(angle), 0), (math.sin(angle), math.cos(angle), 0)),
-            )
+            ))  # fmt: skip
         factors = 1.0 + signs * self._level(0.9)
         # as they lie in memory: whole images are copied, not byte by byte
         whole = images.permute(0, 2, 3, 1)
@@ -190,7 +191,8 @@ class RandAugment:
             kinds = ops[at] - first
             match first:
                 case Op.ShearX:
-                    part = affine(part, matrices[(signs[at] > 0).astype(int), kinds])
+                    moves = np.array(matrices, np.float32)
+                    part = affine(part, moves[(signs[at] > 0).astype(int), kinds])
                 case Op.Brightness:
                     blends = np.array([BRIGHTNESS, SATURATION, CONTRAST])
                     part = blend(part, blends[kinds], factors[at])

@@ -16,8 +16,7 @@ import math
 import os
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 
@@ -65,7 +64,7 @@ class PixelCache:
         self._source = source
         self._max_side = max_side
         self._on_disk = os.fstat(file.fd).st_nlink > 0
-        self._head = np.frombuffer(file.map, _HEAD, 1)
+        self._head = np.frombuffer(file.map, _HEAD, 1)[0]
         cells = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START)
         self._table = cells.reshape(_COLUMNS, -1)
         rows = slice(first, first + len(source))
@@ -131,11 +130,14 @@ class PixelCache:
             return pixels
         content = np.ascontiguousarray(pixels)
         size = _ENTRY.size + content.nbytes
-        head = self._head[0]
+        head = self._head
         # most often once it is full, and then without the lock
         if head["used"] + size > head["limit"]:
             return pixels
-        with _alone_with(self._lock):
+        # The lock belongs to one opening of a file, which a thread shares with the others, and a
+        # process with those it forks. A process that is killed unlocks.
+        with open(f"/proc/self/fd/{self._lock}", "r+b", buffering=0) as own:
+            fcntl.flock(own, fcntl.LOCK_EX)
             start = int(head["used"])
             if start + size > head["limit"]:
                 return pixels
@@ -161,7 +163,7 @@ class PixelCache:
         """Memory that the cache may still take; 0 on a disk."""
         if self._on_disk:
             return 0
-        return max(0, int(self._head[0]["limit"] - self._head[0]["used"]))
+        return max(0, int(self._head["limit"] - self._head["used"]))
 
     def stats(self) -> dict[str, int]:
         """Returns how many ``images`` of all ``samples`` take how many ``bytes`` of ``limit``."""
@@ -169,8 +171,8 @@ class PixelCache:
         return {
             "images": int(np.count_nonzero(places)),
             "samples": len(places),
-            "bytes": int(self._head[0]["used"]),
-            "limit": int(self._head[0]["limit"]),
+            "bytes": int(self._head["used"]),
+            "limit": int(self._head["limit"]),
         }
 
     def summary(self) -> str:
@@ -240,16 +242,3 @@ def set_budget(fd: int, facts: str, rows: int, used: int, budget_bytes: int) -> 
 
 def _pixels_start(rows: int) -> int:
     return _TABLE_START + _COLUMNS * 8 * rows
-
-
-@contextmanager
-def _alone_with(fd: int) -> Iterator[None]:
-    """Locks the file ``fd`` against all other threads and processes; a killed one unlocks."""
-    # The lock belongs to one opening of a file, which a thread shares with the others, and a
-    # process with those it forks.
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(own, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(own)

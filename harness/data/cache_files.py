@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -29,7 +28,7 @@ from harness.data.storage import FolderSource, Source, Subset, cache_root, sprea
 from harness.runtime import limits
 from harness.runtime.errors import BadSample, printable
 from harness.runtime.files import make_way, open_regular
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.seeding import SampleRng
 from harness.watch.console import say
 
@@ -38,8 +37,6 @@ Gathered = Callable[[Any], list[Any]]
 
 # for a run that opens the cache, which takes seconds
 _WAIT_S = 300.0
-
-_log = logging.getLogger(LOGGER)
 
 
 def open_caches(
@@ -159,7 +156,7 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     with suppress(OSError, ValueError):
         file = MappedFile(open_regular(place))
         if cache.taken_bytes(file.fd, facts, rows)[0]:
-            _log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
+            log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
             return file
     if failed:
         raise ConfigError(
@@ -172,7 +169,7 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
             f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; wait until "
             "it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
         )
-    _log.warning("data.cache=disk: %s; of other pixels: nothing is kept in this run", reason)
+    log.warning("data.cache=disk: %s; of other pixels: nothing is kept in this run", reason)
     return None
 
 
@@ -209,7 +206,7 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     why = "of other files, settings or versions, or damaged"
     if used:
         why = "most of it of files that have changed"
-    _log.warning("%s: %s: made again", place, why)
+    log.warning("%s: %s: made again", place, why)
     # its room is needed; a run that still reads it keeps it
     place.unlink()
     return _to_fill(place, data, facts, rows)
@@ -221,9 +218,7 @@ def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
     Measured on at most 16 images; None: none is larger.
     """
     errors = []
-    shape = (3, dataset.image_size, dataset.image_size)
-    whole = np.empty(shape, np.uint8)
-    small = np.empty(shape, np.uint8)
+    crops = np.empty((2, 3, dataset.image_size, dataset.image_size), np.uint8)
     for i in spread(len(dataset), 16):
         # A bad sample is told when it is loaded.
         with suppress(BadSample, ValueError):
@@ -231,8 +226,9 @@ def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
             if isinstance(pixels, bytes):
                 pixels = decode(pixels, dataset.options)
             if max(pixels.shape) > max_side:
-                dataset.transform(pixels, SampleRng(dataset.seed, 0, i), whole)
-                pixels = cache.shrunk(pixels, max_side)
-                dataset.transform(pixels, SampleRng(dataset.seed, 0, i), small)
-                errors.append(np.abs(whole.astype(np.int16) - small).mean())
+                for image, crop in zip(
+                    (pixels, cache.shrunk(pixels, max_side)), crops, strict=True
+                ):
+                    dataset.transform(image, SampleRng(dataset.seed, 0, i), crop)
+                errors.append(np.abs(np.diff(crops.astype(np.int16), axis=0)).mean())
     return float(np.mean(errors)) if errors else None

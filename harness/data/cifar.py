@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import pickle
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +17,9 @@ from harness.config import DataConfig
 from harness.data.archive import read_members
 from harness.data.download import fetch, make_once, md5_of
 from harness.data.storage import ArraySource, cache_root
-from harness.runtime.errors import DataError, printable
+from harness.runtime.errors import DataError
 from harness.runtime.files import read_json, remove
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 
 # Of the arrays' folder: another number makes every folder again.
 _FORMAT = 1
@@ -38,8 +36,6 @@ _CIFAR100_CLASSES = """
     skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
     television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
 """
-
-_log = logging.getLogger(LOGGER)
 
 
 class _Published(NamedTuple):
@@ -102,7 +98,7 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
 
     def write(part: Path) -> None:
         if os.path.lexists(folder):
-            _log.warning("%s: damaged, or of another archive: made again", folder)
+            log.warning("%s: damaged, or of another archive: made again", folder)
         for name, array in _read_archive(data.name, archive).items():
             np.save(part / f"{name}.npy", array, allow_pickle=False)
         (part / _MARKER).write_text(json.dumps(_marker(part, md5)), encoding="utf-8")
@@ -145,21 +141,19 @@ def _opened(folder: Path, md5: str, name: str) -> tuple[ArraySource, ArraySource
 
 
 def _marker(folder: Path, md5: str) -> dict[str, object]:
-    names = ("train_images", "train_labels", "val_images", "val_labels")
-    digests = {name: md5_of(folder / f"{name}.npy") for name in names}
+    digests = {path.stem: md5_of(path) for path in folder.glob("*.npy")}
     return {"format": _FORMAT, "archive_md5": md5, "files": digests}
 
 
 def _obtain(archive: Path, md5: str, data: DataConfig) -> None:
     """Makes sure that the archive is there and has the right digest."""
-    where = printable(str(archive))
     if not archive.is_file():
         way_out = (
-            f"put {archive.name} into {printable(str(archive.parent))}, or take data=shapes, "
+            f"put {archive.name} into {archive.parent}, or take data=shapes, "
             "data=digits or data=fake: they need no network"
         )
         if not data.download:
-            raise DataError(f"{where}: not there, and data.download=false; {way_out}")
+            raise DataError(f"{archive}: not there, and data.download=false; {way_out}")
         mirror = data.mirror or "https://www.cs.toronto.edu/~kriz"
         try:
             fetch(f"{mirror.rstrip('/')}/{archive.name}", archive, md5=md5)
@@ -169,11 +163,11 @@ def _obtain(archive: Path, md5: str, data: DataConfig) -> None:
         digest = md5_of(archive)
     except OSError as error:
         raise DataError(
-            f"{where}: cannot be read: {error.strerror}; mend it with chmod or delete it"
+            f"{archive}: cannot be read: {error.strerror}; mend it with chmod or delete it"
         ) from error
     if digest != md5:
         raise DataError(
-            f"{where}: the md5 digest differs: expected {printable(md5)}, got {digest}; delete the "
+            f"{archive}: the md5 digest differs: expected {md5}, got {digest}; delete the "
             f"file, or set data.md5={digest} if this archive is meant"
         )
 
@@ -216,9 +210,9 @@ def _read_archive(name: str, archive: Path) -> dict[str, NDArray[Any]]:
             arrays[f"{split}_labels"] = np.array(labels, np.int64)
     except Exception as error:
         # a damaged pickle may raise anything
-        reason = printable(str(error) or type(error).__name__)
+        reason = str(error) or type(error).__name__
         raise DataError(
-            f"{printable(str(archive))}: member {member} is not as published: {reason}; get the "
+            f"{archive}: member {member} is not as published: {reason}; get the "
             "archive from its publisher"
         ) from error
     return arrays
@@ -284,13 +278,9 @@ class _Reader(pickle._Unpickler):
         return partial(_StandIn, name)
 
 
-def _list_of(count: int) -> Callable[[Any], None]:
-    """Returns what puts the last ``count`` values into a list."""
-
-    def load(reader: Any) -> None:
-        reader.stack[-count:] = [reader.stack[-count:]]
-
-    return load
+def _to_list(count: int, reader: Any) -> None:
+    """Puts the last ``count`` values that were read into a list."""
+    reader.stack[-count:] = [reader.stack[-count:]]
 
 
 # Short bytes, as Python 3 writes the strings that it read from Python 2, become texts as those do.
@@ -299,9 +289,9 @@ def _list_of(count: int) -> Callable[[Any], None]:
 _Reader.dispatch = _Reader.dispatch | {
     pickle.SHORT_BINBYTES[0]: _Reader.dispatch[pickle.SHORT_BINSTRING[0]],
     pickle.TUPLE[0]: _Reader.dispatch[pickle.LIST[0]],
-    pickle.TUPLE1[0]: _list_of(1),
-    pickle.TUPLE2[0]: _list_of(2),
-    pickle.TUPLE3[0]: _list_of(3),
+    pickle.TUPLE1[0]: partial(_to_list, 1),
+    pickle.TUPLE2[0]: partial(_to_list, 2),
+    pickle.TUPLE3[0]: partial(_to_list, 3),
 }
 
 

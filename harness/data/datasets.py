@@ -52,12 +52,15 @@ class FakeDataset:
         return self.length
 
 
+AnyDataset = ImageDataset | OwnDataset | FakeDataset
+
+
 @dataclass(frozen=True, slots=True)
 class Splits:
     """A training and a validation set."""
 
-    train: ImageDataset | OwnDataset | FakeDataset  # val is of the same kind
-    val: ImageDataset | OwnDataset | FakeDataset
+    train: AnyDataset  # val is of the same kind
+    val: AnyDataset
     classes: tuple[str, ...]
     name: str
     root: str  # empty where the data set has a place of its own

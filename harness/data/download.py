@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import logging
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from urllib.parse import urlsplit
 from harness.runtime import signals
 from harness.runtime.errors import DataError, DiskError, printable
 from harness.runtime.files import make_way, open_regular, remove
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.watch.console import progress, say
 
 # how often a wait looks for a signal
@@ -36,8 +35,6 @@ _POLL_S = 0.1
 _STALL_BYTES = 64 << 10
 _PAGE = "the server sent a web page in place of the file"
 _ADVICE = "free space or set another data.root"
-
-_log = logging.getLogger(LOGGER)
 
 
 class _Fault(Exception):
@@ -82,7 +79,7 @@ def fetch(
         usable = False
     if not usable:
         raise DataError(
-            f"data.mirror: {printable(url)} is not an http or https address; set one, or put the "
+            f"data.mirror: {url} is not an http or https address; set one, or put the "
             "file into data.root by hand"
         )
     # The address is not repeated here: it holds a secret.
@@ -105,10 +102,9 @@ def fetch(
                     file.truncate(0)
                 if pause_s is None or not fault.retry:
                     raise DataError(
-                        f"{printable(f'{url}: {fault}')}; check the network and the address "
-                        "(data.mirror)"
+                        f"{url}: {fault}; check the network and the address (data.mirror)"
                     ) from fault
-                _log.warning("%s: %s; trying again in %g s", url, fault, pause_s)
+                log.warning("%s: %s; trying again in %g s", url, fault, pause_s)
                 sleep(pause_s)
         os.fsync(file.fileno())
         os.replace(part, target)
@@ -154,7 +150,7 @@ def _writing(path: Path, advice: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise DiskError(f"{printable(str(path))}: cannot be written: {reason}; {advice}") from error
+        raise DiskError(f"{path}: cannot be written: {reason}; {advice}") from error
 
 
 @contextmanager

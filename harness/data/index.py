@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import time
@@ -23,9 +22,9 @@ import numpy as np
 
 from harness.data.decode import HEAD_BYTES, reader
 from harness.data.mapped import MappedFile, checksum, in_memory
-from harness.runtime.errors import DataError, printable
+from harness.runtime.errors import DataError
 from harness.runtime.files import open_regular, parsed, set_aside, write_whole
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 
 # Of the file, and of the rules by which a scan chooses and is trusted: raise it with either.
 _FORMAT = 5
@@ -37,8 +36,6 @@ _SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .png .webp .bmp .dib .tif .tiff .gif .ppm .pgm .pbm .pnm .pfm".split()
 )
 _BROKEN_LINK = "broken link"
-
-_log = logging.getLogger(LOGGER)
 
 
 class Index:
@@ -141,7 +138,7 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
         pass
     except Exception as error:
         # what is in a damaged file may raise anything
-        _log.warning("%s: damaged (%s): made again", place, error)
+        log.warning("%s: damaged (%s): made again", place, error)
         with suppress(OSError):
             set_aside(place)
     racy_ns = time.time_ns() - _RACY_NS
@@ -153,7 +150,7 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
             kept.mkdir(parents=True, exist_ok=True)
             write_whole(place, packed)
         except OSError as error:
-            _log.info("%s: the index is not remembered: %s", place, error.strerror or error)
+            log.info("%s: the index is not remembered: %s", place, error.strerror or error)
     return Index(in_memory(packed))
 
 
@@ -275,8 +272,8 @@ def _folder_state(path: bytes) -> list[int]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first five of ``names``, printable, and how many more there are."""
-    shown = ", ".join(map(printable, names[:5]))
+    """Returns the first five of ``names``, and how many more there are."""
+    shown = ", ".join(names[:5])
     if len(names) > 5:
         shown += f" and {len(names) - 5} more"
     return shown

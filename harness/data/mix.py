@@ -38,12 +38,9 @@ class Mix:
     @classmethod
     def from_config(cls, augment: AugmentConfig, classes: int | None, seed: int) -> Mix | None:
         """Returns what ``augment`` sets, or None; ``classes`` may be None if nothing is mixed."""
-        if not (augment.random_erasing or augment.mixup or augment.cutmix):
-            return None
-        assert classes is not None or not (augment.mixup or augment.cutmix), (
-            "mixed labels have a place for each class"
-        )
-        return cls(augment, classes or 0, seed)
+        mix = cls(augment, classes or 0, seed)
+        assert classes is not None or not mix._mixers, "mixed labels have a place for each class"
+        return mix if mix._erasing or mix._mixers else None
 
     def choose(self, batch: Any) -> tuple[str, float, np.random.Generator]:
         """Returns how a batch is mixed: the mixer, an image's own share, more chance."""

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import itertools
 import json
-import logging
 import math
 import multiprocessing
 import shutil
@@ -27,9 +26,9 @@ from harness.data import drawing
 from harness.data.download import make_once
 from harness.data.storage import Source, cache_root, open_folder_splits
 from harness.runtime import limits, signals, workers
-from harness.runtime.errors import DataError, DiskError, printable
+from harness.runtime.errors import DataError, DiskError
 from harness.runtime.files import read_json, set_aside
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.watch.console import progress, say
 
 # Of the pictures: raise it when a pixel changes, so that old trees are left alone.
@@ -37,8 +36,6 @@ _VERSION = 2
 _MARKER = "shapes.json"
 # 0.1 to 0.2 s of one core: how long a signal waits
 _CHUNK_PIXELS = 1_000_000
-
-_log = logging.getLogger(LOGGER)
 
 
 def open_shapes(data: DataConfig) -> tuple[Source, Source]:
@@ -69,15 +66,15 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     except DataError:
         if data.root:
             raise
-        _log.warning("%s: damaged: made again", tree)
+        log.warning("%s: damaged: made again", tree)
         set_aside(tree)
     if not made:
-        _make(tree, generate, facts)
+        _make(tree, generate, counts, facts)
     sources = open_folder_splits(tree, None, 0)
     for (split, count), source in zip(counts.items(), sources, strict=True):
         if len(source) != count:
             raise DataError(
-                f"{printable(str(tree / split))}: {len(source)} images in place of {count}; delete "
+                f"{tree / split}: {len(source)} images in place of {count}; delete "
                 "the folder above it and it is made again"
             )
     return sources
@@ -89,7 +86,6 @@ def _is_made(tree: Path, facts: dict[str, int]) -> bool:
     Raises:
         DataError: something else is in its place.
     """
-    shown = printable(str(tree))
     way_out = "set data.root to a folder that does not exist yet"
     try:
         found = read_json(tree / _MARKER)
@@ -97,35 +93,35 @@ def _is_made(tree: Path, facts: dict[str, int]) -> bool:
             raise ValueError("no object in its marker")
     except FileNotFoundError:
         if tree.is_dir() and any(tree.iterdir()):
-            raise DataError(f"{shown}: holds something else; {way_out}") from None
+            raise DataError(f"{tree}: holds something else; {way_out}") from None
         return False
     except (OSError, ValueError) as error:
-        raise DataError(f"{shown}: cannot be used ({error}); {way_out}") from error
+        raise DataError(f"{tree}: cannot be used ({error}); {way_out}") from error
     if found != facts:
         other = ", ".join(
             f"{key}={found.get(key)}" for key in facts if found.get(key) != facts[key]
         )
         raise DataError(
-            f"{shown}: was generated with {other}; delete it, or set data.root to another folder"
+            f"{tree}: was generated with {other}; delete it, or set data.root to another folder"
         )
     return True
 
 
-def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
-    shown = printable(str(tree))
-    images = [("train", i) for i in range(generate.train_images)]
-    images += [("val", i) for i in range(generate.val_images)]
+def _make(
+    tree: Path, generate: GenerateConfig, counts: dict[str, int], facts: dict[str, int]
+) -> None:
+    images = [(split, i) for split, count in counts.items() for i in range(count)]
     pixels = generate.width * generate.height
     # a little more than the largest of a few, in whole blocks of a file system
-    most = max(len(_picture(generate, "train", i)) for i in range(min(4, generate.train_images)))
+    most = max(len(_picture(generate, *image)[1]) for image in images[:4])
     needed_mb = len(images) * math.ceil(1.1 * most / 4096) * 4096 / 1e6
     advice = f"about {needed_mb:.0f} MB are needed; free space, or set data.root to another disk"
 
     def write(part: Path) -> None:
         free_mb = shutil.disk_usage(part).free / 1e6
         if free_mb < needed_mb:
-            raise DiskError(f"{shown}: {free_mb:.0f} MB are free, {advice}")
-        for split, label in itertools.product(("train", "val"), range(generate.classes)):
+            raise DiskError(f"{tree}: {free_mb:.0f} MB are free, {advice}")
+        for split, label in itertools.product(counts, range(generate.classes)):
             (part / split / drawing.look(label, generate.classes).name).mkdir(parents=True)
         chunk = max(1, min(128, _CHUNK_PIXELS // pixels))
         processes = _processes(pixels * len(images), math.ceil(len(images) / chunk))
@@ -149,7 +145,7 @@ def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
         make_once(tree, lambda: _is_made(tree, facts), write, advice)
     except BrokenProcessPool as error:
         raise DataError(
-            f"{shown}: a process that draws was killed, perhaps for want of memory; start again"
+            f"{tree}: a process that draws was killed, perhaps for want of memory; start again"
         ) from error
 
 
@@ -167,13 +163,13 @@ def _processes(pixels: int, chunks: int) -> int:
 def _write(part: Path, generate: GenerateConfig, image: tuple[str, int]) -> None:
     """Writes one image of a split as a JPEG file; classes take turns."""
     split, index = image
-    what = drawing.look(index % generate.classes, generate.classes)
-    path = part / split / what.name / f"{index:07d}.jpg"
-    path.write_bytes(_picture(generate, split, index))
+    name, content = _picture(generate, split, index)
+    (part / split / name / f"{index:07d}.jpg").write_bytes(content)
 
 
-def _picture(generate: GenerateConfig, split: str, index: int) -> bytes:
+def _picture(generate: GenerateConfig, split: str, index: int) -> tuple[str, bytes]:
+    """Returns the name of an image's class, and the JPEG file."""
     rng = np.random.default_rng((generate.seed, split == "val", index))
     what = drawing.look(index % generate.classes, generate.classes)
     pixels = drawing.draw(what, generate.width, generate.height, rng)
-    return drawing.encode(pixels, generate.quality)
+    return what.name, drawing.encode(pixels, generate.quality)

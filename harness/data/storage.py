@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import random
@@ -17,10 +16,7 @@ from harness.data.index import Index, listed, open_index
 from harness.data.mapped import MappedFile, in_memory
 from harness.runtime.errors import BadSample, DataError, is_out_of_memory, printable
 from harness.runtime.files import read_regular
-from harness.runtime.folder import LOGGER
-
-_log = logging.getLogger(LOGGER)
-
+from harness.runtime.folder import log
 
 # of one file; larger ones are no images, and would take the run's memory
 _MOST_BYTES = 1 << 30
@@ -64,7 +60,7 @@ class FolderSource:
         FolderSource.__setstate__(self, (self.root, index))
         left_out = ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
         if left_out:
-            _log.warning("%s: left out: %s", printable(self.root), left_out)
+            log.warning("%s: left out: %s", printable(self.root), left_out)
         images = np.bincount(self.labels, minlength=len(self.classes))
         empty = [name for name, count in zip(self.classes, images, strict=True) if not count]
         if empty or not self.classes:
@@ -72,7 +68,7 @@ class FolderSource:
             if empty:
                 what = f"no images in {listed(empty)}"
             raise DataError(
-                f"{printable(self.root)}: {what} (left out: {left_out or 'nothing'}); a data set "
+                f"{self.root}: {what} (left out: {left_out or 'nothing'}); a data set "
                 "has one folder for each class, with its images"
             )
 
@@ -118,9 +114,7 @@ def _check_folder(path: str) -> None:
         what = "no such folder"
         if os.path.lexists(path):
             what = "not a folder"
-        raise DataError(
-            f"data.root={printable(path)}: {what}; set it to the folder that holds the data set"
-        )
+        raise DataError(f"data.root={path}: {what}; set it to the folder that holds the data set")
 
 
 class ArraySource:
@@ -211,8 +205,7 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
     for name, members in zip(source.classes, by_class, strict=True):
         if len(members) < 2:
             raise DataError(
-                f"class {printable(name)} has {len(members)} images: too few to split for "
-                "validation"
+                f"class {name} has {len(members)} images: too few to split for validation"
             )
         count = min(max(1, round(len(members) * fraction)), len(members) - 1)
         chosen[members[rng.sample(range(len(members)), count)]] = True
@@ -221,8 +214,7 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
 
 def spread(length: int, most: int) -> list[int]:
     """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
-    places: list[int] = np.linspace(0, length - 1, min(length, most)).astype(int).tolist()
-    return places
+    return [int(place) for place in np.linspace(0, length - 1, min(length, most))]
 
 
 def open_folder_splits(
@@ -241,37 +233,37 @@ def open_folder_splits(
     """
     base = Path(root).expanduser().absolute()
     _check_folder(str(base))
-    shown = printable(str(base))
     present = [name for name in ("val", "valid", "validation") if (base / name).is_dir()]
     if not present and (base / "test").is_dir():
         present = ["test"]
     if len(present) > 1:
         raise DataError(
-            f"{shown}: {' and '.join(present)} may both be the validation set; keep one of them"
+            f"{base}: {' and '.join(present)} may both be the validation set; keep one of them"
         )
     if not (base / "train").is_dir():
         if split_fraction is None:
             raise DataError(
-                f"{shown}: no train folder in it; for one tree of class folders set "
+                f"{base}: no train folder in it; for one tree of class folders set "
                 "data.split_fraction=0.1"
             )
         return split(FolderSource(base), split_fraction, seed)
     if not present:
-        advice = (
-            f"add it, or keep a part of train for it: data.root={shown}/train "
-            "data.split_fraction=0.1"
+        raise DataError(
+            f"{base}: no val folder beside train; add it, or keep a part of train for it: "
+            f"data.root={base}/train data.split_fraction=0.1"
         )
-        raise DataError(f"{shown}: no val folder beside train; {advice}")
     if split_fraction is not None:
-        reason = f"has no effect: {shown} has train and {present[0]}; set it to null"
-        raise ConfigError(f"data.split_fraction={split_fraction:g} {reason}")
+        raise ConfigError(
+            f"data.split_fraction={split_fraction:g} has no effect: {printable(str(base))} has "
+            f"train and {present[0]}; set it to null"
+        )
     train = FolderSource(base / "train", base)
     val = FolderSource(base / present[0], base)
     if train.classes != val.classes:
         only = []
         for part, other in ((train, val), (val, train)):
             if names := sorted({*part.classes} - {*other.classes}):
-                only.append(f"only in {printable(part.root)}: {listed(names)}")
+                only.append(f"only in {part.root}: {listed(names)}")
         raise DataError(
             f"the training and the validation set have different classes: {'; '.join(only)}"
         )

@@ -96,7 +96,7 @@ class TrainTransform:
         if self.crop == "random_resized":
             box = random_crop_box(rng, width, height, self.scale, self.ratio)
         elif self.crop == "center":
-            new_size = self._whole_size(width, height)
+            new_size = self.whole_size(width, height)
         else:
             side = size + 2 * self.pad
             canvas = np.zeros((side, side, 3), np.uint8)
@@ -109,7 +109,7 @@ class TrainTransform:
         if lap is not None:
             lap("resize")
 
-    def _whole_size(self, width: int, height: int) -> tuple[int, int]:
+    def whole_size(self, width: int, height: int) -> tuple[int, int]:
         """Returns the width and height of an image before a center crop."""
         if self.resize is None and width == height == self.size:
             return width, height

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.config import Config, ConfigError, DistName
+from harness.config import Config, ConfigError
 from harness.data.images import ImageDataset
 from harness.diagnose.fetch import short_sides
 from harness.diagnose.phases import FirstReads, Runs, Session
 from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
-from harness.runtime import accelerator, launch
-from harness.runtime.folder import LOGGER
+from harness.feed.timed import TimedSteps
+from harness.runtime import accelerator
+from harness.runtime.distributed import World, again
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
-from harness.tuning.measures import Rate, Trainee
+from harness.tuning.measures import Rate
 from harness.tuning.model import Model, undisturbed
 from harness.tuning.probe import Lab
 from harness.watch.board import Board, plain, publish
@@ -29,8 +29,6 @@ from harness.watch.evidence import total
 from harness.watch.neighbours import Neighbours
 from harness.watch.stages import SAMPLE, StageCost, StageTotals
 from harness.watch.verdict import Verdict
-
-_log = logging.getLogger(LOGGER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +89,7 @@ class Diagnosis:
 
 def diagnose(
     feeds: Feeds,
-    trainee: Trainee,
+    trainee: TimedSteps,
     limits: Limits,
     overridden: Sequence[str],
     folder: Path,
@@ -136,7 +134,7 @@ def diagnose(
         ceiling=None if verdict.bottleneck in NO_CEILING else facts.ceiling,
         measured=facts.measured is not None,
         sentence=verdict.sentence,
-        command=command(config, overridden, verdict, feeds.world.local_size),
+        command=command(config, overridden, verdict, feeds.world),
         settings=facts.settings,
         runs=facts.runs,
         what_ifs=tuple(what_ifs(facts, verdict.bottleneck)),
@@ -148,7 +146,7 @@ def diagnose(
 
 
 def measure(
-    feeds: Feeds, trainee: Trainee, limits: Limits, train: ImageDataset, ends: float
+    feeds: Feeds, trainee: TimedSteps, limits: Limits, train: ImageDataset, ends: float
 ) -> Facts:
     """Returns what runs until about ``ends`` found; warns of other programs."""
     config = feeds.config
@@ -166,7 +164,7 @@ def measure(
         runs = Session(lab, probes, train, rows, ends - 5.0, notes=notes).run(settings)
     others = neighbours.look()
     if others is not None:
-        _log.warning("%s", neighbours.told(others))
+        log.warning("%s", neighbours.told(others))
 
     cost = runs.loading.cost
     assert cost is not None
@@ -200,7 +198,7 @@ def measure(
     )
 
 
-def fitting_batch(feeds: Feeds, trainee: Trainee) -> tuple[int, list[str]]:
+def fitting_batch(feeds: Feeds, trainee: TimedSteps) -> tuple[int, list[str]]:
     """Returns the user's batch size, or one whose step takes 2 s, with a note.
 
     Of longer steps, as on a CPU, a diagnosis would see too few.
@@ -220,22 +218,11 @@ def fitting_batch(feeds: Feeds, trainee: Trainee) -> tuple[int, list[str]]:
     return fitting, [f"measured with batches of {fitting} images: {whole_s}"]
 
 
-def command(config: Config, overridden: Sequence[str], verdict: Verdict, ranks: int) -> str:
-    """Returns what to type next: the user's own overrides, and what would help most.
-
-    Flags such as ``--config-name=x`` are among the overrides.
-    """
+def command(config: Config, overridden: Sequence[str], verdict: Verdict, world: World) -> str:
+    """Returns what to type next: the user's own overrides, and what would help most."""
     more = ["loader.autotune=true"]
     if verdict.bottleneck in NO_CEILING:
         more = ["mode=diagnose"]
     elif verdict.bottleneck in ("compute", "balanced"):
         more = (verdict.next_step or "").split()
-
-    def setting(override: str) -> str:
-        # without Hydra's signs for adding and deleting
-        return override.partition("=")[0].lstrip("+~")
-
-    replaced = {"mode", *map(setting, more)}
-    kept = [word for word in overridden if setting(word) not in replaced]
-    by_torchrun = f"--nproc-per-node={ranks}" if config.dist.name is DistName.torchrun else None
-    return shlex.join([*launch.command(by_torchrun), *kept, *more])
+    return again(config, world, overridden, more, "mode")

@@ -18,9 +18,7 @@ from harness.diagnose.fetch import Fetch, UnmeasuredError, cold_fetch, files_of
 from harness.feed.forms import Feeds
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, with_workers
-from harness.runtime import accelerator
 from harness.runtime.errors import LoaderError
-from harness.tuning import probe
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.probe import Lab
 from harness.tuning.search import Ask
@@ -230,17 +228,14 @@ class Session:
 
     def copies(self, pinned: bool) -> float | None:
         """Returns images/s of copies to a CUDA device; None: no device, or no pinned memory."""
-        device = self.lab.trainee.device
         batch = self.lab.batch
-        if not accelerator.of(device).has_streams or batch is None:
-            return None
         try:
             # from pageable and from page-locked memory
-            seconds = probe.measure_copies(batch.images, device)
+            seconds = self.lab.copies_s()
         except RuntimeError as error:
             self.notes.append(f"copies were not measured: {error}")
             return None
-        return len(batch.labels) / seconds[pinned]
+        return len(batch.labels) / seconds[pinned] if batch and seconds else None
 
     def _left_s(self, less_s: float = 0.0) -> float:
         """Returns seconds left to the rank that has the fewest, after ``less_s`` of its own."""

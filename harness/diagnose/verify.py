@@ -11,9 +11,10 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
+from harness.data.datasets import AnyDataset
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
-from harness.feed.forms import AnyDataset, Feeds
+from harness.feed.forms import Feeds
 from harness.feed.interface import ARRAYS, THREADS, Failure, FeedSettings, in_form
 from harness.runtime import signals
 from harness.runtime.errors import DataError
@@ -73,7 +74,8 @@ def _unreadable(
         progress(f"verify: {name} images", len(feed), "batches") as bar,
     ):
         # not by iterating the feed, which ends at the first image that cannot be read
-        for batch in feed.batches_of(0, False, math.inf):
+        feed.begin(0)
+        for batch in feed.batches_of(0, math.inf):
             signals.check()
             if batch is None:
                 continue

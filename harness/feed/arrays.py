@@ -6,14 +6,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 
 import numpy as np
 import torch
 
 from harness.data.images import ImageDataset
-from harness.feed.fill import Filler
 from harness.feed.interface import (
     ARRAYS,
     Failure,
@@ -75,10 +72,8 @@ class ArrayFeed(Feed):
         self._due: deque[tuple[np.ndarray, int]] = deque()
         self._wanted: deque[np.ndarray] = deque()
 
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """As in ``Feed``."""
-        if not primed:
-            self.begin(epoch)
         coming = self._coming
         # until the end, or until the feed was closed
         while self._due and self._coming is coming:
@@ -99,17 +94,16 @@ class ArrayFeed(Feed):
             self._look_ahead()
 
             # a batch is timed like a single sample: it has one stage
-            timers = self._timer.begin(1)
-            laps = timers[0] if timers else None
+            timed = self._timer.begin(1)
             self._timer.fill()
-            if laps is not None:
-                laps.lap(START)
+            if timed:
+                self._timer.lap(START)
             cpu_s = time.thread_time()
             pin = self.settings.pin_memory and not self.on_device
             images, labels = self.pixels.batch(epoch, indices, pin)
             cpu_s = time.thread_time() - cpu_s
-            if laps is not None:
-                laps.lap(_GATHER)
+            if timed:
+                self._timer.lap(_GATHER)
             count = len(indices)
             # samples that threads have just read were counted by them
             stamps = self._timer.end(count - missing, batches=int(not missing))
@@ -125,7 +119,7 @@ class ArrayFeed(Feed):
 
     def begin(self, epoch: int, first: int = 0) -> None:
         """As in ``Feed``."""
-        self._coming = islice(self.order.batches(epoch), first, None)
+        self._coming = self.order.batches(epoch, first)
         self._due.clear()
         self._wanted.clear()
         self._look_ahead()
@@ -146,8 +140,7 @@ class ArrayFeed(Feed):
                     prefetch_factor=2,
                     pin_memory=False,
                 )
-                filler = partial(Filler, dataset, meter=self.meter, gauge=None)
-                self._threads = BatchThreads(self, filler, dataset.image_size, settings)
+                self._threads = BatchThreads(self, dataset, self.meter, None, settings)
             self._wanted.append(missing)
             self._threads.begin(0, _taken(self._wanted))
 

@@ -39,10 +39,8 @@ class Filler:
         self._dataset = dataset
         self._slot = slot
         self._gauge = gauge
-        if meter is None:
-            self.timer = StageMeter(stages_of(dataset), 0).timer(0)
-        else:
-            self.timer = meter.timer(slot)
+        meter = meter or StageMeter(stages_of(dataset), slot + 1, shared=False)
+        self.timer = meter.timer(slot)
 
     def fill(
         self,
@@ -111,6 +109,5 @@ class Filler:
         if getattr(dataset, "skips", False):
             for other in instead_of(index, len(dataset)):
                 with suppress(BadSample):
-                    label: int = dataset.fill(epoch, index, out, instead=other)
-                    return label
+                    return int(dataset.fill(epoch, index, out, instead=other))
         return None

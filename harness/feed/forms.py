@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from harness.config import Backend, Config, ConfigError, TunerName, form_asked_for
-from harness.data.datasets import FakeDataset, Splits
+from harness.data.datasets import AnyDataset, FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
 from harness.feed.arrays import ArrayFeed
@@ -30,11 +27,11 @@ from harness.feed.interface import (
 from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder, Rest
 from harness.feed.pixels import InMemoryImages, pixel_bytes, why_not_in_memory
 from harness.feed.processes import ProcessFeed
-from harness.feed.synthetic import SyntheticFeed
+from harness.feed.synthetic import SyntheticFeed, noise
 from harness.feed.threads import ThreadFeed
 from harness.runtime import accelerator, limits
 from harness.runtime.distributed import World
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 
 # the backends by name
@@ -43,10 +40,6 @@ FORMS: dict[str, Callable[[FillableDataset, AnyOrder, FeedSettings], Feed]] = {
     THREADS: ThreadFeed,
     ARRAYS: ArrayFeed,
 }
-
-AnyDataset = ImageDataset | OwnDataset | FakeDataset
-
-_log = logging.getLogger(LOGGER)
 
 
 @dataclass(slots=True)
@@ -63,7 +56,7 @@ class Feeds:
     def __post_init__(self) -> None:
         if self.config.loader.pin_memory and not accelerator.of(self.world.device).has_streams:
             # accepted, so that a sweep over pin_memory runs anywhere
-            _log.warning(
+            log.warning(
                 "loader.pin_memory=true has no effect on %s: there is no copy to a device",
                 self.world.device.type,
             )
@@ -162,8 +155,11 @@ class Feeds:
             gauge: is told what the workers do, unless the batches are on the device already.
             again: repeat the samples that ``cursor`` has seen, which can be read.
         """
-        order = ProbeOrder(self._probe_order(), self.cursor, again)
-        feed = self._make(self.splits.train, order, settings)
+        order = self._train_order()
+        # a short batch would have another step time
+        full = replace(order, drop_last=True)
+        probes = ProbeOrder(full if len(full) else order, self.cursor, again)
+        feed = self._make(self.splits.train, probes, settings)
         feed.gauge = gauge
         return feed
 
@@ -173,11 +169,7 @@ class Feeds:
 
     def noise(self, count: int) -> HostBatch:
         """Returns ``count`` random images: a step takes as long on any pixels."""
-        generator = torch.Generator().manual_seed(0)
-        side = self.splits.train.image_size
-        images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
-        labels = torch.randint(len(self.splits.classes), (count,), generator=generator)
-        return HostBatch(images, labels, torch.arange(count))
+        return noise(count, self.splits.train.image_size, len(self.splits.classes))
 
     def on_device(self, settings: FeedSettings) -> bool:
         """Whether the images of feeds of ``settings`` are to lie in a GPU's memory."""
@@ -189,12 +181,6 @@ class Feeds:
             return 0
         sets = (self.splits.train, self.splits.val)
         return sum(pixel_bytes(dataset) for dataset in sets if isinstance(dataset, ImageDataset))
-
-    def _probe_order(self) -> Order:
-        # a short batch would have another step time
-        order = self._train_order()
-        full = replace(order, drop_last=True)
-        return full if len(full) else order
 
     def _train_order(self) -> Order:
         loader = self.config.loader

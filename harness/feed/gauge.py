@@ -60,12 +60,12 @@ class Gauge:
         return Work(int(samples), int((rows[:, 0] > 0).sum()), *seconds)
 
 
+@dataclass(eq=False)
 class Gauged(Dataset[Any]):
     """Any map-style ``dataset``, which tells ``gauge`` what its samples took."""
 
-    def __init__(self, dataset: Any, gauge: Gauge) -> None:
-        self.dataset = dataset
-        self.gauge = gauge
+    dataset: Any
+    gauge: Gauge
 
     def __len__(self) -> int:
         return len(self.dataset)

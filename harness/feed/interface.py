@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,7 +17,7 @@ from harness.config import LoaderConfig
 from harness.feed.gauge import Gauge
 from harness.feed.order import AnyOrder
 from harness.runtime.errors import BadSample, LoaderError
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.watch.stages import SAMPLE, StageMeter, Stamps
 
@@ -28,7 +27,6 @@ THREADS = "threads"
 # the backend for images that all fit in memory
 ARRAYS = "arrays"
 
-_log = logging.getLogger(LOGGER)
 # losses of workers at one batch that end the pass: one that kills each worker is never there
 _TRIES = 3
 
@@ -182,15 +180,16 @@ class Feed(ABC):
         """
         if self._running is not None or self._primed not in (None, self._epoch):
             self.close()
-        primed = self._primed is not None
-        self._primed = None
         own = self._running = object()
         given = 0
         wanted = len(self)
         try:
             if not wanted:
                 return
-            for batch in self._lasting(self._epoch, primed, poll_s):
+            if self._primed is None:
+                self.begin(self._epoch)
+            self._primed = None
+            for batch in self._lasting(self._epoch, poll_s):
                 if batch is not None:
                     batch.check()
                     self.replaced += batch.failures
@@ -211,12 +210,12 @@ class Feed(ABC):
                 if not given or given < wanted or not self.settings.persistent_workers:
                     self.close()
 
-    def _lasting(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def _lasting(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """Iterates over ``batches_of``; if ``restarts``, with new workers in place of lost ones."""
         given = tries = 0
         while True:
             try:
-                for batch in self.batches_of(epoch, primed, poll_s):
+                for batch in self.batches_of(epoch, poll_s):
                     if batch is not None:
                         given += 1
                         tries = 0
@@ -228,14 +227,13 @@ class Feed(ABC):
                 if not self.restarts or tries == _TRIES:
                     raise
                 # as text: an error keeps the frames that it came through, and their batches
-                _log.warning(
+                log.warning(
                     "loader.restart_workers: %s. New workers go on with batch %d",
                     str(error),
                     given + 1,
                 )
             self.end()
             self.begin(epoch, given)
-            primed = True
 
     def close(self) -> None:
         """Ends the workers; the next ``iter()`` starts new ones. Safe to call twice."""
@@ -243,11 +241,11 @@ class Feed(ABC):
         self.end()
 
     @abstractmethod
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
-        """Iterates over ``epoch``, begun already if ``primed``; None stands for a vain wait."""
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
+        """Iterates over ``epoch``, which has begun; None stands for a vain wait."""
 
     # a backend that makes nothing ahead has nothing to begin or to end
-    def begin(self, epoch: int, first: int = 0) -> object:  # noqa: B027
+    def begin(self, epoch: int, first: int = 0) -> None:  # noqa: B027
         """Begins the pass of ``epoch`` at its batch ``first`` without waiting."""
 
     def end(self) -> None:  # noqa: B027

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.feed.buffers import BufferPool
+from harness.feed.interface import HostBatch
 from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
@@ -55,14 +55,14 @@ class Normalise:
         self._plain = mean is None
         try:
             # arrays and tensors too
-            means = [float(value) for value in (() if mean is None else mean)]
-            stds = [float(value) for value in (() if std is None else std)]
+            means, stds = (
+                np.array([float(value) for value in (() if given is None else given)])
+                for given in (mean, std)
+            )
         except (TypeError, ValueError, OverflowError):
-            means, stds = [], [math.nan]
-        fit = len(means) == len(stds) and self._plain == (std is None)
-        if not (
-            fit and all(map(math.isfinite, means)) and all(0 < each < math.inf for each in stds)
-        ):
+            means = stds = np.array([np.nan])
+        fit = means.shape == stds.shape and self._plain == (std is None)
+        if not (fit and np.isfinite([means, stds]).all() and (stds > 0).all()):
             raise ValueError(
                 f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one finite "
                 "value for each channel, std above 0"
@@ -71,8 +71,8 @@ class Normalise:
             raise ValueError(f"DataPrefetcher: dtype={dtype}: use float32, bfloat16 or float16")
         self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._means = np.array([255.0 * value for value in means], np.float32)
-        self._scales = np.array([1.0 / (255.0 * value) for value in stds], np.float32)
+        self._means = (255.0 * means).astype(np.float32)
+        self._scales = (1.0 / (255.0 * stds)).astype(np.float32)
         self._on_host = accelerator.of(device).kind == "cpu"
         # for other devices
         shape = (1, len(self._means), 1, 1)
@@ -223,13 +223,12 @@ class Mover:
             there_s = now()
         # without a side stream the device works in between, and the host must not wait for it
         self.let_go(most=1 if self.stream is not None else None)
-        stamps = getattr(batch, "stamps", None)
         return Ready(
             images,
             labels,
             (start, end, done) if timed else None,
             done,
-            stamps if isinstance(stamps, Stamps) else None,
+            batch.stamps if isinstance(batch, HostBatch) else None,
             there_s,
         )
 
@@ -251,7 +250,7 @@ class Mover:
 
 def _pair(batch: Any) -> Sequence[Tensor]:
     """Returns the images and the labels; a batch of another loader must have no other part."""
-    if hasattr(batch, "stamps"):
+    if isinstance(batch, HostBatch):
         return batch.images, batch.labels
     parts = list(batch) if isinstance(batch, tuple | list) else [batch]
     if len(parts) != 2 or not all(hasattr(part, "to") for part in parts):

@@ -101,10 +101,13 @@ class Order:
             return np.arange(self.length)
         return order_rng(self.seed, epoch).permutation(self.length)
 
-    def batches(self, epoch: int) -> Iterator[np.ndarray]:
-        """Iterates over this rank's batches of ``epoch``, each int64 ``[<= batch_size]``."""
+    def batches(self, epoch: int, first: int = 0) -> Iterator[np.ndarray]:
+        """Iterates over this rank's batches of ``epoch`` from ``first`` on.
+
+        Each is int64 ``[<= batch_size]``.
+        """
         order = self.indices(epoch)
-        for position in range(self.count(epoch)):
+        for position in range(first, self.count(epoch)):
             yield self.share(order, epoch, position)
 
     def share(self, order: np.ndarray, epoch: int, position: int) -> np.ndarray:
@@ -172,8 +175,8 @@ class ProbeOrder:
         """Returns more batches than anyone asks for."""
         return sys.maxsize
 
-    def batches(self, epoch: int) -> Iterator[np.ndarray]:
-        """Iterates over the batches from now on; ``epoch`` changes nothing."""
+    def batches(self, epoch: int, first: int = 0) -> Iterator[np.ndarray]:
+        """Iterates over the batches from now on; ``epoch`` and ``first`` change nothing."""
         repeated = itertools.cycle(self.cursor.seen if self.again else ())
         of = -1
         indices = np.empty(0, np.int64)

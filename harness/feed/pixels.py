@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 import mmap
 from contextlib import suppress
 
@@ -21,10 +20,8 @@ from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import mirror_into
 from harness.feed.interface import Failure, HostBatch
 from harness.runtime import accelerator
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.seeding import uniforms
-
-_log = logging.getLogger(LOGGER)
 
 
 def why_not_in_memory(dataset: object) -> str | None:
@@ -83,7 +80,7 @@ class InMemoryImages:
                 with suppress(torch.OutOfMemoryError):
                     self._memory = torch.zeros(count, dtype=torch.uint8, device=self._own.device)
             if self._memory is None:
-                _log.info(
+                log.info(
                     "arrays lie on the host: %.1f GB are more than half of the device's free "
                     "%.1f GB",
                     count / 1e9,

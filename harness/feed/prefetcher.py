@@ -88,8 +88,7 @@ class DataPrefetcher:
         made_there = getattr(loader, "on_device", False)
         self._mover = Mover(own, stream, clock, made_there, augment, normalise, mix)
         self._now = (clock or own).now
-        self._clock = clock
-        self._lead = Lead(own, self._now) if own.has_streams else None
+        self._lead = Lead(own, clock) if own.has_streams else None
         self.first_wait_s: float | None = None
         self._pass: Batches | None = None
         self._end_pass: Callable[[], Any] | None = None
@@ -100,7 +99,7 @@ class DataPrefetcher:
     def __iter__(self) -> DataPrefetcher:
         self.close()
         self.first_wait_s = None
-        self._pass = _batches(self.loader, self._mover, self._clock, self._ahead)
+        self._pass = _batches(self.loader, self._mover, self._ahead)
         # a pass left half-way has a thread
         self._end_pass = weakref.finalize(self, self._pass.close)
         return self
@@ -110,9 +109,7 @@ class DataPrefetcher:
             iter(self)
         assert self._pass is not None
         if self._lead is not None:
-            held_s = self._lead.hold()
-            if held_s is not None and self._clock is not None:
-                self._clock.held(held_s)
+            self._lead.hold()
         if self.first_wait_s is not None:
             return next(self._pass)
         began_s = self._now()
@@ -136,32 +133,30 @@ class DataPrefetcher:
 
 
 class Lead:
-    """How far the host is ahead of the device."""
+    """How far the host is ahead of the device; ``clock`` is told of each sleep, if given."""
 
-    def __init__(self, own: Accelerator, now: Callable[[], float]) -> None:
+    def __init__(self, own: Accelerator, clock: StepClock | None) -> None:
         self._own = own
-        self._now = now
+        self._clock = clock
         # of the last two steps, as they were launched
         self._ends = deque((own.event(), own.event()), maxlen=2)
         self._recorded = 0
 
-    def hold(self) -> float | None:
-        """Sleeps until the device has at most one step left; call it before each step.
-
-        Returns when the sleep began; None if the device had no more than that.
-        """
+    def hold(self) -> None:
+        """Sleeps until the device has at most one step left; call it before each step."""
         self._ends.rotate()
         self._ends[0].record(self._own.stream())
         self._recorded += 1
         if self._recorded < 2 or self._ends[1].query():
-            return None
-        began_s = self._now()
+            return
+        began_s = (self._clock or self._own).now()
         with named("device full"):
             self._ends[1].synchronize()
-        return began_s
+        if self._clock is not None:
+            self._clock.held(began_s)
 
 
-def _batches(loader: Iterable[Any], move: Mover, clock: StepClock | None, ahead: bool) -> Batches:
+def _batches(loader: Iterable[Any], move: Mover, ahead: bool) -> Batches:
     """Iterates over one pass; with a thread if ``ahead``, else batch by batch as asked for."""
     own = move.own
     side = move.stream
@@ -184,10 +179,10 @@ def _batches(loader: Iterable[Any], move: Mover, clock: StepClock | None, ahead:
                 # and the memory is not reused before compute is through
                 own.keep_for(current, ready.images)
                 own.keep_for(current, ready.labels)
-            if clock is not None:
+            if move.clock is not None:
                 if ready.events is not None:
-                    clock.copied(*ready.events)
-                clock.arrived(ready.stamps, ready.there_s)
+                    move.clock.copied(*ready.events)
+                move.clock.arrived(ready.stamps, ready.there_s)
             yield ready.images, ready.labels
             # or two batches would stay on the device while the next one is awaited
             del ready

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing.util
 import resource
-import signal
 import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from itertools import repeat
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
@@ -81,8 +79,8 @@ class ProcessFeed(Feed):
         self._loader: Loader | None = None
         # torch's iterator of this pass, or of the last with persistent workers
         self._pass: Any = None
-        # the iterator of a primed pass
-        self._started: Future[Iterator[HostBatch]] | None = None
+        # the iterator of a pass that has begun, once its workers have started
+        self._started: Future[Any] | None = None
         self._workers: list[BaseProcess] = []
         # at exit too: Python waits for them, and they are deaf to SIGTERM
         weakref.finalize(self, _kill, self._workers)
@@ -100,14 +98,17 @@ class ProcessFeed(Feed):
         if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
             super().prime(epoch)
 
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """As in ``Feed``."""
         given = 0
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
-                started = self._started
+                # closed while the pass began
+                if self._started is None:
+                    return
+                # without a name for the future: an error's traceback keeps this frame
+                batches = self._started.result()
                 self._started = None
-                batches: Any = started.result() if started else self._start(epoch)
                 # torch looks for dead workers only when a wait is over: waits are short ones
                 batches._timeout = min(poll_s, self._poll_s)
                 watchdog.wait = 0
@@ -159,11 +160,11 @@ class ProcessFeed(Feed):
             # of the thread that starts it
             own = torch.accelerator
             device = (own.set_device_index, (own.current_device_index(),))
-        pool = ThreadPoolExecutor(1, "prime", *device)
+        pool = ThreadPoolExecutor(1, "begin", *device)
         self._started = pool.submit(self._start, epoch, first)
         pool.shutdown(wait=False)
 
-    def _start(self, epoch: int, first: int = 0) -> Iterator[HostBatch]:
+    def _start(self, epoch: int, first: int) -> Any:
         """Returns torch's iterator over ``epoch`` from ``first`` on, with its workers started."""
         s = self.settings
         _check_files(s.num_workers)
@@ -187,7 +188,6 @@ class ProcessFeed(Feed):
             self._pass._timeout = self._poll_s
         self._keys.epoch = epoch
         self._keys.first = first
-        former = signal.getsignal(signal.SIGCHLD)
         before = multiprocessing.active_children()
         limit_s = s.timeout_s and max(s.timeout_s, _START_S)
         try:
@@ -213,13 +213,8 @@ class ProcessFeed(Feed):
             if watchdog.fired:
                 raise TimeoutError from error
             raise
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                # torch's handler raises wherever the trainer happens to be
-                signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)
         self._workers[:] = getattr(self._pass, "_workers", ())
-        batches: Iterator[HostBatch] = self._pass
-        return batches
+        return self._pass
 
     @property
     def _poll_s(self) -> float:
@@ -237,11 +232,10 @@ class ProcessFeed(Feed):
 
     def end(self) -> None:
         """As in ``Feed``."""
-        started = self._started
-        self._started = None
-        if started:
+        if self._started is not None:
             # waits until there are workers to end
-            started.exception()
+            self._started.exception()
+            self._started = None
         self._end_workers()
 
     def _end_workers(self) -> None:
@@ -272,7 +266,7 @@ class ProcessFeed(Feed):
             "dataset": _Batches(self._dataset, self.meter, self.gauge),
             "batch_sampler": self._keys,
             "collate_fn": _as_it_is,
-            "worker_init_fn": partial(enter_worker, gives_way=True),
+            "worker_init_fn": _enter_worker,
         }
 
 
@@ -292,21 +286,18 @@ class _Keys:
     first: int = 0
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        batches = itertools.islice(self.order.batches(self.epoch), self.first, None)
-        return zip(itertools.repeat(self.epoch), batches)
+        return zip(repeat(self.epoch), self.order.batches(self.epoch, self.first))
 
 
+@dataclass(eq=False)
 class _Batches(Dataset[HostBatch]):
     """The data set as a worker sees it: one request in, one whole batch out."""
 
-    def __init__(
-        self, dataset: FillableDataset, meter: StageMeter | None, gauge: Gauge | None
-    ) -> None:
-        self.dataset = dataset
-        self.meter = meter
-        self.gauge = gauge
-        # this worker's, from its first batch on
-        self._filler: Filler | None = None
+    dataset: FillableDataset
+    meter: StageMeter | None
+    gauge: Gauge | None
+    # this worker's, from its first batch on
+    _filler: Filler | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -339,11 +330,9 @@ def _as_it_is(batch: HostBatch) -> HostBatch:
     return batch
 
 
-def enter_worker(worker: int, gives_way: bool = False) -> None:
-    """Prepares worker number ``worker`` in its own process."""
+def _enter_worker(worker: int) -> None:
     workers.enter_worker()
-    if gives_way:
-        workers.give_way()
+    workers.give_way()
 
 
 def _kill(running: list[BaseProcess]) -> None:

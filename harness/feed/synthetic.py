@@ -27,17 +27,26 @@ class SyntheticFeed(Feed):
         device: torch.device,
     ) -> None:
         super().__init__(order, settings)
-        generator = torch.Generator().manual_seed(0)
-        size = (settings.batch_size, 3, image_size, image_size)
-        self._images = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).to(
-            device
-        )
-        self._labels = torch.randint(0, classes, size[:1], generator=generator).to(device)
+        batch = noise(settings.batch_size, image_size, classes)
+        self._images = batch.images.to(device)
+        self._labels = batch.labels.to(device)
 
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """As in ``Feed``."""
         for indices in self.order.batches(epoch):
             n = len(indices)
             yield HostBatch(
                 self._images[:n], self._labels[:n], torch.from_numpy(indices), epoch=epoch
             )
+
+
+def noise(count: int, image_size: int, classes: int) -> HostBatch:
+    """Returns ``count`` random images and labels, the same each time.
+
+    The images are uint8 ``[count, 3, image_size, image_size]``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = (count, 3, image_size, image_size)
+    images = torch.randint(256, size, dtype=torch.uint8, generator=generator)
+    labels = torch.randint(classes, size[:1], generator=generator)
+    return HostBatch(images, labels, torch.arange(count))

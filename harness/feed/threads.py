@@ -6,7 +6,6 @@ Decoders release the interpreter lock while they work. Nothing is copied or hand
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -16,13 +15,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain
 
 import numpy as np
 import torch
 
 from harness.feed.buffers import BufferPool
 from harness.feed.fill import Filler
+from harness.feed.gauge import Gauge
 from harness.feed.interface import (
     ARRAYS,
     Failure,
@@ -36,10 +36,9 @@ from harness.feed.interface import (
 from harness.feed.order import AnyOrder
 from harness.runtime import signals, workers
 from harness.runtime.errors import LoaderError
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.watch.stages import StageMeter, Stamps
 
-_log = logging.getLogger(LOGGER)
 # how soon a signal to the trainer ends a wait
 _POLL_S = 0.5
 # wake-up interval of an idle thread, in case a notification was missed
@@ -85,21 +84,19 @@ class ThreadFeed(Feed):
             threads = self._threads.resize(threads)
         self.settings = replace(self.settings, num_workers=threads)
 
-    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
         """As in ``Feed``."""
         threads = self._threads
-        if not primed or threads is None:
-            threads = self.begin(epoch)
+        # closed while the pass began
+        if threads is None:
+            return iter(())
         return threads.batches(poll_s)
 
-    def begin(self, epoch: int, first: int = 0) -> BatchThreads:
+    def begin(self, epoch: int, first: int = 0) -> None:
         """As in ``Feed``."""
         if self._threads is None:
-            filler = partial(Filler, self._dataset, meter=self.meter, gauge=self.gauge)
-            self._threads = BatchThreads(self, filler, self._dataset.image_size, self.settings)
-        threads = self._threads
-        threads.begin(epoch, islice(self.order.batches(epoch), first, None))
-        return threads
+            self._threads = BatchThreads(self, self._dataset, self.meter, self.gauge, self.settings)
+        self._threads.begin(epoch, self.order.batches(epoch, first))
 
     def end(self) -> None:
         """As in ``Feed``."""
@@ -143,8 +140,9 @@ class BatchThreads:
 
     Args:
         owner: its end ends the threads.
-        filler: makes the ``Filler`` of a slot.
-        image_size: side of an image in pixels.
+        dataset: gives the samples.
+        meter: of the feed.
+        gauge: of the feed.
         settings: of the feed.
 
     Attributes:
@@ -152,12 +150,18 @@ class BatchThreads:
     """
 
     def __init__(
-        self, owner: object, filler: partial[Filler], image_size: int, settings: FeedSettings
+        self,
+        owner: object,
+        dataset: FillableDataset,
+        meter: StageMeter | None,
+        gauge: Gauge | None,
+        settings: FeedSettings,
     ) -> None:
         # with the owner, and at exit too: a thread must not be cut off in C code
         self.close = weakref.finalize(owner, self._close)
-        self._filler = filler
-        self._image_size = image_size
+        # makes that of a slot
+        self._filler = partial(Filler, dataset, meter=meter, gauge=gauge)
+        self._image_size = dataset.image_size
         self._settings = settings
         # of images and of labels, from the first batch on
         self._pools: tuple[BufferPool, BufferPool] | None = None
@@ -168,7 +172,7 @@ class BatchThreads:
         # the consumer's, without threads
         self._own: Filler | None = None
         if not settings.num_workers:
-            self._own = filler(0)
+            self._own = self._filler(0)
         self._epoch = 0
         # the indices of each batch to come
         self._requests: Iterator[np.ndarray] | None = None
@@ -207,7 +211,7 @@ class BatchThreads:
             try:
                 self._start(threads)
             except RuntimeError as error:
-                _log.warning("%d threads load, and not %d: %s", self._wanted, threads, error)
+                log.warning("%d threads load, and not %d: %s", self._wanted, threads, error)
             return self._wanted
 
     def batches(self, poll_s: float) -> Iterator[HostBatch | None]:
@@ -232,13 +236,12 @@ class BatchThreads:
                     if not self._pending and not self._failures:
                         return
                     batch = self._take()
+                    waited_s = 0.0
             if not settled:
                 signals.check_wait()
                 waited_s += time.monotonic() - begin_s
                 if 0 < timeout_s <= waited_s:
                     raise too_slow(self._settings)
-            else:
-                waited_s = 0.0
             yield batch
             # the memory of the batch must be free while the next one is awaited
             del batch
@@ -253,14 +256,14 @@ class BatchThreads:
         first = self._pending.popleft()
         # there is room for another batch
         self._work.notify_all()
-        first.chunks.sort(key=lambda chunk: chunk[0])
-        begun_s = min(stamps.begun_s for _, _, stamps in first.chunks)
-        made_s = max(stamps.made_s for _, _, stamps in first.chunks)
+        _, failures, stamps = zip(*sorted(first.chunks), strict=True)
+        begun_s = min(each.begun_s for each in stamps)
+        made_s = max(each.made_s for each in stamps)
         return HostBatch(
             torch.from_numpy(first.images),
             torch.from_numpy(first.labels),
             torch.from_numpy(first.indices),
-            tuple(each for _, failures, _ in first.chunks for each in failures),
+            tuple(chain(*failures)),
             first.epoch,
             Stamps(begun_s, made_s, made_s, made_s),
         )

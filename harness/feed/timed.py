@@ -7,7 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +56,13 @@ class TimedSteps(ABC):
         self._made = 0
         # where other ranks wait for this one: what its feed raised
         self._failed: Exception | None = None
+
+    @abstractmethod
+    def kept(self) -> AbstractContextManager[None]:
+        """Returns a block at whose end all that steps change is as before.
+
+        That is weights, buffers, optimizer, counters and random states.
+        """
 
     @abstractmethod
     def repeated(self, batch: HostBatch) -> Batches:

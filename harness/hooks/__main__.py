@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
@@ -82,8 +83,13 @@ def _found(name: str, *, is_module: bool) -> tuple[ModuleType, CodeType]:
 def _reporting(session: Any) -> Iterator[None]:
     """Reports at the end of the block, however it ends."""
     own = os.getpid()
+    asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if signal.getsignal(number) is not stop:
+            # the script's own handler calls the one that it found, and decides
+            asked.append(number)
+            return
         if os.getpid() == own:
             session.finish("interrupted")
         signal.signal(number, signal.SIG_DFL)
@@ -105,6 +111,8 @@ def _reporting(session: Any) -> Iterator[None]:
         status = "interrupted"
         raise
     finally:
+        if asked:
+            status = "interrupted"
         # a worker that the script forked may come here too
         if os.getpid() == own:
             session.finish(status)
@@ -113,10 +121,30 @@ def _reporting(session: Any) -> Iterator[None]:
 def _without_us(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
-    """Prints a script's error without the frames that ran it."""
-    while frames is not None and frames.tb_frame.f_code.co_filename != sys.argv[0]:
+    """Prints a script's error without the frames of this package, and of what ran it."""
+    each: BaseException | None = error
+    seen: list[BaseException] = []
+    while each is not None and each not in seen:
+        seen.append(each)
+        kept = [*_theirs(each.__traceback__)]
+        for frame, following in zip(kept, [*kept[1:], None], strict=True):
+            frame.tb_next = following
+        each.__traceback__ = kept[0] if kept else None
+        each = each.__cause__ or each.__context__
+    sys.__excepthook__(kind, error, error.__traceback__)
+
+
+def _theirs(frames: TracebackType | None) -> Iterator[TracebackType]:
+    """Iterates over the frames of a traceback that are not ours."""
+    ours = str(Path(__file__).parents[1])
+    codes = [frame.f_code for frame, _ in walk_tb(frames)]
+    if main.__code__ in codes:
+        for _ in codes[: codes.index(main.__code__)]:
+            frames = frames and frames.tb_next
+    while frames is not None:
+        if not frames.tb_frame.f_code.co_filename.startswith(ours):
+            yield frames
         frames = frames.tb_next
-    sys.__excepthook__(kind, error, frames or error.__traceback__)
 
 
 if __name__ == "__main__":

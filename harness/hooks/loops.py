@@ -39,10 +39,11 @@ class Followed:
     Attributes:
         where: the file and line that made it.
         settings: with torch's names.
-        shuffles: whether its samples come in random order.
+        dataset: its identity: a loader may be made again for each epoch.
+        images: its data set, if that is torchvision's folder of images.
         meter: what its workers do; None until it is iterated over, and where that is not seen.
-        trains: whether an optimizer has stepped during its last pass.
-        passes: over it that have ended.
+        trains: whether an optimizer has stepped during a pass over it.
+        passes: over it that have ended, or were left.
         batches: that it gave.
         waited_s: the script's time in ``next()``.
         elsewhere: whether another thread than the training one iterates over it.
@@ -50,7 +51,8 @@ class Followed:
 
     where: str
     settings: FeedSettings
-    shuffles: bool
+    dataset: int = 0
+    images: Any = None
     meter: Meter | None = None
     trains: bool = False
     passes: int = 0
@@ -65,15 +67,21 @@ class _Pass:
 
     Attributes:
         told: whether the clock is told of its waits.
+        waits: whether the clock counts a wait for it now.
+        asked_s: when a batch was asked for.
         updates: optimizers' steps since it began.
-        grads: whether gradients were wanted as a batch was asked for.
+        graded: it gave a batch where gradients are on, and may train.
+        last_s: when it gave its last batch.
     """
 
     loader: Followed
     began_s: float
-    told: bool
+    told: bool = False
+    waits: bool = False
+    asked_s: float = 0.0
     updates: int = 0
-    grads: bool = False
+    graded: bool = False
+    last_s: float = 0.0
 
 
 @dataclass
@@ -85,12 +93,13 @@ class Loops:
         on_window: called with the clock whenever ``window_s`` seconds of steps are over.
         on_pass: called with the clock at the end of each pass that trained.
         clock: of the training; None before the first update.
-        followed: the loaders, in the order in which they were made.
+        followed: the loaders, in the order in which they were first used.
         updates: steps of optimizers.
         forward_s: host seconds from a batch to ``backward``, and how many were seen.
         evaluated_s: of passes without an update.
         device: where the network's weights are.
         rank, world_size: of this process, as torch.distributed has them.
+        fault: the error of ours that ended the watching; empty: none.
         batch_ids: ``id`` of the tensors of the batch that came last.
     """
 
@@ -107,6 +116,7 @@ class Loops:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rank: int = 0
     world_size: int = 1
+    fault: str = ""
 
     def __post_init__(self) -> None:
         self._thread = get_ident()
@@ -127,84 +137,107 @@ class Loops:
     def made(self, loader: Any) -> None:
         """Take note of a loader as its constructor returns."""
         if self._here():
-            self._loader(loader)
+            self._new(loader)
 
-    def begin(self, loader: Any, iterate: Callable[[Followed], Any]) -> Any:
-        """Returns ``iterate(followed)``, the iterator of a new pass over ``loader``."""
-        followed = self._loader(loader)
+    def open(self, loader: Any) -> _Pass:
+        """Returns a new pass over ``loader``, which is about to make an iterator."""
+        own = _Pass(self._loader(loader), self._now())
         if not self._here():
-            followed.elsewhere = True
-            return iterate(followed)
+            own.loader.elsewhere = True
+            return own
         self._end_step()
-        began_s = self._now()
         clock = self.clock
-        told = clock is not None and followed.trains
-        if clock and told:
+        own.told = own.loader.trains and torch.is_grad_enabled()
+        if own.told:
+            self._left(graded=False)
+            if self._main and self._main.loader is own.loader:
+                # by break
+                self._ended(self._main)
+        if clock and own.told:
             if self._main is None:
                 clock.start_epoch()
-            with clock.waiting():
-                iterator = iterate(followed)
-        else:
-            if clock and self._main and began_s - self._settled_s > _SETTLE_S:
-                # else what the device has left to do would be missing from the steps
-                clock.settle()
-                self._settled_s = self._now()
-            iterator = iterate(followed)
-        own = self._passes[iterator] = _Pass(followed, began_s, told)
-        if told and self._main is None:
-            self._main = own
-        return iterator
+            own.waits = clock.begin_waiting()
+        elif clock and self._main and own.began_s - self._settled_s > _SETTLE_S:
+            # else what the device has left to do would be missing from the steps
+            clock.settle()
+            self._settled_s = self._now()
+        return own
 
-    def fetch(self, iterator: Any, get: Callable[[], Any]) -> Any:
-        """Returns ``get()``, the next batch of ``iterator``."""
+    def opened(self, own: _Pass, iterator: Any) -> None:
+        """Take note of the iterator of a pass."""
+        self._end_wait(own)
+        if self._here():
+            self._passes[iterator] = own
+            if own.told and self._main is None:
+                self._main = own
+
+    def ask(self, iterator: Any) -> _Pass | None:
+        """Take note of a request for a batch; returns its pass, if that is followed."""
         own = self._passes.get(iterator)
         if own is None or not self._here():
-            return get()
+            return None
+        own.asked_s = self._now()
+        if self.clock and own.told:
+            self._end_step()
+            if own is self._main:
+                self._left(graded=True)
+                self._undecided.clear()
+            self.clock.end_computing()
+            own.waits = self.clock.begin_waiting()
+        return own
+
+    def take(self, own: _Pass, iterator: Any, batch: Any) -> None:
+        """Take note of the batch that was asked for."""
         clock = self.clock
-        began_s = self._now()
-        try:
-            if clock is None or not own.told:
-                batch = get()
-                own.grads |= torch.is_grad_enabled()
-                if own not in self._undecided:
-                    self._undecided.append(own)
-            else:
-                batch = self._wait(clock, own, iterator, get)
-        except StopIteration:
-            self._ended(own)
-            raise
-        finally:
-            own.loader.waited_s += self._now() - began_s
-        own.loader.batches += 1
+        loader = own.loader
+        if clock and own.waits and loader.meter:
+            clock.arrived(loader.meter.stamps(getattr(iterator, "_rcvd_idx", 1) - 1))
+        self._end_wait(own)
+        loader.waited_s += self._now() - own.asked_s
+        loader.batches += 1
         tensors = list(islice(_tensors(batch), _MOST_TENSORS))
         self.batch_ids = frozenset(map(id, tensors))
-        if own.told or clock is None:
+        if clock is None or own.told:
             self._samples += _samples(batch, tensors)
-        self._handed_s = self._now()
-        if clock and own.told:
+        if clock is None or not own.told:
+            if torch.is_grad_enabled():
+                own.graded = True
+                self._left(graded=False)
+            if own not in self._undecided:
+                self._undecided.append(own)
+        else:
             clock.begin_computing()
-        return batch
+        self._handed_s = own.last_s = self._now()
 
-    def _wait(self, clock: StepClock, own: _Pass, iterator: Any, get: Callable[[], Any]) -> Any:
-        """Returns the next batch, and has the clock count the time."""
-        self._end_step()
-        if own is self._main:
-            for other in self._undecided:
-                # it was left early
-                self._left_out(other)
-            self._undecided.clear()
-        clock.end_computing()
-        with clock.waiting():
-            batch = get()
-            if own.loader.meter:
-                clock.arrived(own.loader.meter.stamps(getattr(iterator, "_rcvd_idx", 1) - 1))
-        return batch
+    def lack(self, own: _Pass, *, is_end: bool) -> None:
+        """Take note that there is no batch: the pass is at its end, or has failed."""
+        self._end_wait(own)
+        own.loader.waited_s += self._now() - own.asked_s
+        if is_end:
+            self._ended(own)
 
-    def _ended(self, own: _Pass) -> None:
+    def _end_wait(self, own: _Pass) -> None:
+        if own.waits and self.clock:
+            self.clock.end_waiting()
+        own.waits = False
+
+    def _left(self, *, graded: bool) -> None:
+        """End the evaluations that were left before their end, or go on without updates.
+
+        Those that are ``graded`` too, where a step shows that they were none of training.
+        """
+        for own in [*self._undecided]:
+            if not own.updates and (graded or not own.graded):
+                self._ended(own, own.last_s)
+                self._passes = weakref.WeakKeyDictionary(
+                    {key: each for key, each in self._passes.items() if each is not own}
+                )
+
+    def _ended(self, own: _Pass, ended_s: float | None = None) -> None:
         """Take note of the end of a pass."""
         clock = self.clock
         own.loader.passes += 1
-        own.loader.trains = own.updates > 0
+        own.loader.trains |= own.told and own.updates > 0
         if own in self._undecided:
             self._undecided.remove(own)
         if clock and own is self._main:
@@ -213,13 +246,9 @@ class Loops:
             self._samples = 0
             self.on_pass(clock)
         elif not own.updates:
-            self._left_out(own)
-
-    def _left_out(self, own: _Pass) -> None:
-        """Keep a pass that trained nothing out of the steps."""
-        self.evaluated_s += self._now() - own.began_s
-        if self.clock and self._main:
-            self.clock.left_out("evaluate", own.began_s)
+            self.evaluated_s += (ended_s or self._now()) - own.began_s
+            if clock and self._main:
+                clock.left_out("evaluate", own.began_s)
 
     def updated(self, optimizer: Any) -> None:
         """Take note of an optimizer's step that was just made."""
@@ -230,13 +259,12 @@ class Loops:
             self._start(optimizer)
         clock = self.clock
         assert clock is not None
-        for own in self._undecided:
-            if own.grads:
-                own.told = own.loader.trains = True
-                self._main = self._main or own
-                if self._main is own:
-                    clock.start_epoch()
-        self._undecided.clear()
+        for own in [each for each in self._undecided if each.graded]:
+            own.told = own.loader.trains = True
+            if self._main is None:
+                self._main = own
+                clock.start_epoch()
+            self._undecided.remove(own)
         for own in self._passes.values():
             own.updates += 1
         self._updated = True
@@ -262,25 +290,31 @@ class Loops:
             self.forwards += 1
             self._handed_s = None
 
-    def copy(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """Returns ``make()``, a copy of ``tensor`` that may lie on the device."""
+    def copying(self, tensor: Tensor) -> Any:
+        """Returns what ``copied`` takes, where a tensor of the batch may go to the device."""
         if not self._copies or not self._here():
-            return make()
-        assert self.clock is not None
+            return None
         own = accelerator.of(self.device)
         start = own.event(timed=True)
-        end = own.event(timed=True)
         start.record(own.stream())
-        made = make()
-        end.record(own.stream())
-        if own.holds(made) and not own.holds(tensor):
-            self.clock.copied(start, end)
-        return made
+        return own, start
 
-    def finish(self) -> None:
-        """End what is under way."""
+    def copied(self, tensor: Tensor, made: Tensor, begun: Any) -> None:
+        """Take note of a copy; one that stayed where it was does not count."""
+        own, start = begun
+        end = own.event(timed=True)
+        end.record(own.stream())
+        if self.clock and own.holds(made) and not own.holds(tensor):
+            self.clock.copied(start, end)
+
+    def finish(self, *, completed: bool) -> None:
+        """End what is under way; where all is ``completed``, a pass that is not at its end too."""
         self._end_step()
+        if completed:
+            self._left(graded=False)
         if self.clock and self._main:
+            # it was left by break if its iterator is gone
+            self._main.loader.passes += completed and self._main not in self._passes.values()
             self.clock.end_epoch()
             self._main = None
 
@@ -291,12 +325,13 @@ class Loops:
 
     def _end_step(self) -> None:
         """End the running step, if an optimizer has stepped in it."""
-        if not self._updated or self.clock is None:
-            return
+        updated, self._updated = self._updated, False
         clock = self.clock
+        # a loop that asks for batches ahead makes its last step after the end of the pass
+        if not updated or clock is None or self._main is None:
+            return
         clock.end_computing()
         clock.step(self._samples)
-        self._updated = False
         self._samples = 0
         now_s = self._now()
         if now_s - self._closed_s >= self.window_s:
@@ -310,23 +345,37 @@ class Loops:
     def _here(self) -> bool:
         return get_ident() == self._thread
 
+    def _new(self, loader: Any) -> Followed:
+        dataset = getattr(loader, "dataset", None)
+        folder = sys.modules.get("torchvision.datasets.folder")
+        images = None
+        if folder is not None and isinstance(dataset, folder.DatasetFolder):
+            images = dataset
+        own = self._known[loader] = Followed(_caller(), _settings(loader), id(dataset), images)
+        return own
+
     def _loader(self, loader: Any) -> Followed:
-        """Returns what is known of a loader."""
-        if loader not in self._known:
-            self._known[loader] = Followed(_caller(), _settings(loader), _shuffles(loader))
-            self.followed.append(self._known[loader])
-        return self._known[loader]
+        """Returns what is known of a loader that is used."""
+        own = self._known.get(loader) or self._new(loader)
+        for other in self.followed:
+            same = (other.where, other.settings, other.dataset)
+            if same == (own.where, own.settings, own.dataset):
+                self._known[loader] = other
+                return other
+        self.followed.append(own)
+        return own
 
 
 def _settings(loader: Any) -> FeedSettings:
     """Returns a loader's settings; what one that is not torch's does not tell is as without."""
 
     def told(name: str, other: Any) -> Any:
-        return getattr(loader, name, None) or other
+        value = getattr(loader, name, None)
+        return other if value is None else value
 
     batches = told("batch_sampler", None)
     return FeedSettings(
-        told("batch_size", None) or getattr(batches, "batch_size", None) or 1,
+        told("batch_size", getattr(batches, "batch_size", 1)),
         told("num_workers", 0),
         told("pin_memory", False),
         told("prefetch_factor", None),
@@ -334,10 +383,6 @@ def _settings(loader: Any) -> FeedSettings:
         told("timeout", 0.0),
         "",
     )
-
-
-def _shuffles(loader: Any) -> bool:
-    return "Random" in type(getattr(loader, "sampler", None)).__name__
 
 
 def _caller() -> str:

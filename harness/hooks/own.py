@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -42,15 +42,15 @@ def watching(
     place = None if out is None else Path(out)
     session = Session(name or sys.argv[0], place, tensorboard, time.perf_counter())
     status = "failed"
-    try:
-        with patches.installed(session.loops):
+    with patches.installed(session.loops):
+        try:
             yield session
-        status = "completed"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        session.finish(status)
+            status = "completed"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        finally:
+            session.finish(status)
 
 
 class Watched(Generic[Batch]):
@@ -69,8 +69,7 @@ class Watched(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if isinstance(self._loader, DataLoader):
             return iter(self._loader)
-        begin = self._session.loops.begin
-        found: Iterator[Batch] = begin(self, lambda _: _Batches(self._session, iter(self._loader)))
+        found: Iterator[Batch] = patches.iterating(lambda own: _Batches(iter(own._loader)))(self)
         return found
 
     def verdict(self) -> Verdict:
@@ -79,12 +78,15 @@ class Watched(Generic[Batch]):
 
 
 class _Batches(Iterator[Batch]):
-    def __init__(self, session: Session, batches: Iterator[Batch]) -> None:
-        self._fetch: Callable[..., Batch] = session.loops.fetch
+    def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
 
     def __next__(self) -> Batch:
-        return self._fetch(self, lambda: next(self._batches))
+        batch: Batch = _fetch(self)
+        return batch
+
+
+_fetch = patches.fetching(lambda own: next(own._batches))
 
 
 def watched(loader: Iterable[Batch]) -> Watched[Batch]:
@@ -95,10 +97,11 @@ def watched(loader: Iterable[Batch]) -> Watched[Batch]:
     """
     global _lasting
     if _lasting is None:
-        _lasting = Session(sys.argv[0], None, tensorboard=True, began_s=time.perf_counter())
-        _lasting.tells_passes = True
+        session = Session(sys.argv[0], None, tensorboard=True, began_s=time.perf_counter())
+        session.tells_passes = True
         stack = ExitStack()
-        stack.enter_context(patches.installed(_lasting.loops))
+        stack.enter_context(patches.installed(session.loops))
+        _lasting = session
         atexit.register(_end, stack)
     return Watched(loader, _lasting)
 

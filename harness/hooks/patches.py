@@ -29,11 +29,13 @@ _loops: Loops | None = None
 def installed(loops: Loops) -> Iterator[None]:
     """Tells ``loops`` of all that torch does in the block."""
     global _loops
+    if _loops is not None:
+        raise RuntimeError("training is watched already: leave out one of the two ways")
     with ExitStack() as stack:
         for owner, name, around in (
             (dataloader.DataLoader, "__init__", _making),
-            (dataloader.DataLoader, "__iter__", _iterating),
-            (dataloader._BaseDataLoaderIter, "__next__", _fetching),
+            (dataloader.DataLoader, "__iter__", iterating),
+            (dataloader._BaseDataLoaderIter, "__next__", fetching),
             (torch.Tensor, "to", _copying),
             (torch.Tensor, "cuda", _copying),
             (torch.autograd, "backward", _backward),
@@ -56,20 +58,38 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+def _safely(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Returns what a method of the loops returns; after a fault of ours nothing is watched."""
+    global _loops
+    try:
+        return method(*args, **named)
+    except Exception as error:
+        if _loops is not None:
+            _loops.fault = f"{type(error).__name__}: {error}"
+        _loops = None
+        return None
+
+
 def _making(make: Callable[..., None]) -> Callable[..., None]:
     def wrapper(loader: Any, *args: Any, **named: Any) -> None:
         make(loader, *args, **named)
         if _loops is not None:
-            _loops.made(loader)
+            _safely(_loops.made, loader)
 
     return wrapper
 
 
-def _iterating(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def iterating(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a loader's ``__iter__`` that tells of its passes."""
+
     def wrapper(loader: Any) -> Any:
-        if _loops is None:
+        own: Any = _loops and _safely(_loops.open, loader)
+        if own is None:
             return iterate(loader)
-        return _loops.begin(loader, lambda followed: _timed(loader, followed, iterate))
+        iterator = _timed(loader, own.loader, iterate)
+        if _loops is not None:
+            _safely(_loops.opened, own, iterator)
+        return iterator
 
     return wrapper
 
@@ -78,8 +98,8 @@ def _timed(loader: Any, followed: Followed, iterate: Callable[[Any], Any]) -> An
     """Returns the iterator of a new pass, whose workers are timed."""
     workers.hook_libraries()
     if followed.meter is None:
-        # without shared memory the loop goes on untimed
-        with suppress(RuntimeError, OSError, ValueError):
+        # where there is no shared memory, or nothing of torch's, the loop goes on untimed
+        with suppress(RuntimeError, OSError, ValueError, AttributeError):
             followed.meter = workers.Meter(loader.dataset, loader.num_workers)
     if followed.meter is None:
         return iterate(loader)
@@ -91,11 +111,22 @@ def _timed(loader: Any, followed: Followed, iterate: Callable[[Any], Any]) -> An
         _worker._worker_loop = workers.torchs_loop
 
 
-def _fetching(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def fetching(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns an iterator's ``__next__`` that tells of its batches."""
+
     def wrapper(iterator: Any) -> Any:
-        if _loops is None:
+        own = _loops and _safely(_loops.ask, iterator)
+        if own is None:
             return fetch(iterator)
-        return _loops.fetch(iterator, lambda: fetch(iterator))
+        try:
+            batch = fetch(iterator)
+        except BaseException as error:
+            if _loops is not None:
+                _safely(_loops.lack, own, is_end=isinstance(error, StopIteration))
+            raise
+        if _loops is not None:
+            _safely(_loops.take, own, iterator, batch)
+        return batch
 
     return wrapper
 
@@ -104,7 +135,11 @@ def _copying(copy: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
         if _loops is None or id(tensor) not in _loops.batch_ids:
             return copy(tensor, *args, **named)
-        return _loops.copy(tensor, lambda: copy(tensor, *args, **named))
+        begun = _safely(_loops.copying, tensor)
+        made = copy(tensor, *args, **named)
+        if begun is not None and _loops is not None:
+            _safely(_loops.copied, tensor, made, begun)
+        return made
 
     return wrapper
 
@@ -112,7 +147,7 @@ def _copying(copy: Callable[..., Any]) -> Callable[..., Any]:
 def _backward(backward: Callable[..., None]) -> Callable[..., None]:
     def wrapper(*args: Any, **named: Any) -> None:
         if _loops is not None:
-            _loops.backward()
+            _safely(_loops.backward)
         backward(*args, **named)
 
     return wrapper
@@ -120,4 +155,4 @@ def _backward(backward: Callable[..., None]) -> Callable[..., None]:
 
 def _updated(optimizer: Any, args: Any, kwargs: Any) -> None:
     if _loops is not None:
-        _loops.updated(optimizer)
+        _safely(_loops.updated, optimizer)

@@ -105,8 +105,17 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        try:
+            self._finish(status)
+        # how the script ends is not up to its report
+        except Exception as error:
+            _say(f"no report: {type(error).__name__}: {error}")
+
+    def _finish(self, status: str) -> None:
         loops = self.loops
-        loops.finish()
+        if loops.fault:
+            _say(f"the end of the training was not watched, by a fault of ours: {loops.fault}")
+        loops.finish(completed=status == "completed")
         clock = loops.clock
         if clock is None:
             _say(f"no training was seen: {self._why_not()}")
@@ -163,6 +172,9 @@ class Session:
         if loops.world_size > 1:
             ranks = (self._rank_figures(total), *_read_ranks(loops.world_size, self._began))
         evidence, verdict, change = self._judged(total, ranks)
+        offered = None
+        if main and verdict.bottleneck in ("decode", "augment", "workers"):
+            offered = advice.offered(evidence, main)
         own = accelerator.of(loops.device)
         # most evaluations lie between two epochs
         total = replace(total, pauses_s={"evaluate": loops.evaluated_s})
@@ -184,6 +196,8 @@ class Session:
             "loader": main and main.settings,
             "loaders": [_told(each) for each in loops.followed],
             "change": change,
+            "offered": offered,
+            "expected": [str(each) for each in (change, offered) if each],
             "verdict": verdict,
             "environment": environment(own.name if own.kind == "cuda" else None),
             "run": {"name": self._place and self._place.name, "overrides": [self._name]},
@@ -226,8 +240,8 @@ class Session:
             )
             yield f"data wait      {report['data_wait_fraction']:.1%} of the training time"
         yield f"verdict        {report['verdict'].sentence}"
-        if "change" in report:
-            yield f"expected       {report['change']}"
+        for text in report["expected"]:
+            yield f"expected       {text}"
         for each in loops.followed:
             if each.elsewhere:
                 yield f"not seen       the DataLoader at {each.where}: another thread iterates it"

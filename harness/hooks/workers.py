@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import count, repeat
 from typing import Any
 
@@ -102,28 +103,29 @@ def stages_of(dataset: Any) -> tuple[str, ...]:
 class _Samples:
     """A map-style data set, each of whose samples may be timed."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, lap: Lap) -> None:
         self._dataset = dataset
+        self._lap = lap
         self.timers: Iterator[StageTimer | None] = repeat(None)
 
     def __getitem__(self, index: Any) -> Any:
-        with _lapping(next(self.timers, None)):
+        with _lapping(self._lap if next(self.timers, None) else None):
             return self._dataset[index]
 
 
 @contextmanager
-def _lapping(timer: StageTimer | None) -> Iterator[None]:
-    """Has what runs in the block tell its stages to ``timer``."""
+def _lapping(lap: Lap | None) -> Iterator[None]:
+    """Has what runs in the block tell its stages to ``lap``."""
     global _lap
-    if timer is None:
+    if lap is None:
         yield
         return
-    _lap = timer.lap
-    _lap(START)
+    _lap = lap
+    lap(START)
     try:
         yield
     finally:
-        timer.lap(SAMPLE)
+        lap(SAMPLE)
         _lap = None
 
 
@@ -139,7 +141,14 @@ def _fetcher(
     one_by_one = (
         kind == _kinds.Map and auto_collation and not getattr(dataset, "__getitems__", None)
     )
-    samples = _Samples(dataset)
+    known = {START, *meter.stages.stages}
+
+    def lap(stage: str) -> None:
+        # a transform that is not seen from outside counts for the sample
+        if stage in known:
+            timer.lap(stage)
+
+    samples = _Samples(dataset, lap)
 
     def collated(made: Any) -> Any:
         if _lap is not None:
@@ -159,7 +168,7 @@ def _fetcher(
             samples.timers = iter(timers or ())
             made = fetch(index)
         else:
-            with _lapping(timers[0] if timers else None):
+            with _lapping(lap if timers else None):
                 made = fetch(index)
         made_s[next(turns) % _KEPT] = timer.end(size).made_s
         return made
@@ -171,10 +180,8 @@ def _fetcher(
 def hook_libraries() -> None:
     """Has torchvision's and Pillow's functions tell their stages, where they are imported."""
     if "PIL.Image" in sys.modules:
-        # Pillow itself imports it when the first image is opened
-        from PIL import ImageFile
-
-        _wrap(ImageFile.ImageFile, "load", _loading)
+        # which Pillow imports with the first image
+        _wrap(import_module("PIL.ImageFile").ImageFile, "load", _loading)
     for name, method in (
         ("torchvision.transforms.transforms", "__call__"),
         ("torchvision.transforms.v2._container", "forward"),

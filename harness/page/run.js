@@ -48,7 +48,8 @@ export function runView(run, declared, heading) {
   const sections = [
     ["One step", stepSection(report, declared.figures, ended)],
     ["The whole wall time", goodputSection(report, ended)],
-    ["What the tuner measured", supplySection(run.tuning)],
+    // somebody's script, which was only watched, has no tuner
+    ...(report.expected ? [] : [["What the tuner measured", supplySection(run.tuning)]]),
     ["Course of the run", courseSection(run, declared.charts)],
     ["What loading a sample takes", stagesSection(report)],
     ...(report.ranks ? [["Ranks", ranksSection(report.ranks)]] : []),
@@ -59,6 +60,7 @@ export function runView(run, declared, heading) {
       note(facts(report, ended))),
     run.notes.length > 0 && h("ul", { class: "notes" }, run.notes.map((text) => h("li", {}, text))),
     verdictCard(report, ended),
+    (report.expected ?? []).map((text) => note(`Expected: ${text}`)),
     figures(report, ended),
     contents(sections.map(([title]) => title)),
     sections.map(([title, body]) => h("section", {}, h("h2", { tabindex: "-1" }, title), body)));

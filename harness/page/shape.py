@@ -40,6 +40,8 @@ REPORT: dict[Any, Any] = {
         "next_step?": str,
         "evidence?": [str],
     },
+    # of a script that was watched: what changes of its loader should give
+    "expected?": [str],
     "stages?": [{"name": str, "group": str, "wall_ms": float, "cpu_ms": float}],
     "workers?": {"samples": float, "busy_fraction?": float},
     "goodput?": {

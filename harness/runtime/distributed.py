@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from harness.config import Config, ConfigError, DistBackend, DistName
 from harness.runtime import accelerator, limits, signals
-from harness.runtime.launch import run_processes
+from harness.runtime.launch import command, run_processes, setting
 
 
 @contextmanager
@@ -107,12 +108,33 @@ def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
         # a lost rank's peers would print stacks of C++
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
         run_processes(worker, job, spawn_size(config), config.checkpoint.grace_s)
     else:
         worker(int(os.environ.get("LOCAL_RANK", "0")), job)
+
+
+def again(
+    config: Config, world: World, overridden: Iterable[str], more: Sequence[str], *without: str
+) -> str:
+    """Returns the line that starts such a run again, with ``more`` in place of its like.
+
+    Args:
+        config: the run's settings.
+        world: a rank of it.
+        overridden: what its command line set, flags such as ``--config-name=x`` among it.
+        more: what the line is to set.
+        without: names of settings that are left out.
+    """
+    ranks = None
+    if config.dist.name is DistName.torchrun:
+        # several nodes have a launcher of their own
+        one_node = world.size == world.local_size
+        ranks = f"--nproc-per-node={world.local_size}" if one_node else "..."
+    replaced = {*without, *map(setting, more)}
+    kept = [word for word in overridden if setting(word) not in replaced]
+    return shlex.join([*command(ranks), *kept, *more])
 
 
 def spawn_size(config: Config) -> int:

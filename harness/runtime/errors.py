@@ -38,9 +38,12 @@ _ANSWERS = {
 
 
 class RunError(Exception):
-    """An end of the run with a known cause; one line says the way out."""
+    """An end of the run with a known cause; one printable line says the way out."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class DataError(RunError):

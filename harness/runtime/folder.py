@@ -21,11 +21,11 @@ from harness.runtime.errors import DiskError, LockedError, RunError, described
 from harness.runtime.files import make_way, open_regular, write_whole
 
 LOGGER = "wellfed"
+# of every room
+log = logging.getLogger(LOGGER)
 
 # open for as long as this process owns the folders
 _owned: dict[Path, ExitStack] = {}
-
-_log = logging.getLogger(LOGGER)
 
 
 def is_first_rank() -> bool:
@@ -147,7 +147,7 @@ def own(folder: Path) -> Path:
             except BlockingIOError:
                 raise
             except OSError as error:
-                _log.warning(
+                log.warning(
                     "%s: no locks here (%s): only runs on this machine are kept out of the folder",
                     path,
                     error.strerror,
@@ -224,8 +224,8 @@ def logging_failure(folder: Path) -> Iterator[None]:
             text = known[0]
         rank = int(os.environ.get("RANK", "0"))
         # a logger of its own, for the console tells the error too; the disk may have failed
-        with suppress(OSError, RunError, ConfigError), logging_to(folder, rank, "failure") as log:
-            log.error("%s", text)
+        with suppress(OSError, RunError, ConfigError), logging_to(folder, rank, "failure") as kept:
+            kept.error("%s", text)
         raise
 
 

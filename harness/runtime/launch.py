@@ -46,6 +46,11 @@ def command(ranks: str | None = None) -> list[str]:
     return ["python", "train.py"]
 
 
+def setting(override: str) -> str:
+    """Returns the name that an override sets, without Hydra's signs for adding and deleting."""
+    return override.partition("=")[0].lstrip("+~")
+
+
 def run_processes(
     work: Callable[[int, Any], Any], job: Any, count: int, grace_s: float = 25.0
 ) -> None:

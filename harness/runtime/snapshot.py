@@ -54,7 +54,12 @@ class Snapshot:
             elif isinstance(part, GradScaler):
                 # not its state_dict: a step may have ended amid an update, out of memory
                 self._keep(vars(part))
-                self._undo.append(partial(vars(part).update, _copied(vars(part))))
+                plain = {
+                    key: copy.copy(value)
+                    for key, value in vars(part).items()
+                    if not isinstance(value, Tensor)
+                }
+                self._undo.append(partial(vars(part).update, plain))
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
                 self._undo.append(partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
             else:
@@ -77,8 +82,3 @@ class Snapshot:
         for tensor, copied in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copied)
         restore_random_state(self._random, self._device)
-
-
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns copies of what is no tensor."""
-    return {key: copy.copy(value) for key, value in values.items() if not isinstance(value, Tensor)}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import logging
 import os
 import re
 import zipfile
@@ -24,7 +23,7 @@ import torch
 
 from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.files import open_regular, parsed, read_regular, typed
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 
 # 1 had no digest of the record itself
 SCHEMA = 2
@@ -34,8 +33,6 @@ _PASSING = {
     errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE, errno.ENFILE,
     errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN,
 }  # fmt: skip
-
-_log = logging.getLogger(LOGGER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +104,7 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any]] | None:
             damaged.append(str(error))
             continue
         for text in damaged:
-            _log.warning("%s; falling back to %s", text, record.path.name)
+            log.warning("%s; falling back to %s", text, record.path.name)
         return record, state
     if damaged:
         raise CheckpointError(
@@ -133,7 +130,7 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
     """
     if path.is_dir():
         inside = path / "checkpoints"
-        found = newest(inside) if inside.is_dir() else newest(path)
+        found = newest(inside if inside.is_dir() else path)
         if found is None:
             raise CheckpointError(f"{printable(str(path))}: holds no checkpoint")
         return found
@@ -176,7 +173,7 @@ def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{where}: holds no weights of a network (dense tensors in memory)")
     for key, value in weights.items():
         if value.is_floating_point() and not value.isfinite().all():
-            _log.warning("%s: %s holds NaN or infinity", where, printable(key))
+            log.warning("%s: %s holds NaN or infinity", where, printable(key))
             break
     return weights
 

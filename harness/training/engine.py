@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.training.epoch import EvalWarmup, Shown
 from harness.training.evaluate import Evaluation, evaluate
 from harness.training.profile import Trace
@@ -34,8 +33,6 @@ from harness.watch.peaks import MemoryWatch
 from harness.watch.spans import named
 from harness.watch.stages import StageTotals
 from harness.watch.station import Watch
-
-_log = logging.getLogger(LOGGER)
 
 
 class Engine:
@@ -102,10 +99,7 @@ class Engine:
         self._whole = True
         self._starting = True
         self._logged_step = self.state.step
-        # batches of the epoch so far
-        self._taken = 0
-        self._window_began = 0
-        self._epoch = Shown()
+        self._begin_epoch()
         steps = config.profile.steps if world.is_main else None
         self._trace = Trace(steps, place.folder, watch.clock.pause)
 
@@ -311,6 +305,7 @@ class Engine:
 
     def _begin_epoch(self) -> None:
         self._epoch = Shown()
+        # batches of the epoch so far
         self._taken = 0
         self._window_began = 0
 
@@ -375,7 +370,7 @@ class Engine:
             self._write(epoch, values | self.memory.trained(now))
         if figures.skipped:
             text = "step %d: %d updates skipped, a loss or gradient was not finite"
-            _log.warning(text, now, figures.skipped)
+            log.warning(text, now, figures.skipped)
         most = self.config.trainer.max_nonfinite_steps
         if figures.worst_streak > most:
             if self.watch.board is not None:
@@ -392,8 +387,8 @@ class Engine:
     def _window(self, epoch: int, steps: int) -> dict[str, Any]:
         """Returns which samples the last ``steps`` steps were made of, on all ranks together."""
         order = self.order.indices(epoch)
-        batches = range(self._window_began, self._taken)
-        ends = [self.order.taken(epoch, batch) for batch in (*batches, self._taken)]
+        batches = range(self._window_began, self._taken + 1)
+        ends = [self.order.taken(epoch, batch) for batch in batches]
         return {
             "epoch": epoch + 1,
             "steps": [self.state.step - steps + 1, self.state.step],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,11 +13,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.runtime import accelerator
 from harness.runtime.files import replacing
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.watch import spans
 from harness.watch.console import say
-
-_log = logging.getLogger(LOGGER)
 
 
 class Trace:
@@ -70,7 +67,7 @@ class Trace:
                     spans.record(record_function)
             except Exception as error:
                 self._last = 0
-                _log.warning("profile.steps: no trace: %s", error)
+                log.warning("profile.steps: no trace: %s", error)
         self._ended = number
         with spans.named(f"step {number}"):
             yield
@@ -85,16 +82,14 @@ class Trace:
         step to write there is a warning.
         """
         profiler = self._profiler
-        if profiler is None:
-            if self._first <= self._last and not self._began:
-                _log.warning(
-                    "profile.steps=%d-%d: none of these steps was trained, there is no trace",
-                    *(self._first, self._last),
-                )
-            self._last = 0
-            return
+        last = self._last
         self._profiler = None
         self._last = 0
+        if profiler is None:
+            if self._first <= last and not self._began:
+                text = "profile.steps=%d-%d: none of these steps was trained, there is no trace"
+                log.warning(text, self._first, last)
+            return
         spans.record(None)
         path = self._folder / f"steps-{self._began}-{self._ended}.json"
         shown = os.path.relpath(path)
@@ -109,7 +104,7 @@ class Trace:
                     if not file.read().rstrip().endswith(b"}"):
                         raise OSError("the file is not whole; free some space")
         except Exception as error:
-            _log.warning("profile.steps: no trace in %s: %s", shown, error)
+            log.warning("profile.steps: no trace in %s: %s", shown, error)
         else:
             say(
                 f"trace of steps {self._began} to {self._ended}: open {shown} in "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,11 +12,9 @@ from harness.feed.order import Order
 from harness.runtime.distributed import World
 from harness.runtime.errors import DataError
 from harness.runtime.files import parsed, read_regular
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.watch.board import BAD_SAMPLES as FILE
 from harness.watch.board import Board
-
-_log = logging.getLogger(LOGGER)
 
 
 class Replaced:
@@ -81,7 +78,7 @@ class Replaced:
 
     def _note(self, name: str, failure: Failure) -> None:
         if not len(self):
-            _log.warning(
+            log.warning(
                 "%s: %s: another image takes its place; such images are listed in %s",
                 failure.where,
                 failure.reason,

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from harness.config import Config, DistName, Mode, shown, walk
+from harness.config import Config, Mode, shown, walk
 from harness.data.cache import PixelCache
 from harness.runtime import accelerator, launch
+from harness.runtime.distributed import again
 from harness.runtime.errors import described, words
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
 from harness.watch.board import BAD_SAMPLES
@@ -25,15 +24,6 @@ from harness.watch.figures import Tag, Window, by_name
 from harness.watch.host import environment
 from harness.watch.stages import StageTotals
 from harness.watch.verdict import Verdict, judge
-
-_log = logging.getLogger(LOGGER)
-
-
-class Page(NamedTuple):
-    """The page of a run: its address in TensorBoard, and what writes it."""
-
-    link: str
-    write: Callable[[Path], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +37,8 @@ class Reporter:
         tuning: called with the run's figures, gives what tuning did, as plain values; None: nothing
             was tuned.
         cores: what this rank may use.
-        page: is written once ``report.json`` is.
+        link: the page's address in TensorBoard.
+        write_page: writes the page of a run's folder, once ``report.json`` is there.
         cache: where decoded images are kept, if they are.
     """
 
@@ -55,7 +46,8 @@ class Reporter:
     overridden: tuple[str, ...]
     tuning: Callable[[Window], Mapping[str, Any]] | None
     cores: float
-    page: Page
+    link: str
+    write_page: Callable[[Path], object]
     cache: PixelCache | None = None
 
     @contextmanager
@@ -63,7 +55,7 @@ class Reporter:
         """Reports on ``engine`` at the end of the block, however it ends."""
         if self.config.mode is Mode.train and self.config.watch.tensorboard:
             say(f"watch it: tensorboard --logdir {_root(engine.place.folder)}")
-            _log.info("the charts of a stall, pinned on top in TensorBoard: %s", self.page.link)
+            log.info("the charts of a stall, pinned on top in TensorBoard: %s", self.link)
         try:
             yield
         except BaseException as error:
@@ -83,7 +75,7 @@ class Reporter:
         except Exception as fault:
             # a device that has failed answers nothing more; how the run ended is not up to its
             # report
-            _log.warning("report: no figures: %s: %s", type(fault).__name__, fault)
+            log.warning("report: no figures: %s: %s", type(fault).__name__, fault)
             board.report({**_progress(engine), **ending})
             return
         board.report({**report, **ending})
@@ -92,7 +84,7 @@ class Reporter:
 
         # few, for the page opens with five columns
         columns = ["loader.batch_size", "model.name", "optim.lr", "trainer.precision"]
-        columns += [text.lstrip("+").partition("=")[0] for text in self.overridden]
+        columns += map(launch.setting, self.overridden)
         values = {
             path: shown(value) if isinstance(value, str) else value
             for path, value, _ in walk(self.config)
@@ -105,7 +97,7 @@ class Reporter:
         goodput = report.get("goodput")
         board.hparams(row, results | {"hparam/goodput": goodput and goodput.fraction})
 
-        self.page.write(engine.place.folder)
+        self.write_page(engine.place.folder)
         if engine.status == "completed":
             self._close(engine, report)
             return
@@ -218,7 +210,6 @@ class Reporter:
     def _stand(self, engine: Engine, saved: Sequence[Record]) -> None:
         """Says where an unfinished run stands, and the command that goes on with it."""
         state = engine.state
-        world = engine.world
         config = self.config
         folder = os.path.relpath(engine.place.folder)
         within = ""
@@ -235,20 +226,12 @@ class Reporter:
             return
         # a run that has a name finds its checkpoints by itself
         resume = f"resume={folder}"
-        left_out = {"resume", "run.name"}
+        without = ["run.name"]
         if config.run.name is not None and Path(folder) == Path("outputs", config.run.name):
             resume = "resume=auto"
-            left_out = {"resume"}
-        kept = [
-            text for text in self.overridden if text.lstrip("+").partition("=")[0] not in left_out
-        ]
-        # several nodes have a launcher of their own
-        ranks = None
-        if config.dist.name is DistName.torchrun:
-            one_node = world.size == world.local_size
-            ranks = f"--nproc-per-node={world.local_size}" if one_node else "..."
+            without = []
         say(f"saved          {os.path.relpath(saved[-1].path)}")
-        say(f"go on with     {shlex.join([*launch.command(ranks), *kept, resume])}")
+        say(f"go on with     {again(config, engine.world, self.overridden, [resume], *without)}")
 
 
 def _progress(engine: Engine) -> dict[str, Any]:

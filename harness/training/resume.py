@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +11,10 @@ import torch
 
 from harness.config import Config, Mode, from_plain, shown, to_plain, walk
 from harness.feed.order import Order, Rest
+from harness.runtime import launch
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, printable
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.training import checkpoint, models
 from harness.training.state import TrainState, check_saved
 from harness.watch.console import say
@@ -42,8 +42,6 @@ _PIXELS = {
     "data.background",
     "data.max_pixels",
 }
-
-_log = logging.getLogger(LOGGER)
 
 
 class Saved(NamedTuple):
@@ -146,7 +144,7 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
 
 def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
     """Returns the settings that the command line chose, by themselves or with their group."""
-    chosen = {text.partition("=")[0].lstrip("+") for text in typed}
+    chosen = set(map(launch.setting, typed))
     if chosen & {"model", "experiment"}:
         chosen.add("model.name")
     if chosen & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
@@ -266,7 +264,7 @@ def take_over(
             state.load_dict(held, where, config.trainer.precision)
             threads = (held.get("num_threads"), torch.get_num_threads())
             if threads[0] != threads[1]:
-                _log.warning("saved with %s torch threads, now %d: not bitwise the same", *threads)
+                log.warning("saved with %s torch threads, now %d: not bitwise the same", *threads)
             goes_on = ""
             if not state.is_done(config.trainer):
                 goes_on = f": goes on with epoch {state.epoch + 1} after step {state.step}"

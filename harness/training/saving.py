@@ -150,8 +150,6 @@ class Saves:
             save,
             self._folder,
             on_host(saved, self._rooms, {}),
-            step=state.step,
-            epoch=state.epoch,
             top1=top1,
             keep_last=self._keep_last,
         )
@@ -231,25 +229,24 @@ def save(
     folder: Path,
     state: dict[str, Any],
     *,
-    step: int,
-    epoch: int,
     top1: float | None,
     keep_last: int,
 ) -> Record:
     """Commits ``state`` under a free name in ``folder``, moves the pointers and drops old ones.
 
-    Of equal top-1 ``best.pt`` has the earlier.
+    The name is that of the state's ``step``. Of equal top-1 ``best.pt`` has the earlier.
 
     Raises:
         DiskError: a file could not be written; what was there before stays whole.
     """
+    step: int = state["step"]
     path = folder / f"step-{step}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clear(folder)
         if taken := [number for of, number in map(order, folder.glob("step-*")) if of == step]:
             path = folder / f"step-{step}.{1 + max(taken)}.pt"
-        record = Record(path, step, epoch, top1, _write(path, state))
+        record = Record(path, step, state["epoch"], top1, _write(path, state))
         sync_folder(folder)
         write_whole(path.with_suffix(".json"), sealed(record))
         sync_folder(folder)

@@ -116,6 +116,7 @@ class TrainState:
                 # the fused kernels want equal strides
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        _fill_momentum(self.optimizer)
         schedule = self.schedule
         schedule.last_epoch = saved["schedule"]["last_epoch"]
         if saved.get("steps_per_epoch", self.steps_per_epoch) != self.steps_per_epoch:
@@ -310,11 +311,19 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
     if config.name is OptimName.adamw:
         return AdamW(groups, betas=config.betas, eps=config.eps, **common)
     optimizer = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
-    # torch makes the buffers unfilled at the first update, and leaves them so if that is skipped
-    if config.momentum:
-        for parameter in parameters:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    _fill_momentum(optimizer)
     return optimizer
+
+
+def _fill_momentum(optimizer: Optimizer) -> None:
+    """Gives each parameter of SGD that has no momentum yet one of zeros."""
+    # torch makes the buffers unfilled at the first update, and leaves them so if that is skipped;
+    # where some parameters have one and others none, the update ends with an error
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            state = optimizer.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:

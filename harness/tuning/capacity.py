@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.feed.interface import THREADS, FeedSettings
@@ -14,19 +14,29 @@ _SHARE = 0.8
 _FILES_KEPT = 64
 
 # what is added up: the product in words, and what it comes to
-_Terms = list[tuple[str, int]]
+Terms = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The most that a feed takes at any time; ``shm_bytes`` are part of ``memory_bytes``."""
+    """The most that a feed takes at any time, term by term; ``shm`` is part of ``memory``."""
 
-    shm_bytes: int = 0
-    memory_bytes: int = 0
-    open_files: int = 0
+    shm: Terms = ()
+    memory: Terms = ()
+    open_files: Terms = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory in all."""
+        return total(self.memory)
 
 
 NONE = Needs()
+
+
+def total(terms: Terms) -> int:
+    """Returns what ``terms`` add up to."""
+    return sum(amount for _, amount in terms)
 
 
 def needs(
@@ -43,58 +53,6 @@ def needs(
         worker_bytes: private memory of one worker process, without its batches.
         held_bytes: what the feed holds besides its batches.
     """
-    terms = _terms(settings, batch_bytes, worker_bytes, held_bytes)
-    return Needs(*(sum(amount for _, amount in each) for each in terms))
-
-
-def refusal(
-    settings: FeedSettings,
-    batch_bytes: int | None,
-    worker_bytes: int,
-    limits: Limits,
-    beside: Needs = NONE,
-    held_bytes: int = 0,
-) -> str | None:
-    """Returns why a feed will not fit, as one line of arithmetic; None where it does.
-
-    Args:
-        settings: the feed's.
-        batch_bytes: of one batch's tensors; None where that is not known, and batches are left out.
-        worker_bytes: private memory of one worker, without its batches.
-        limits: what this rank may use.
-        beside: what another feed of this rank takes at the same time.
-        held_bytes: what the feed holds besides its batches.
-    """
-    shm, memory, files = _terms(settings, batch_bytes, worker_bytes, held_bytes)
-    for terms, taken, free, what in (
-        (shm, beside.shm_bytes, limits.shm_bytes, "shared memory"),
-        (memory, beside.memory_bytes, limits.memory_bytes, "memory"),
-    ):
-        if free is not None and (sums := _over(terms, taken, _SHARE * free, shown)):
-            return (
-                f"{sums} of {what}, of which {shown(free)} are free (a fifth is kept back): "
-                "not tried"
-            )
-    free = limits.open_files - limits.files_open
-    if sums := _over(files, beside.open_files, free - _FILES_KEPT, str):
-        return (
-            f"{sums} open files, of which {free} are free ({_FILES_KEPT} are kept back; ulimit "
-            "-n raises them): not tried"
-        )
-    return None
-
-
-def shown(count: int) -> str:
-    """Returns ``count`` bytes in MB, from a thousand of them on in GB."""
-    if count >= 1e9:
-        return f"{count / 1e9:.1f} GB"
-    return f"{count / 1e6:.1f} MB"
-
-
-def _terms(
-    settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, held_bytes: int
-) -> tuple[_Terms, _Terms, _Terms]:
-    """Returns what adds up to the shared memory, the memory and the open files of a feed."""
     workers = settings.num_workers
     prefetch = settings.prefetch_factor or 0
     size = batch_bytes or 0
@@ -121,7 +79,7 @@ def _terms(
     pinned = batches(3, pinned_bytes, " page-locked")
     if settings.backend == THREADS:
         # beside those that are ready: one in the making, one handed over, one in use
-        return [], [pinned if pinned_bytes else batches(3, size)], []
+        return Needs(memory=[pinned if pinned_bytes else batches(3, size)])
 
     # beside those that the workers have in hand: one handed over, one in use
     in_flight = batches(2, size)
@@ -132,19 +90,53 @@ def _terms(
         (f"{shown(held_bytes)} of images", held_bytes),
     ]
     if not workers:
-        return [], memory, []
+        return Needs(memory=memory)
     # a batch has two files for each of images, labels and indices, a worker its pipes and queues
     files = f"num_workers={workers} x (6 x prefetch_factor={prefetch} + 10)"
-    return [in_flight], memory, [(files, workers * (6 * prefetch + 10))]
+    return Needs([in_flight], memory, [(files, workers * (6 * prefetch + 10))])
 
 
-def _over(terms: _Terms, taken: int, allowed: float, show: Callable[[int], str]) -> str | None:
+def refusal(wanted: Needs, limits: Limits, beside: Needs = NONE) -> str | None:
+    """Returns why a feed will not fit, as one line of arithmetic; None where it does.
+
+    Args:
+        wanted: what the feed takes.
+        limits: what this rank may use.
+        beside: what another feed of this rank takes at the same time.
+    """
+    for terms, taken, free, what in (
+        (wanted.shm, beside.shm, limits.shm_bytes, "shared memory"),
+        (wanted.memory, beside.memory, limits.memory_bytes, "memory"),
+    ):
+        if free is not None and (sums := _over(terms, taken, _SHARE * free, shown)):
+            return (
+                f"{sums} of {what}, of which {shown(free)} are free (a fifth is kept back): "
+                "not tried"
+            )
+    free = limits.open_files - limits.files_open
+    if sums := _over(wanted.open_files, beside.open_files, free - _FILES_KEPT, str):
+        return (
+            f"{sums} open files, of which {free} are free ({_FILES_KEPT} are kept back; ulimit "
+            "-n raises them): not tried"
+        )
+    return None
+
+
+def shown(count: int) -> str:
+    """Returns ``count`` bytes in MB, from a thousand of them on in GB."""
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e6:.1f} MB"
+
+
+def _over(terms: Terms, taken: Terms, allowed: float, show: Callable[[int], str]) -> str | None:
     """Returns the sum of ``terms`` and ``taken`` in words if it is more than ``allowed``.
 
     Of nothing, nothing is too much.
     """
-    own = sum(amount for _, amount in terms)
-    if own == 0 or own + taken <= allowed:
+    beside = total(taken)
+    whole = total(terms) + beside
+    if whole == beside or whole <= allowed:
         return None
-    terms = [*terms, (f"{show(taken)} of the other feed", taken)]
-    return f"{' + '.join(text for text, amount in terms if amount)} = {show(own + taken)}"
+    terms = [*terms, (f"{show(beside)} of the other feed", beside)]
+    return f"{' + '.join(text for text, amount in terms if amount)} = {show(whole)}"

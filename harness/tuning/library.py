@@ -23,9 +23,9 @@ from harness.feed.gauge import Gauge, Gauged
 from harness.feed.interface import Feed, FeedSettings, HostBatch, with_workers
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.prefetcher import Lead
-from harness.feed.processes import ProcessFeed, enter_worker
+from harness.feed.processes import ProcessFeed
 from harness.feed.timed import Batches, TimedSteps
-from harness.runtime import limits
+from harness.runtime import limits, workers
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError, words
 from harness.runtime.snapshot import Snapshot
@@ -225,12 +225,12 @@ class _Trainee(TimedSteps):
             yield own_copy, batch.labels
 
     def fed(self, feed: Feed, clock: StepClock) -> Batches:
-        lead = Lead(self._own, self._now) if self.overlaps else None
+        lead = Lead(self._own, clock) if self.overlaps else None
         with contextlib.closing(iter(feed)) as batches:  # type: ignore[type-var]
             while True:
                 # or the time would be over before the device has begun
-                if lead and (held_s := lead.hold()) is not None:
-                    clock.held(held_s)
+                if lead:
+                    lead.hold()
                 labels = next(batches).labels
                 yield self._probes.last, labels
 
@@ -240,7 +240,7 @@ class _Trainee(TimedSteps):
 
 def _enter(then: Callable[[int], None] | None, worker: int) -> None:
     """Prepares a worker, which must not outlive this process, and then as the caller wants."""
-    enter_worker(worker)
+    workers.enter_worker()
     if then is not None:
         then(worker)
 

@@ -209,10 +209,7 @@ class Live:
         self._begin()
 
     def _begin(self) -> None:
-        self._steps = self._images = 0
-        self._seconds = self._stalled_s = 0.0
-        # nothing but steps since the last period
-        self._pure = True
+        self._windows = list[Window]()
         self._worked = self._meter.read()
         self._began_cpu_s = self._cpu_now()
         self._machine_s = self._machine_now()
@@ -220,28 +217,28 @@ class Live:
     def look(self, clock: StepClock, window: Window) -> None:
         """Takes in a window of steps, and judges once there are enough."""
         self._step += window.steps + window.first_steps
-        self._steps += window.steps
-        self._images += window.images
-        self._seconds += window.elapsed_s
-        self._stalled_s += window.elapsed_s * (window.stall_fraction or 0.0)
-        self._pure = self._pure and not (window.first_steps or window.pauses_s)
+        self._windows.append(window)
+        windows = self._windows
+        seconds = sum(each.elapsed_s for each in windows)
         # a shorter period tells nothing
-        if self._seconds < 1.0 or self._steps < 8:
+        if seconds < 1.0 or sum(each.steps for each in windows) < 8:
             return
+        images = sum(each.images for each in windows)
+        stalled_s = sum(each.elapsed_s * (each.stall_fraction or 0.0) for each in windows)
         worked = self._meter.read().since(self._worked)
-        if worked.samples and self._images:
+        if worked.samples and images:
             cpu_s = sum(cost.cpu_s for cost in worked.stages.values())
             busy = 0.0
-            if self._pure:
+            if not any(each.first_steps or each.pauses_s for each in windows):
                 # the processor time is the steps' and the threads' alone
                 spent_s = self._cpu_now() - self._began_cpu_s
-                self._step_cpu_s = max(0.0, spent_s - cpu_s) / self._images
+                self._step_cpu_s = max(0.0, spent_s - cpu_s) / images
                 total_s, busy_s = self._machine_now()
                 total_s -= self._machine_s[0]
                 busy = (busy_s - self._machine_s[1]) / max(total_s, 1e-9)
             period = Period(
-                images_per_s=self._images / self._seconds,
-                stall=self._stalled_s / self._seconds,
+                images_per_s=images / seconds,
+                stall=stalled_s / seconds,
                 wall_s=worked.busy_s / worked.samples,
                 cpu_s=cpu_s / worked.samples,
                 step_cpu_s=self._step_cpu_s,
@@ -249,7 +246,7 @@ class Live:
             )
             self._before_sample_s = self._before_sample_s or period.wall_s
             if self._before is not None and period.wall_s * _OTHER > self._before_sample_s:
-                self.gained_s += self._images / self._before - self._seconds
+                self.gained_s += images / self._before - seconds
             self._follow(period)
         self._begin()
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings, in_form, with_workers
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.model import BUSY, Model, undisturbed
-from harness.tuning.search import DEEP, Ask, Choice, Problem, Search, cost_of
+from harness.tuning.search import DEEP, Ask, Choice, Search, cost_of
 
 # supply over demand that is aimed at
 MET = 1.05
@@ -28,20 +28,48 @@ Kind = Literal["supply", "steps"]
 Asking = Generator[Ask, Trial, None]
 
 
+@dataclass(eq=False)
 class Look:
-    """The look at one problem; ``run`` is its generator."""
+    """The look at one problem; ``run`` is its generator.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.own = problem.own
-        self.demand = problem.demand.images_per_s
+    Attributes:
+        own: the user's settings.
+        calibration: the probes so far: of ``own``, or of one worker where it has none or failed;
+            the last succeeded.
+        forms: the names of the backends, ``own``'s among them.
+        demand: images/s that the step takes with a batch at hand, on the slowest rank.
+        step_cpu_s: processor seconds of the step per image, in this process.
+        cores: processors that one rank may use.
+        most: workers that may be tried.
+        pin_memory: whether page-locked batches pay.
+        fits: why a setting does not fit into memory, or None.
+        budget_s: seconds left for the search.
+        alone_s: seconds per image that a process without workers spends on the step, and cannot
+            load in.
+    """
+
+    own: FeedSettings
+    calibration: tuple[Trial, ...]
+    forms: tuple[str, ...]
+    demand: Rate
+    step_cpu_s: float
+    cores: float
+    most: int
+    pin_memory: bool
+    fits: Callable[[FeedSettings], str | None]
+    budget_s: float
+    alone_s: float
+
+    def __post_init__(self) -> None:
+        # images/s
+        self.takes = self.demand.images_per_s
         self.trials: list[Trial] = []
         # by backend, of those that were probed
         self.models: dict[str, Model] = {}
         self.complete = True
-        for trial in problem.calibration:
+        for trial in self.calibration:
             self._note(trial)
-        probed = problem.calibration[-1].settings
+        probed = self.calibration[-1].settings
         self.form = probed.backend
         # the setting to beat: the user's, else what fits of the one that was probed
         self.have = self.own
@@ -65,7 +93,7 @@ class Look:
             return self._choice(self.have if self._refused(deep) else deep)
         # the loader alone may suffice, and the processors still be too few for both
         supply = [trial.images_per_s for trial in self._of("supply", self.have)]
-        if max(supply, default=self._got(self.have)) >= FED * self.demand or self.form == ARRAYS:
+        if max(supply, default=self._got(self.have)) >= FED * self.takes or self.form == ARRAYS:
             yield from self._measure("steps", self.have)
         if not self._is_fed(self.have):
             yield from self._search()
@@ -75,7 +103,7 @@ class Look:
         if model and not model.is_crowded and chosen.num_workers > 1:
             goal = self._got(chosen)
             if self._is_fed(chosen):
-                goal = MET * self.demand
+                goal = MET * self.takes
             if (fewest := model.workers_for(goal)) < chosen.num_workers:
                 yield from self._measure("supply", with_workers(chosen, fewest))
         # rule 2: something else may have slowed the setting to beat the first time
@@ -101,12 +129,12 @@ class Look:
         spare_s = self._left_s() - self._takes_s(beside)
         if cost.cpu_s < 0.2 * cost.wall_s and 0 <= spare_s < _TAKES_S["supply"]:
             waits = self.complete = False
-        if waits and self.problem.calibration[-1].settings.num_workers > 1:
+        if waits and self.calibration[-1].settings.num_workers > 1:
             yield from self._measure("supply", with_workers(base, 1))
         more = with_workers(base, self._wanted(self.form))
         if more.num_workers > self.have.num_workers:
             yield from self._try(more, beside=beside)
-        for form in sorted(self.problem.forms, key=lambda form: form != ARRAYS):
+        for form in sorted(self.forms, key=lambda form: form != ARRAYS):
             best = self._best()
             # a backend that needs less time to be tried is not to win by that
             if self._is_fed(best) or not self.complete:
@@ -146,23 +174,22 @@ class Look:
         return _TAKES_S["supply"] + _TAKES_S["steps"] * (beside and not self._steps_are_long())
 
     def _left_s(self) -> float:
-        spent = self.trials[len(self.problem.calibration) :]
-        return self.problem.budget_s - sum(trial.seconds for trial in spent)
+        spent = self.trials[len(self.calibration) :]
+        return self.budget_s - sum(trial.seconds for trial in spent)
 
     def _note(self, trial: Trial) -> None:
         self.trials.append(trial)
         if trial.cost is None:
             return
-        problem = self.problem
         form = trial.settings.backend
-        cost = undisturbed(trial.cost, trial.settings.num_workers, problem.cores)
+        cost = undisturbed(trial.cost, trial.settings.num_workers, self.cores)
         if form not in self.models or cost.wall_s < self.models[form].cost.wall_s:
             self.models[form] = Model(
-                demand=self.demand,
+                demand=self.takes,
                 cost=cost,
-                cores=problem.cores,
-                step_cpu_s=problem.step_cpu_s,
-                alone_s=problem.alone_s,
+                cores=self.cores,
+                step_cpu_s=self.step_cpu_s,
+                alone_s=self.alone_s,
             )
 
     # What follows from it
@@ -182,18 +209,18 @@ class Look:
 
     def _refused(self, settings: FeedSettings) -> bool:
         failed = any(trial.refused for trial in self.trials if trial.settings == settings)
-        return failed or self.problem.fits(settings) is not None
+        return failed or self.fits(settings) is not None
 
     def _largest(self, most: int, make: Callable[[int], FeedSettings]) -> int:
         """Returns the largest number up to ``most`` whose setting fits; at least 1."""
-        return next((n for n in range(most, 1, -1) if self.problem.fits(make(n)) is None), 1)
+        return next((n for n in range(most, 1, -1) if self.fits(make(n)) is None), 1)
 
     def _base(self, form: str) -> FeedSettings:
         """Returns the user's settings for a backend, pinned if that pays.
 
         As many batches are in flight as fit with one worker.
         """
-        base = replace(in_form(self.own, form), pin_memory=self.problem.pin_memory)
+        base = replace(in_form(self.own, form), pin_memory=self.pin_memory)
         depth = 2
         if not self._refused(self.own):
             depth = self.own.prefetch_factor or 2
@@ -209,11 +236,11 @@ class Look:
             for trial in self.trials
             if trial.refused and trial.seconds and trial.settings.backend == form
         ]
-        return self._largest(min([self.problem.most, *failed]), lambda n: with_workers(base, n))
+        return self._largest(min([self.most, *failed]), lambda n: with_workers(base, n))
 
     def _wanted(self, form: str) -> int:
         """Returns the workers that demand asks for by the model, or that fill the processors."""
-        goal = min(MET * self.demand, self.model.roofline)
+        goal = min(MET * self.takes, self.model.roofline)
         return min(self.model.workers_for(goal), self._most(form))
 
     def _is_uneven(self) -> bool:
@@ -247,11 +274,11 @@ class Look:
         return self._rate(settings).images_per_s
 
     def _is_fed(self, settings: FeedSettings) -> bool:
-        return self._got(settings) >= FED * self.demand
+        return self._got(settings) >= FED * self.takes
 
     def _steps_are_long(self) -> bool:
         """Returns whether a step takes so long that what threads share with it is nothing."""
-        return self.own.batch_size > 0.25 * self.demand
+        return self.own.batch_size > 0.25 * self.takes
 
     def _best(self, *, unseen: bool = False) -> FeedSettings:
         """Returns the cheapest measured setting that delivers as much as the best (rule 1).
@@ -260,12 +287,12 @@ class Look:
         another backend count where steps were seen beside them, or are ``unseen`` too.
         """
         have = self.have
-        rates = {have: min(self.demand, self._got(have))}
+        rates = {have: min(self.takes, self._got(have))}
         for settings in dict.fromkeys(trial.settings for trial in self.trials if trial.rate):
             counts = unseen or settings.backend in (have.backend, PROCESSES)
             if not (counts or self._steps_are_long() or self._of("steps", settings)):
                 continue
-            rate = min(self.demand, self._got(settings))
+            rate = min(self.takes, self._got(settings))
             pays = cost_of(settings) <= cost_of(have) or rate >= 1.05 * rates[have]
             if pays and not self._refused(settings):
                 rates[settings] = rate
@@ -281,7 +308,7 @@ class Look:
             before=before if before.images_per_s else None,
             after=after,
             # a loader may have delivered more than the steps on one batch took
-            demand=max(self.problem.demand, after, key=lambda rate: rate.images_per_s),
+            demand=max(self.demand, after, key=lambda rate: rate.images_per_s),
             waits=(self._waits(self.own), self._waits(chosen)),
             reason=self._reason(chosen),
             complete=self.complete,
@@ -290,7 +317,7 @@ class Look:
     def _waits(self, settings: FeedSettings) -> float:
         """Returns the share of the time that steps wait for data."""
         runs = [trial.wait_fraction or 0.0 for trial in self._of("steps", settings)]
-        return min(runs, default=max(0.0, 1 - self._got(settings) / self.demand))
+        return min(runs, default=max(0.0, 1 - self._got(settings) / self.takes))
 
     def _reason(self, chosen: FeedSettings) -> str:
         cost = self.models.get(chosen.backend, self.model).cost
@@ -305,7 +332,7 @@ class Look:
             )
         if self._is_uneven():
             return f"{each}, and a few take far longer: more batches are kept ahead"
-        if chosen == self.own or len(self.trials) == len(self.problem.calibration):
+        if chosen == self.own or len(self.trials) == len(self.calibration):
             return f"{each}. Nothing cheaper does as well, and nothing is faster"
         if not self._is_fed(chosen) and chosen.num_workers == self._most(chosen.backend):
             return f"{each}. More workers are not tried, or do not fit (tuner.max_workers)"

@@ -1,20 +1,17 @@
-"""What tuning measures, and what it needs of the step that it measures for."""
+"""What tuning measures, and what it needs of the data set."""
 
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 
 from harness.feed.gauge import Gauge
-from harness.feed.interface import Feed, FeedSettings, HostBatch
+from harness.feed.interface import Feed, FeedSettings
 from harness.feed.order import Cursor
-from harness.watch.figures import StepRun
 
 # Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -151,36 +148,6 @@ class Trial:
             f"{self.seconds:.1f}",
             self.refused or "",
         )
-
-
-class Trainee(Protocol):
-    """The training step as tuning sees it. Every rank makes the same calls in the same order."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the network runs."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether batches are loaded beside the step even without workers."""
-
-    def kept(self) -> AbstractContextManager[None]:
-        """Returns a block at whose end all that steps change is as before.
-
-        That is weights, buffers, optimizer, counters and random states.
-        """
-
-    def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """Times steps on one batch whose bytes stay on the device, warmed up.
-
-        They take about ``limit_s`` seconds, and there are at least two.
-        """
-
-    def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
-        """Times steps on ``feed`` for about ``limit_s`` seconds, at least two.
-
-        Left out are ``skip`` batches before them, or those of a third of that time.
-        """
 
 
 class Probes(Protocol):

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from harness.config import Config, to_plain
+from harness.config import Config, shown, walk
 from harness.data.storage import cache_root
 from harness.runtime import parts
 from harness.runtime.files import read_json, set_aside, typed, write_whole
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.watch.host import environment
 
 _MAX_AGE_S = 30 * 24 * 3600.0
 # settings that decide what a sample or a step costs, besides all of augment and tuner
 _SETTINGS = {
-    "data": (
-        "image_size",
-        "eval_resize",
-        "exif_orientation",
-        "cache",
-        "cache_gb",
-        "cache_max_side",
-    ),
-    "loader": ("backend", "batch_size", "start_method", "device_prefetch"),
-    "model": ("name",),
-    "optim": ("name",),
-    "trainer": ("precision", "channels_last", "compile", "accumulate_steps", "deterministic"),
+    "data.image_size",
+    "data.eval_resize",
+    "data.exif_orientation",
+    "data.cache",
+    "data.cache_gb",
+    "data.cache_max_side",
+    "loader.backend",
+    "loader.batch_size",
+    "loader.start_method",
+    "loader.device_prefetch",
+    "model.name",
+    "optim.name",
+    "trainer.precision",
+    "trainer.channels_last",
+    "trainer.compile",
+    "trainer.accumulate_steps",
+    "trainer.deterministic",
 }
-
-_log = logging.getLogger(LOGGER)
 
 
 class Memory:
@@ -68,7 +70,7 @@ class Memory:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             if self.forget():
-                _log.warning("%s: damaged (%s), so that this run tunes again", self.path, error)
+                log.warning("%s: damaged (%s), so that this run tunes again", self.path, error)
         return None
 
     def keep(self, answer: Mapping[str, Any]) -> None:
@@ -97,7 +99,7 @@ class Memory:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             text = "%s: %s; tuning is not remembered; set WELLFED_CACHE"
-            _log.warning(text, self.path.parent, error.strerror or error)
+            log.warning(text, self.path.parent, error.strerror or error)
         self._warned = True
 
 
@@ -128,12 +130,13 @@ def fingerprint(
     """
     import torch
 
-    plain = to_plain(config)
     settings = {
-        group: {name: plain[group][name] for name in names} for group, names in _SETTINGS.items()
+        path: shown(value)
+        for path, value, _ in walk(config)
+        if path in _SETTINGS or path.startswith(("augment.", "tuner."))
     }
     for name in ("fresh", "live"):
-        del plain["tuner"][name]
+        del settings[f"tuner.{name}"]
     # the code that decides what a sample costs, and what is chosen
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
@@ -152,5 +155,5 @@ def fingerprint(
         "ranks": [world_size, local_size],
         "threads": torch.get_num_threads(),
         "data": dict(data_identity),
-        "settings": {**settings, "augment": plain["augment"], "tuner": plain["tuner"]},
+        "settings": settings,
     }

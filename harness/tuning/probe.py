@@ -19,13 +19,14 @@ import torch
 
 from harness.feed.gauge import Gauge, Work
 from harness.feed.interface import PROCESSES, Feed, FeedSettings, HostBatch, with_workers
+from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory, printable
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
 from harness.tuning.capacity import Needs
-from harness.tuning.measures import Probes, Rate, SampleCost, Trainee, Trial
+from harness.tuning.measures import Probes, Rate, SampleCost, Trial
 from harness.tuning.search import Ask, in_flight
 
 POLL_S = 0.05
@@ -177,9 +178,7 @@ def measure_supply(
     return supply
 
 
-def measure_copies(
-    images: torch.Tensor, device: torch.device, repeats: int = 10
-) -> tuple[float, float]:
+def measure_copies(images: torch.Tensor, device: torch.device) -> tuple[float, float]:
     """Returns the median seconds of a copy to a CUDA device, from pageable and from pinned memory.
 
     They are measured in turn, one copy at a time: the host waits for each.
@@ -188,16 +187,18 @@ def measure_copies(
         RuntimeError: there is no room for page-locked memory.
     """
     own = accelerator.of(device)
-    taken_s: list[list[float]] = [[], []]
-    sources = (images, own.pin(images))
-    # two turns more than are counted, to warm up
-    for _ in range(repeats + 2):
-        for source, seconds in zip(sources, taken_s, strict=True):
-            begin = own.now()
-            own.copy(source)
-            own.synchronize()
-            seconds.append(own.now() - begin)
-    return statistics.median(taken_s[0][2:]), statistics.median(taken_s[1][2:])
+    pinned = own.pin(images)
+
+    def taken_s(source: torch.Tensor) -> float:
+        begin = own.now()
+        own.copy(source)
+        own.synchronize()
+        return own.now() - begin
+
+    turns = [(taken_s(images), taken_s(pinned)) for _ in range(12)]
+    # the first two warm up
+    pageable_s, pinned_s = zip(*turns[2:], strict=True)
+    return statistics.median(pageable_s), statistics.median(pinned_s)
 
 
 @dataclass(slots=True)
@@ -212,7 +213,7 @@ class Lab:
     """
 
     probes: Probes
-    trainee: Trainee
+    trainee: TimedSteps
     limits: Limits
     ranks: World
     worker_bytes: int = 100 << 20
@@ -301,18 +302,20 @@ class Lab:
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
         """Returns whether page-locked batches fit and reach the device 5 % sooner on every rank."""
+        pays = False
+        if self.refusal(replace(own, pin_memory=True)) is None:
+            # the system may have no room for page-locked memory all the same
+            with suppress(RuntimeError):
+                copies_s = self.copies_s()
+                pays = copies_s is not None and copies_s[1] < 0.95 * copies_s[0]
+        return all(self.ranks.gathered(pays))
+
+    def copies_s(self) -> tuple[float, float] | None:
+        """Returns what ``measure_copies`` does of a batch; None: no CUDA device, or no batch."""
         device = self.trainee.device
         if not accelerator.of(device).has_streams or self.batch is None:
-            return False
-        pays = self.refusal(replace(own, pin_memory=True)) is None
-        if pays:
-            try:
-                pageable_s, pinned_s = measure_copies(self.batch.images, device)
-                pays = pinned_s < 0.95 * pageable_s
-            except RuntimeError:
-                # no room for page-locked memory
-                pays = False
-        return all(self.ranks.gathered(pays))
+            return None
+        return measure_copies(self.batch.images, device)
 
     def needs(self, settings: FeedSettings) -> Needs:
         """Returns what a feed takes: private memory, batches in flight, images that it holds."""
@@ -322,9 +325,7 @@ class Lab:
 
     def refusal(self, settings: FeedSettings, beside: Needs = capacity.NONE) -> str | None:
         """Returns why ``settings`` cannot fit on this rank, with the arithmetic, or None."""
-        size = self.probes.batch_bytes(settings)
-        held = self.probes.held_bytes(settings)
-        return capacity.refusal(settings, size, self.worker_bytes, self.limits, beside, held)
+        return capacity.refusal(self.needs(settings), self.limits, beside)
 
     def unfit(self, settings: FeedSettings) -> str | None:
         """Returns why ``settings`` cannot fit on all ranks, or None."""

@@ -9,43 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings, with_workers
 from harness.tuning.measures import Rate, Trial
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What is known before the search.
-
-    Attributes:
-        own: the user's settings.
-        calibration: the probes so far: of ``own``, or of one worker where it has none or failed;
-            the last succeeded.
-        forms: the names of the backends, ``own``'s among them.
-        demand: images/s that the step takes with a batch at hand, on the slowest rank.
-        step_cpu_s: processor seconds of the step per image, in this process.
-        cores: processors that one rank may use.
-        most: workers that may be tried.
-        pin_memory: whether page-locked batches pay.
-        fits: why a setting does not fit into memory, or None.
-        budget_s: seconds left for the search.
-        alone_s: seconds per image that a process without workers spends on the step, and cannot
-            load in.
-    """
-
-    own: FeedSettings
-    calibration: tuple[Trial, ...]
-    forms: tuple[str, ...]
-    demand: Rate
-    step_cpu_s: float
-    cores: float
-    most: int
-    pin_memory: bool
-    fits: Callable[[FeedSettings], str | None]
-    budget_s: float
-    alone_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +77,11 @@ _CHEAPEST = (ARRAYS, THREADS, PROCESSES)
 
 def follow(search: Search, attempt: Callable[[Ask], Trial]) -> Choice:
     """Runs a search to its choice; ``attempt`` measures what is asked."""
-    trial = None
+    # a generator is begun with None
+    trial: Any = None
     while True:
         try:
-            ask = next(search) if trial is None else search.send(trial)
+            ask = search.send(trial)
         except StopIteration as end:
             choice: Choice = end.value
             return choice

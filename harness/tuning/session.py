@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,14 +12,14 @@ from harness.config import Config, TunerName
 from harness.feed.forms import Feeds
 from harness.feed.interface import Feed, FeedSettings
 from harness.feed.threads import ThreadFeed
+from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.files import typed
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.tuning.answer import TuningReport
 from harness.tuning.live import Live
-from harness.tuning.measures import Trainee
 from harness.tuning.memory import Memory, fingerprint
 from harness.tuning.probe import Lab
 from harness.tuning.tuner import most_workers, tune
@@ -31,31 +30,64 @@ from harness.watch.station import Watch
 
 STEPS = 100
 
-_log = logging.getLogger(LOGGER)
-
 
 @dataclass(slots=True)
-class Follow:
-    """Tells once, after a hundred steps, whether training waits no more than tuning said.
+class Tuned:
+    """What the stage found, and what follows it while training.
 
     Attributes:
         report: holds the prediction.
-        on_miss: forgets the answer; called when it did not hold.
+        forget: forgets the answer; called where it did not hold.
+        most: threads that may be tried while training; None where their number stays.
+        val_follows: whether the validation feed is to have as many.
+        live: changes their number.
+        checked: whether the prediction was compared with the run.
     """
 
     report: TuningReport
-    on_miss: Callable[[], object] = lambda: None
-    done: bool = False
+    forget: Callable[[], object]
+    most: int | None = None
+    val_follows: bool = False
+    live: Live | None = None
+    checked: bool = False
+
+    def told(self, watch: Watch, folder: Path) -> tuple[FeedSettings, FeedSettings]:
+        """Prints all, the first rank writes it; returns the settings of both feeds."""
+        self.report.publish(folder if watch.board else None, watch.board)
+        watch.course.mark("tuning")
+        return self.report.settings, self.report.val
+
+    def follow(self, feed: Feed, val_feed: Feed, watch: Watch, step: int) -> None:
+        """Checks while training what was predicted, and lets threads follow the run.
+
+        ``step`` updates of the run are done.
+        """
+        feeds = [feed, val_feed] if self.val_follows else [feed]
+        threads = [one for one in feeds if isinstance(one, ThreadFeed)]
+        if self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers:
+            most = min(self.most, *(one.most_threads for one in threads))
+            cores = self.report.limits.cores
+            self.live = Live(threads, cores, most, step=step, before=self._before())
+        watch.on_window.append(self.look)
 
     def look(self, clock: StepClock, window: Window) -> None:
-        """Looks at the steps so far; to be called whenever a window of steps ends."""
+        """Takes in a window of steps, and what came before it."""
+        if self.live is not None:
+            self.live.look(clock, window)
+            # another number was predicted for
+            if self.live.changes:
+                return
+        self.check(clock)
+
+    def check(self, clock: StepClock) -> None:
+        """Tells once, after a hundred steps, whether training waits no more than tuning said."""
         predicted = self.report.after.wait_fraction
-        if self.done or predicted is None:
+        if self.checked or predicted is None:
             return
         total = clock.total()
         if total.steps + total.first_steps < STEPS:
             return
-        self.done = True
+        self.checked = True
         stall = total.stall_fraction or 0.0
         # five points over the prediction
         if stall <= predicted + 0.05:
@@ -74,59 +106,12 @@ class Follow:
                 is_ms += total.prepare_ms.median
             if is_ms < 0.9 * was_ms:
                 why = f"A step takes {is_ms:.1f} ms and not {was_ms:.1f}. Try: tuner.fresh=true"
-        _log.warning(
+        log.warning(
             f"Over the first {total.steps} steps, training waited for data {stall:.0%} of the "
             f"time. Tuning said {predicted:.0%}. {why}."
         )
-        self.on_miss()
+        self.forget()
         say("The remembered answer is forgotten. The next run tunes again.")
-
-
-@dataclass(slots=True)
-class Tuned:
-    """What the stage found, and what follows it while training.
-
-    Attributes:
-        forget: forgets the answer.
-        most: threads that may be tried while training; None where their number stays.
-        val_follows: whether the validation feed is to have as many.
-        live: changes their number.
-    """
-
-    report: TuningReport
-    forget: Callable[[], object]
-    most: int | None
-    val_follows: bool
-    live: Live | None = None
-
-    def told(self, watch: Watch, folder: Path) -> tuple[FeedSettings, FeedSettings]:
-        """Prints all, the first rank writes it; returns the settings of both feeds."""
-        self.report.publish(folder if watch.board else None, watch.board)
-        watch.course.mark("tuning")
-        return self.report.settings, self.report.val
-
-    def follow(self, feed: Feed, val_feed: Feed, watch: Watch, step: int) -> None:
-        """Checks while training what was predicted, and lets threads follow the run.
-
-        ``step`` updates of the run are done.
-        """
-        check = Follow(self.report, self.forget)
-        feeds = [feed, val_feed] if self.val_follows else [feed]
-        threads = [one for one in feeds if isinstance(one, ThreadFeed)]
-        if not (self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers):
-            watch.on_window.append(check.look)
-            return
-        most = min(self.most, *(one.most_threads for one in threads))
-        cores = self.report.limits.cores
-        self.live = live = Live(threads, cores, most, step=step, before=self._before())
-
-        def look(clock: StepClock, window: Window) -> None:
-            live.look(clock, window)
-            # else another number was predicted for
-            if not live.changes:
-                check.look(clock, window)
-
-        watch.on_window.append(look)
 
     def summary(self, total: Window) -> dict[str, Any]:
         """Returns what ``report.json`` says of tuning; ``total`` is of the run's steps."""
@@ -164,7 +149,7 @@ class Tuned:
 
 def tuned(
     feeds: Feeds,
-    trainee: Trainee,
+    trainee: TimedSteps,
     config: Config,
     limits: Limits,
     world: World,
@@ -225,7 +210,7 @@ def tuned(
 
 
 def _recalled(
-    answer: Any, own: FeedSettings, feeds: Feeds, trainee: Trainee, limits: Limits
+    answer: Any, own: FeedSettings, feeds: Feeds, trainee: TimedSteps, limits: Limits
 ) -> TuningReport | None:
     """Returns the remembered report as it holds for this run; None if it does not fit today.
 

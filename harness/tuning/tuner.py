@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 
 from harness.config import TunerConfig, TunerName
 from harness.feed.interface import FeedSettings, in_form, with_workers
+from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.tuning.answer import Side, TuningReport
 from harness.tuning.look import FED, Look
-from harness.tuning.measures import Probes, Trainee, Trial
+from harness.tuning.measures import Probes, Trial
 from harness.tuning.probe import Lab
-from harness.tuning.search import Ask, Choice, Problem, Search, follow, grid
+from harness.tuning.search import Ask, Choice, Search, follow, grid
 from harness.watch.console import LiveTable, live_table
 from harness.watch.neighbours import Neighbours
-
-_log = logging.getLogger(LOGGER)
 
 
 def tune(
     probes: Probes,
-    trainee: Trainee,
+    trainee: TimedSteps,
     own: FeedSettings,
     config: TunerConfig,
     limits: Limits,
@@ -77,7 +75,7 @@ def tune(
         choice = follow(search, attempt)
         others = neighbours.look()
         if others is not None:
-            _log.warning("%s; tune again when they have ended", neighbours.told(others))
+            log.warning("%s; tune again when they have ended", neighbours.told(others))
     device.release()
     report = _report(lab, own, choice, config.name.name, trials)
     return replace(report, seconds=device.now() - begin, others_cores=others)
@@ -110,7 +108,7 @@ def automatic(
         if trials[-1].rate:
             break
     if symptom := trials[-1].refused:
-        _log.warning("the loader could not be tuned: %s", symptom)
+        log.warning("the loader could not be tuned: %s", symptom)
         if any(trial.seconds for trial in trials):
             return Choice(own, None, None, reason="No setting could be measured", complete=False)
         return Choice(with_workers(own, 0), None, None, reason="Not even one worker fits")
@@ -125,7 +123,7 @@ def automatic(
         budget_s = min(max(5.0, 7 * own.batch_size / takes), 0.1 * rest_s)
     # what the first step takes longer comes on top, for training pays that anyway
     budget_s += lab.first_s - (lab.now() - begin)
-    problem = Problem(
+    look = Look(
         own=own,
         calibration=tuple(trials),
         forms=forms,
@@ -138,7 +136,7 @@ def automatic(
         fits=lab.unfit,
         budget_s=lab.ranks.agreed(budget_s),
     )
-    return (yield from Look(problem).run())
+    return (yield from look.run())
 
 
 def _report(

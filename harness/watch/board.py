@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import time
@@ -15,7 +14,7 @@ from typing import Any, Self
 
 from harness.runtime.errors import printable
 from harness.runtime.files import make_way, open_regular, parsed, read_regular, typed, write_whole
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.watch.console import say
 from harness.watch.figures import Spread, Tag
 from harness.watch.stages import StageTotals
@@ -23,8 +22,6 @@ from harness.watch.tfrecord import framed
 
 BAD_SAMPLES = "bad_samples.jsonl"
 Value = float | Spread | None
-
-_log = logging.getLogger(LOGGER)
 
 
 class Board:
@@ -178,7 +175,7 @@ class Board:
 
     def _failed(self, path: Path, error: OSError) -> None:
         if not self.dropped:
-            _log.warning(
+            log.warning(
                 "%s: %s; figures are lost until it can be written, training goes on",
                 path,
                 error.strerror or error,
@@ -258,7 +255,7 @@ def publish(
             write_whole(path, text.encode())
         except OSError as error:
             why = error.strerror or error
-            _log.warning("%s: %s; it is printed above, and the run goes on", path, why)
+            log.warning("%s: %s; it is printed above, and the run goes on", path, why)
     if board is not None:
         board.text(name, lines)
 

@@ -99,24 +99,33 @@ class StepClock:
 
         One inside another does not count: a feed and its loop may both tell.
         """
-        if self._paused or "wait" in self._since:
-            yield
-            return
-        self._stamps = self._there_s = None
-        self._since["wait"] = self._begin()
+        begun = self.begin_waiting()
         try:
             yield
         finally:
-            began = self._since.pop("wait")
-            there = ended = self.now()
-            if self._there_s is not None:
-                there = min(max(self._there_s, began), ended)
-            self._wait_s += there - began
-            self._prepare_s += ended - there
-            if self._stamps is not None:
-                add_all(self._wait_parts_s, wait_parts(began, there, self._stamps))
-            if self._timeline:
-                self._timeline.waits.append((began, there))
+            if begun:
+                self.end_waiting()
+
+    def begin_waiting(self) -> bool:
+        """Begin what ``waiting()`` counts, where it is no block; returns whether it counts."""
+        if self._paused or "wait" in self._since:
+            return False
+        self._stamps = self._there_s = None
+        self._since["wait"] = self._begin()
+        return True
+
+    def end_waiting(self) -> None:
+        """End what ``begin_waiting`` began."""
+        began = self._since.pop("wait")
+        there = ended = self.now()
+        if self._there_s is not None:
+            there = min(max(self._there_s, began), ended)
+        self._wait_s += there - began
+        self._prepare_s += ended - there
+        if self._stamps is not None:
+            add_all(self._wait_parts_s, wait_parts(began, there, self._stamps))
+        if self._timeline:
+            self._timeline.waits.append((began, there))
 
     def arrived(self, stamps: Stamps | None, there_s: float | None = None) -> None:
         """Take what is known of the batch that is about to end the running wait.

@@ -23,9 +23,8 @@ from rich.table import Column
 from rich.text import Text
 
 from harness.runtime.errors import printable
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 
-_log = logging.getLogger(LOGGER)
 # asks for sys.stdout at each use
 _console = Console(soft_wrap=True, highlight=False)
 _quiet = False
@@ -46,7 +45,7 @@ def say(text: str, *, stands_out: bool = False) -> None:
     One that ``stands_out`` is bold on a terminal, and broken between words.
     """
     line = printable(text)
-    _log.info("%s", line)
+    log.info("%s", line)
     _print(line, "bold" if stands_out else "", wraps=stands_out)
 
 
@@ -215,4 +214,4 @@ class _Warnings(logging.Handler):
         _print(f"warning: {printable(record.getMessage())}", "yellow")
 
 
-_log.addHandler(_Warnings(logging.WARNING))
+log.addHandler(_Warnings(logging.WARNING))

@@ -13,14 +13,12 @@ from functools import partial
 from math import isnan
 from typing import Any
 
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.watch.figures import Tag
 from harness.watch.tree import Tree
 
 # one for each tag, or none at all this time
 Figures = Sequence[float | None]
-
-_log = logging.getLogger(LOGGER)
 
 
 def nvml_sees_gpu() -> tuple[str, list[str]] | None:
@@ -77,7 +75,7 @@ class Source:
                 lost.setdefault(str(error) or type(error).__name__, []).extend(tags)
         for reason, names in lost.items():
             self.lost.update(names)
-            _log.log(self._level, "no %s from here on: %s", ", ".join(names), reason)
+            log.log(self._level, "no %s from here on: %s", ", ".join(names), reason)
         return found
 
 
@@ -97,7 +95,7 @@ class GpuSource(Source):
         super().__init__()
         nvml = _started()
         if nvml is None:
-            _log.warning(
+            log.warning(
                 "no GPU figures: NVML is not there (no driver, or nvidia-ml-py is not installed)"
             )
             return
@@ -110,7 +108,7 @@ class GpuSource(Source):
                 handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
             except Exception as error:
                 # NVML's own, or of another module of its name
-                _log.warning("no GPU figures: NVML does not know GPU %s: %s", uuid, error)
+                log.warning("no GPU figures: NVML does not know GPU %s: %s", uuid, error)
                 return
         self._reads = {
             (Tag.GPU_UTILIZATION,): lambda: (nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,),
@@ -124,7 +122,7 @@ class GpuSource(Source):
             self._reads[(Tag.GPU_SM_UTILIZATION,)] = _sm_utilization(nvml, handle, is_mig)
         except Exception as error:
             # no loss: most GPUs and drivers have none
-            _log.info("no %s: %s", Tag.GPU_SM_UTILIZATION, error)
+            log.info("no %s: %s", Tag.GPU_SM_UTILIZATION, error)
 
 
 def _sm_utilization(nvml: Any, handle: Any, is_mig: bool) -> Callable[[], Figures]:

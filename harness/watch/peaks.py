@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.runtime.accelerator import Accelerator, Memory
-from harness.runtime.folder import LOGGER
+from harness.runtime.folder import log
 from harness.watch.figures import Tag
-
-_log = logging.getLogger(LOGGER)
 
 
 @dataclass(slots=True)
@@ -72,7 +69,7 @@ class MemoryWatch:
             self._rising.append((step, peak))
             if (rise := steady_rise(self._rising)) is not None:
                 self._told = True
-                _log.warning(
+                log.warning(
                     "step %d: peak memory rises by %s per 1,000 steps, and the device is full "
                     "after about %.0f more; each step keeps tensors, such as a loss with its "
                     "graph: keep loss.detach()",

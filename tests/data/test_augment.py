@@ -86,7 +86,7 @@ def test_randaugment_comes_before_jitter() -> None:
     """RandAugment comes first, with the first of an image's draws, then jitter."""
     images = pictures(12, 16, 16)
     batch = numbered(torch.arange(12))
-    first, second = made(EVERYTHING)._parts
+    first, second = made(EVERYTHING).parts
     draws = uniforms(0, 0, np.arange(12), first.draws + second.draws, BATCH)
     expected = second(first(images, draws[:, : first.draws]), draws[:, first.draws :])
     assert torch.equal(made(EVERYTHING)(images, batch), expected)

@@ -356,7 +356,7 @@ def test_what_lies_in_a_place_is_not_given_out_again(source: FolderSource) -> No
     """Room that a row has is not free, even if a power failure left an older head."""
     kept = cache_of(source)
     put_all(kept, range(3))
-    kept._head[0]["used"] = cache._pixels_start(COUNT)
+    kept._head["used"] = cache._pixels_start(COUNT)
     used, _ = cache.taken_bytes(kept._file.fd, FACTS, COUNT)
     cache.set_budget(kept._file.fd, FACTS, COUNT, used, 1 << 22)
     later = next_run(kept, source)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import samples
@@ -26,6 +26,7 @@ from harness.feed.interface import HostBatch
 from harness.runtime.distributed import World
 from harness.runtime.errors import LoaderError
 from harness.tuning.measures import Rate, SampleCost, Trial
+from harness.tuning.probe import Lab
 from harness.tuning.search import Ask
 from harness.watch.stages import StageMeter
 
@@ -86,6 +87,9 @@ class Rig:
             100,
             cost=SampleCost(self.sample_s, self.sample_s, 0.1),
         )
+
+    def copies_s(self) -> tuple[float, float] | None:
+        return Lab.copies_s(cast(Lab, self))
 
     def saw(self, batches: int) -> None:
         self.has_seen = self.has_seen or batches > 0

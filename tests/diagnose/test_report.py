@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import samples
+import torch
 
 from harness.config import Config
 from harness.diagnose.diagnosis import Diagnosis, command
 from harness.diagnose.fetch import Fetch
 from harness.diagnose.phases import Runs
 from harness.diagnose.whatif import WhatIf
+from harness.runtime.distributed import World
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.watch.bottleneck import Bottleneck
 from harness.watch.stages import StageCost, StageTotals
@@ -22,6 +24,11 @@ from harness.watch.verdict import Verdict
 
 OWN = samples.settings(2, batch_size=10)
 STAGES = StageTotals(100, 10, 0.5, {"read": StageCost(0.1, 0.01), "decode": StageCost(0.4, 0.4)})
+
+
+def ranks(count: int) -> World:
+    """The first of ``count`` on one node."""
+    return World(0, count, 0, count, torch.device("cpu"))
 
 
 def diagnosis(fetch: Fetch | None = None) -> Diagnosis:
@@ -117,13 +124,13 @@ def test_the_line_to_paste(
     found = Verdict(bottleneck, 1.0, "", next_step or None, ())
     if bottleneck == "balanced":
         found = dataclasses.replace(found, next_step=None)
-    assert command(config, overridden, found, 1) == line
+    assert command(config, overridden, found, ranks(1)) == line
 
 
 def test_the_line_for_torchrun(composed: Callable[..., Config]) -> None:
     """It starts as many ranks on this node as there were."""
     config = composed("dist=torchrun")
-    line = command(config, ("dist=torchrun",), Verdict("decode", 1.0, "", None, ()), 4)
+    line = command(config, ("dist=torchrun",), Verdict("decode", 1.0, "", None, ()), ranks(4))
     assert line == "torchrun --nproc-per-node=4 train.py dist=torchrun loader.autotune=true"
 
 

@@ -389,7 +389,7 @@ def test_an_order_that_fails_comes_out_of_next(
 ) -> None:
     """Threads ask for indices; an error there comes after the batches before it."""
 
-    def fail(order: Order, epoch: int) -> Iterator[np.ndarray]:
+    def fail(order: Order, epoch: int, first: int) -> Iterator[np.ndarray]:
         yield np.arange(4)
         raise KeyError("second")
 

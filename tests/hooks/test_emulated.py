@@ -72,7 +72,7 @@ class Script:
         loops = Loops(lambda: None, lambda clock: clock.close_window(), lambda clock: None)
         with emulated(own), _copies(own, self), patches.installed(loops):
             spans = self._train(own)
-            loops.finish()
+            loops.finish(completed=True)
             assert loops.clock
             return loops.clock.total(), self._truth(own, spans)
 

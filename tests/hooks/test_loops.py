@@ -85,7 +85,7 @@ def loader(time: Time, batches: int = 6, **more: Any) -> DataLoader[Tensor]:
 
 
 def told(loops: Loops) -> Window:
-    loops.finish()
+    loops.finish(completed=True)
     assert loops.clock
     return loops.clock.total()
 
@@ -151,7 +151,7 @@ def test_an_evaluation_amid_an_epoch_is_no_step(
     check(total, 5)
     spent_s = (3 if left else 5) * (WAIT_S + 0.5)
     assert total.pauses_s["evaluate"] == pytest.approx(spent_s)
-    assert [each.trains for each in loops.followed] == [False, True]
+    assert [each.trains for each in loops.followed] == [True, False]
 
 
 def test_an_evaluation_before_training_is_none(loops: Loops, time: Time) -> None:
@@ -239,3 +239,22 @@ def _fail_within(loops: Loops, time: Time) -> None:
         for batch in loader(time):
             Training(time)(batch)
             raise ZeroDivisionError
+
+
+def test_a_fault_of_ours_ends_the_watching_alone(
+    loops: Loops, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script goes on as if nobody watched."""
+    train = Training(time)
+
+    def fail(batch: Any, tensors: Any) -> int:
+        raise LookupError("a batch of a new kind")
+
+    monkeypatch.setattr(loops_module, "_samples", fail)
+    count = 0
+    for _ in range(2):
+        for batch in loader(time):
+            train(batch)
+            count += 1
+    assert count == 12
+    assert (loops.fault, loops.updates) == ("LookupError: a batch of a new kind", 0)

@@ -21,8 +21,8 @@ MOST = 500
 
 def save(folder: Path, step: int, top1: float | None = None) -> None:
     """Save a small state, which holds its step."""
-    state = {"w": torch.full((5000,), float(step))}
-    saving.save(folder, state, step=step, epoch=1, top1=top1, keep_last=2)
+    state = {"w": torch.full((5000,), float(step)), "step": step, "epoch": 1}
+    saving.save(folder, state, top1=top1, keep_last=2)
 
 
 def killed_at(number: int, folder: Path, step: int) -> bool:

@@ -13,7 +13,7 @@ import samples
 from harness.feed.interface import FeedSettings, with_workers
 from harness.tuning.look import Look
 from harness.tuning.measures import Rate, SampleCost, Trial
-from harness.tuning.search import Ask, Choice, Problem, follow
+from harness.tuning.search import Ask, Choice, follow
 
 
 def own(num_workers: int) -> FeedSettings:
@@ -102,16 +102,16 @@ class Machine:
         return Trial(ask.settings, "supply", interval, 1000, 1.5, cost=cost)
 
 
-def problem(
+def look(
     machine: Machine,
     own: FeedSettings,
     most: int = 16,
     fits: Callable[[FeedSettings], str | None] | None = None,
     budget_s: float = 30.0,
-) -> Problem:
+) -> Look:
     """What is known of ``machine`` before a search, with a probe of ``own``, or of one worker."""
     first = machine.answer(Ask(own if own.num_workers else with_workers(own, 1), "supply"))
-    return Problem(
+    return Look(
         own=own, calibration=(first,), forms=tuple(machine.form_speed),
         demand=Rate(machine.demand, machine.demand, machine.demand), step_cpu_s=machine.step_cpu_s,
         cores=machine.cores,
@@ -133,4 +133,4 @@ def search(
         refused = fits and fits(ask.settings)
         return Trial(ask.settings, "supply", refused=refused) if refused else machine.answer(ask)
 
-    return follow(Look(problem(machine, own, most, fits, budget_s)).run(), attempt)
+    return follow(look(machine, own, most, fits, budget_s).run(), attempt)

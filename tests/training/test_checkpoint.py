@@ -36,7 +36,10 @@ def save(
 ) -> checkpoint.Record:
     """Save a small state."""
     return saving.save(
-        folder, state(step), step=step, epoch=step // 10, top1=top1, keep_last=keep_last
+        folder,
+        {**state(step), "step": step, "epoch": step // 10},
+        top1=top1,
+        keep_last=keep_last,
     )
 
 

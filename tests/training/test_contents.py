@@ -213,13 +213,25 @@ def test_a_shape_that_another_part_has_is_refused(key: str, like: str) -> None:
 
 @pytest.mark.parametrize("parameter", [0, 2])
 def test_a_momentum_of_some_parameters_is_refused(parameter: int) -> None:
-    """SGD would end with the first update. A parameter without any state has had no gradient."""
+    """An empty state is none that a run saves."""
     state, saved = trained(OptimName.sgd)
     held = saved["optimizer"]["state"]
     held[parameter] = {}
     assert "its part optimizer cannot be used (" in refused(state, saved)
-    del held[parameter]
+
+
+@pytest.mark.parametrize("lost", [(0,), (2,), (0, 1, 2, 3)], ids=str)
+def test_parameters_without_a_momentum_begin_with_zeros(lost: tuple[int, ...]) -> None:
+    """Those that had no gradient, or all after a run without momentum: updates go on."""
+    state, saved = trained(OptimName.sgd)
+    _trained.cache_clear()
+    held = saved["optimizer"]["state"]
+    for number in lost:
+        del held[number]
     state.load_dict(saved, "step-3.pt", Precision.fp32)
+    kept = state.optimizer.state_dict()["state"]
+    assert [number for number in kept if not kept[number]["momentum_buffer"].any()] == [*lost]
+    update(state)
 
 
 @pytest.mark.parametrize("precision", Precision)

@@ -73,8 +73,8 @@ def test_saved_weights_with_a_new_head(tmp_path: Path) -> None:
 def test_a_run_of_ours_gives_its_weights(tmp_path: Path) -> None:
     """A checkpoint of ours gives weights, the head too where the classes are the same."""
     donor = models.build(ModelConfig(name="small"), 4, image_size=64)
-    state = {"model": donor.state_dict()}
-    record = saving.save(tmp_path, state, step=1, epoch=1, top1=None, keep_last=2)
+    state = {"model": donor.state_dict(), "step": 1, "epoch": 1}
+    record = saving.save(tmp_path, state, top1=None, keep_last=2)
     network = models.build(ModelConfig(name="small", weights=str(record.path)), 4, image_size=64)
     for key, value in donor.state_dict().items():
         assert torch.equal(network.state_dict()[key], value)

@@ -304,8 +304,9 @@ def test_published_weights_that_do_not_exist_cannot_be_evaluated(
 
 def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path: Path) -> None:
     """A copied best.pt is evaluated through model.weights with the settings that it holds."""
-    state = {"model": {}, "settings": to_plain(composed("data=digits"))}
-    record = saving.save(tmp_path, state, step=1, epoch=1, top1=None, keep_last=2)
+    settings = to_plain(composed("data=digits"))
+    state = {"model": {}, "settings": settings, "step": 1, "epoch": 1}
+    record = saving.save(tmp_path, state, top1=None, keep_last=2)
     copy = tmp_path / "copied.pt"
     copy.write_bytes(record.path.read_bytes())
     typed = ("mode=evaluate", f"model.weights={copy}")
@@ -448,10 +449,10 @@ def test_the_schedule_goes_on_by_the_share_of_the_epoch(
 
 def test_lost_records_are_no_fresh_start(composed: Composed, tmp_path: Path) -> None:
     """With resume=auto, checkpoints without records are an error, and stay where they are."""
-    state = {"w": torch.ones(1)}
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
-        saving.save(folder, state, step=step, epoch=0, top1=None, keep_last=2)
+        state = {"w": torch.ones(1), "step": step, "epoch": 0}
+        saving.save(folder, state, top1=None, keep_last=2)
     for record in tmp_path.glob("checkpoints/*.json"):
         record.unlink()
     with pytest.raises(CheckpointError, match="the records .* are missing"):

@@ -35,7 +35,8 @@ def save(
     folder: Path, step: int, top1: float | None = None, keep_last: int = 2
 ) -> checkpoint.Record:
     """Save a small state, which holds its step."""
-    return saving.save(folder, state(step), step=step, epoch=1, top1=top1, keep_last=keep_last)
+    whole = {**state(step), "step": step, "epoch": 1}
+    return saving.save(folder, whole, top1=top1, keep_last=keep_last)
 
 
 def names(folder: Path) -> list[str]:
@@ -90,7 +91,7 @@ def test_a_copy_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
             "b": [torch.arange(numbers)],
         }
         copied = saving.on_host(given, rooms, {})
-        saving.save(tmp_path, copied, step=1, epoch=1, top1=None, keep_last=1)
+        saving.save(tmp_path, {**copied, "step": 1, "epoch": 1}, top1=None, keep_last=1)
         written = checkpoint.read(tmp_path)[1]
         for found in (copied, written):
             assert torch.equal(found["a"], given["a"]) and torch.equal(found["b"][0], given["b"][0])

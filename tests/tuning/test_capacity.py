@@ -9,7 +9,7 @@ import pytest
 from harness.feed.interface import FeedSettings
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
-from harness.tuning.capacity import Needs, needs, refusal
+from harness.tuning.capacity import Needs, needs, refusal, total
 
 MB = 10**6
 ROOMY = Limits(cores=8.0, memory_bytes=100_000 * MB, shm_bytes=100_000 * MB, open_files=100_000)
@@ -34,61 +34,69 @@ def settings(
     )
 
 
+def sums(taken: Needs) -> tuple[int, int, int]:
+    """Shared memory, memory and open files."""
+    return total(taken.shm), taken.memory_bytes, total(taken.open_files)
+
+
 @pytest.mark.parametrize(
     ("what", "batch_bytes", "expected"),
     [
-        pytest.param(settings(0), 10, Needs(0, 20, 0), id="in the trainer: two batches"),
+        pytest.param(settings(0), 10, (0, 20, 0), id="in the trainer: two batches"),
         pytest.param(
             settings(4, 8),
             10,
-            Needs(340, 4 * 1000 + 340, 4 * 58),
+            (340, 4 * 1000 + 340, 4 * 58),
             id="workers and what they have in flight",
         ),
         pytest.param(
             settings(1, 1, pin_memory=True),
             164,
-            Needs(492, 1000 + 492 + 4 * (128 + 32), 16),
+            (492, 1000 + 492 + 4 * (128 + 32), 16),
             id="pinned tensors",
         ),
         pytest.param(
             settings(0, pin_memory=True),
             128,
-            Needs(0, 256 + 3 * (64 + 32), 0),
+            (0, 256 + 3 * (64 + 32), 0),
             id="a power of two stays",
         ),
         pytest.param(
             settings(2, 2, pin_memory=True),
             None,
-            Needs(0, 2000, 44),
+            (0, 2000, 44),
             id="batches of unknown size are left out",
         ),
         pytest.param(
-            settings(4, 2, backend="threads"), 10, Needs(0, 50, 0), id="threads share a few batches"
+            settings(4, 2, backend="threads"), 10, (0, 50, 0), id="threads share a few batches"
         ),
         pytest.param(
             settings(4, 2, backend="threads", pin_memory=True),
             164,
-            Needs(0, 5 * (128 + 32), 0),
+            (0, 5 * (128 + 32), 0),
             id="pinned batches of threads",
         ),
         pytest.param(
             settings(0, backend="threads"),
             10,
-            Needs(0, 30, 0),
+            (0, 30, 0),
             id="the threads form without threads",
         ),
     ],
 )
-def test_the_needs_of_a_feed(what: FeedSettings, batch_bytes: int | None, expected: Needs) -> None:
+def test_the_needs_of_a_feed(
+    what: FeedSettings, batch_bytes: int | None, expected: tuple[int, int, int]
+) -> None:
     """Shared memory, memory and open files follow from the settings, the batch and the worker."""
-    assert needs(what, batch_bytes, worker_bytes=1000) == expected
+    assert sums(needs(what, batch_bytes, worker_bytes=1000)) == expected
 
 
 def test_images_that_are_held_are_memory() -> None:
     """Beside the batches, and a refusal names both."""
     arrays = settings(0, backend="arrays")
-    assert needs(arrays, 10, worker_bytes=1000, held_bytes=500) == Needs(0, 520, 0)
-    said = refusal(arrays, MB, 0, replace(ROOMY, memory_bytes=200 * MB), held_bytes=180 * MB) or ""
+    assert sums(needs(arrays, 10, worker_bytes=1000, held_bytes=500)) == (0, 520, 0)
+    wanted = needs(arrays, MB, 0, held_bytes=180 * MB)
+    said = refusal(wanted, replace(ROOMY, memory_bytes=200 * MB)) or ""
     assert said.startswith(
         "2 batches x 1.0 MB + 180.0 MB of images = 182.0 MB of memory, of which 200.0 MB are free"
     )
@@ -97,9 +105,9 @@ def test_images_that_are_held_are_memory() -> None:
 def test_threads_need_no_shared_memory() -> None:
     """Their batches are refused for want of memory alone, with the sum."""
     threads = settings(4, 2, backend="threads")
-    assert refusal(threads, MB, 10**12, replace(ROOMY, shm_bytes=0, open_files=64)) is None
+    assert refusal(needs(threads, MB, 10**12), replace(ROOMY, shm_bytes=0, open_files=64)) is None
     assert "(prefetch_factor=2 + 3) x 1.0 MB = 5.0 MB of memory" in (
-        refusal(threads, MB, 0, replace(ROOMY, memory_bytes=5 * MB)) or ""
+        refusal(needs(threads, MB, 0), replace(ROOMY, memory_bytes=5 * MB)) or ""
     )
 
 
@@ -146,7 +154,7 @@ def test_threads_need_no_shared_memory() -> None:
         pytest.param(
             settings(1, 1),
             replace(ROOMY, shm_bytes=100 * MB),
-            Needs(shm_bytes=50 * MB),
+            Needs(shm=[("", 50 * MB)]),
             "(num_workers=1 x prefetch_factor=1 + 2) x 19.3 MB + 50.0 MB of the other feed = 107.9 "
             "MB of shared memory, of "
             "which 100.0 MB are free (a fifth is kept back): not tried",
@@ -158,7 +166,7 @@ def test_a_refusal_shows_the_sum(
     what: FeedSettings, limits: Limits, taken: Needs, expected: str
 ) -> None:
     """The line names the settings, what they need, and what is free."""
-    assert refusal(what, 19_300_000, 200 * MB, limits, taken) == expected
+    assert refusal(needs(what, 19_300_000, 200 * MB), limits, taken) == expected
 
 
 @pytest.mark.parametrize(
@@ -174,9 +182,10 @@ def test_what_just_fits_is_tried(what: FeedSettings, edge: dict[str, int]) -> No
     more.
     """
     limits = replace(ROOMY, **edge)
-    assert refusal(what, 100, 100, limits) is None
+    wanted = needs(what, 100, 100)
+    assert refusal(wanted, limits) is None
     less = {name: value - 1 for name, value in edge.items() if name != "files_open"}
-    assert "not tried" in (refusal(what, 100, 100, replace(limits, **less)) or "")
+    assert "not tried" in (refusal(wanted, replace(limits, **less)) or "")
 
 
 def test_loading_in_the_trainer_needs_no_workers_means() -> None:
@@ -184,9 +193,10 @@ def test_loading_in_the_trainer_needs_no_workers_means() -> None:
     of them.
     """
     nothing = replace(ROOMY, shm_bytes=0, open_files=10, files_open=10)
-    assert refusal(settings(0), 100, 10**12, nothing, Needs(open_files=50)) is None
+    beside = Needs(open_files=[("", 50)])
+    assert refusal(needs(settings(0), 100, 10**12), nothing, beside) is None
 
 
 def test_without_shared_memory_there_is_no_bound_on_it() -> None:
     """Where there is no /dev/shm to look at, memory alone is reckoned with."""
-    assert refusal(settings(8, 8), MB, MB, replace(ROOMY, shm_bytes=None)) is None
+    assert refusal(needs(settings(8, 8), MB, MB), replace(ROOMY, shm_bytes=None)) is None

@@ -143,7 +143,7 @@ def settled(figure: Callable[[], int]) -> int:
 def reckoned(settings: FeedSettings, side: int) -> int:
     """The page-locked bytes that the arithmetic names."""
     size = settings.batch_size * (3 * side**2 + 8 + 8)
-    _, memory, _ = capacity._terms(settings, size, 0, 0)
+    memory = capacity.needs(settings, size, 0).memory
     return sum(amount for text, amount in memory if "page-locked" in text)
 
 

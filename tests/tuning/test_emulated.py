@@ -22,7 +22,7 @@ from harness.runtime.distributed import World
 from harness.tuning import library
 from harness.tuning.answer import TuningReport
 from harness.tuning.measures import Rate
-from harness.tuning.session import STEPS, Follow
+from harness.tuning.session import STEPS, Tuned
 from harness.tuning.tuner import tune
 from harness.watch import console
 from harness.watch.clock import StepClock
@@ -250,7 +250,7 @@ def test_the_check_warns_where_the_devices_stall_has_grown(
             machine, trainee, own(), TunerConfig(), LIMITS, World(0, 1, 0, 1, device.device)
         )
         clock = StepClock(device.device)
-        follow = Follow(report)
+        follow = Tuned(report, lambda: None)
         machine.cap = (1 - slower) * TAKES if slower else math.inf
         train(device, step, machine, report.settings, clock, follow)
     assert ("waited for data" in caplog.text) == warns
@@ -262,7 +262,7 @@ def train(
     machine: Machine,
     settings: FeedSettings,
     clock: StepClock,
-    follow: Follow,
+    follow: Tuned,
 ) -> None:
     clock.start_epoch()
     with contextlib.closing(step.batches(machine.probe(settings), clock)) as batches:
@@ -275,8 +275,8 @@ def train(
             if number % 10 == 0:
                 clock.settle()
                 clock.close_window()
-                follow.look(clock, clock.total())
-    assert follow.done
+                follow.check(clock)
+    assert follow.checked
 
 
 def test_ten_trials_leave_no_more_memory_than_one() -> None:

@@ -10,7 +10,7 @@ import reports
 
 from harness.runtime.folder import LOGGER
 from harness.tuning.answer import TuningReport
-from harness.tuning.session import STEPS, Follow
+from harness.tuning.session import STEPS, Tuned
 from harness.watch.clock import StepClock
 
 PREDICTED = 0.05
@@ -46,9 +46,9 @@ def predicted(step_ms: float = 20.0, wait_fraction: float | None = PREDICTED) ->
 
 def follow(loop: Loop, report: TuningReport) -> list[str]:
     missed: list[str] = []
-    checks = Follow(report, lambda: missed.append("missed"))
+    checks = Tuned(report, lambda: missed.append("missed"))
     for _ in range(3):
-        checks.look(loop.clock, loop.clock.total())
+        checks.check(loop.clock)
     return missed
 
 

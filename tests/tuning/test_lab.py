@@ -200,7 +200,7 @@ def test_validation_makes_way_for_training(
     assert val.persistent_workers == (expected[0] > 0)
     assert (val == wanted) == (shm == 1000)
     taken = capacity.needs(train, 10, 100)
-    assert capacity.refusal(val, 12, 100, limits, taken) is None
+    assert capacity.refusal(capacity.needs(val, 12, 100), limits, taken) is None
 
 
 def test_real_steps_tell_the_wait() -> None:

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
-from machines import Machine, own, problem, search
+from machines import Machine, look, own, search
 
 from harness.feed.interface import FeedSettings, in_form, with_workers
-from harness.tuning.look import Look
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.search import Ask, follow
 
@@ -349,9 +348,9 @@ def test_what_no_longer_fits_into_the_time_is_left_out() -> None:
 def test_with_nothing_else_measured_the_users_setting_stays() -> None:
     """Everything after the first probe is refused."""
     machine = Machine(0.01, demand=2000, **SLEEPS)
-    look = Look(problem(machine, own(2)))
+    start = look(machine, own(2))
     machine.broken = lambda _: True
-    assert follow(look.run(), machine.answer).settings == own(2)
+    assert follow(start.run(), machine.answer).settings == own(2)
 
 
 def without(least: int) -> Callable[[FeedSettings], str | None]:

@@ -17,6 +17,7 @@ import pytest
 from oddities import Plant
 
 from harness.config import Config, Crop, OptimName, Precision, StartMethod
+from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning import memory
 from harness.tuning.memory import Memory, fingerprint
@@ -33,7 +34,7 @@ def one(tmp_path: Path) -> Memory:
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What was warned of so far."""
-    caplog.set_level(logging.WARNING, memory.LOGGER)
+    caplog.set_level(logging.WARNING, LOGGER)
     return lambda: [record.getMessage() for record in caplog.records]
 
 

@@ -17,6 +17,7 @@ from harness.config import Config
 from harness.data import datasets
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
+from harness.feed.timed import TimedSteps
 from harness.runtime import seeding
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
@@ -26,7 +27,6 @@ from harness.training.trial import StepTrials
 from harness.tuning import memory, session
 from harness.tuning.answer import TuningReport
 from harness.tuning.live import Change
-from harness.tuning.measures import Trainee
 from harness.tuning.session import Tuned, tuned
 from harness.watch.clock import StepClock
 from harness.watch.goodput import Course
@@ -147,7 +147,8 @@ def quick(composed: Composed) -> Callable[[], Tuned]:
     """The stage of a run like ``run``'s, again and again, for searches that need no step."""
     config = composed("data=digits", "loader.autotune=true")
     splits = datasets.load(config.data, config.augment, config.seed)
-    return lambda: tuned(Feeds(splits, config, ALONE), cast(Trainee, None), config, LIMITS, ALONE)
+    trainee = cast(TimedSteps, None)
+    return lambda: tuned(Feeds(splits, config, ALONE), trainee, config, LIMITS, ALONE)
 
 
 def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:

@@ -13,7 +13,7 @@ from model_time import Gpu, Hand, one_step, settled, step
 
 from harness.config import Config
 from harness.feed.interface import FeedSettings
-from harness.training.reporter import Page, Reporter
+from harness.training.reporter import Reporter
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.figures import FIGURES, by_tag
@@ -78,7 +78,7 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
     window = clock.total()
     with Board(folder, tensorboard=False, now=lambda: 0.0) as board:
         board.scalars(40, by_tag(window), epoch=1)
-        report = Reporter(Config(), (), None, 2.0, Page("", lambda folder: None)).figures(engine)
+        report = Reporter(Config(), (), None, 2.0, "", lambda folder: None).figures(engine)
         for name in ("environment", "verdict", "loader", "run"):  # of the machine, of other rooms
             report.pop(name)
         board.report(report)

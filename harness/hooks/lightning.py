@@ -1,0 +1,36 @@
+"""A callback for Lightning's Trainer: watches the fit, and reports at its end."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from harness.hooks.own import watching
+
+
+class WellfedCallback(Callback):
+    """Watches ``trainer.fit`` as ``wellfed.watching(out)`` does.
+
+    Args:
+        out: folder for the report; None: ``outputs/<date>/<time>``.
+    """
+
+    def __init__(self, out: str | Path | None = None) -> None:
+        self._out = out
+        self._stack = ExitStack()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Begins before the loaders are asked for their first batch."""
+        if stage == "fit":
+            self._stack.enter_context(watching(self._out))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Reports a fit that ends by an error or by Ctrl-C."""
+        self._stack.__exit__(type(exception), exception, exception.__traceback__)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Reports a fit that is done."""
+        self._stack.close()

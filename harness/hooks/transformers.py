@@ -1,0 +1,40 @@
+"""A callback for Hugging Face's Trainer: watches the training, and reports at its end."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from harness.hooks.own import watching
+
+
+class WellfedCallback(TrainerCallback):
+    """Watches ``trainer.train`` as ``wellfed.watching(out)`` does.
+
+    The Trainer tells nobody of an error: what it ended is reported at the end of the process.
+
+    Args:
+        out: folder for the report; None: ``outputs/<date>/<time>``.
+    """
+
+    def __init__(self, out: str | Path | None = None) -> None:
+        self._out = out
+        self._stack = ExitStack()
+        atexit.register(self._failed)
+
+    def on_train_begin(self, *told: Any, **more: Any) -> None:
+        """Begins before the first batch."""
+        self._stack.enter_context(watching(self._out))
+
+    def on_train_end(self, *told: Any, **more: Any) -> None:
+        """Reports a training that is done."""
+        self._stack.close()
+
+    def _failed(self) -> None:
+        error = getattr(sys, "last_value", None) or RuntimeError("the training has no end")
+        self._stack.__exit__(type(error), error, error.__traceback__)

@@ -1,0 +1,261 @@
+"""Training scripts that are not ours, alone and watched: the same to the byte, and a right report.
+
+Most are started from a process that has torch imported, by ``tests/support/zygote.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import ROOT, ran
+from pictures import noise
+from PIL import Image
+from watched_runs import LOOPS, WATCH, Both, Run, Start, anew, both, loaders
+from zygote import Zygote
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    """What starts most scripts."""
+    with Zygote() as started:
+        yield started
+
+
+@pytest.fixture
+def run(zygote: Zygote, tmp_path: Path) -> Start:
+    """Runs one of the scripts both ways."""
+    return lambda name, *rest: both(tmp_path, zygote.run, LOOPS / name, *rest)
+
+
+@pytest.fixture
+def run_anew(tmp_path: Path) -> Start:
+    """Runs one of the scripts both ways, in processes that import all themselves."""
+    return lambda name, *rest: both(tmp_path, anew, LOOPS / name, *rest)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JPEGs of four classes, 48 to train on and 16 to evaluate."""
+    root = tmp_path_factory.mktemp("tree")
+    for part, count in (("train", 12), ("val", 4)):
+        for label in range(4):
+            folder = root / part / f"class{label}"
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.fromarray(noise(70 + i, 60 + label)).save(folder / f"{i}.jpg")
+    return root
+
+
+def line_of(name: str, text: str) -> str:
+    """The file and line of a script that hold ``text``."""
+    lines = (LOOPS / name).read_text().splitlines()
+    return f"{name}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
+
+
+def test_imagenet(run: Start, tree: Path) -> None:
+    """Transforms are stages; the evaluation has time of its own, and its loader does not train."""
+    report = run("imagenet.py", tree).equal()
+    assert (report["status"], report["steps"], report["epochs"]) == ("completed", 12, 2)
+    assert loaders(report) == [("imagenet.py", True, 2, 12), ("imagenet.py", False, 2, 4)]
+    assert report["loaders"][0]["where"] == line_of("imagenet.py", "train_loader = DataLoader(")
+    assert report["pauses_s"]["evaluate"] > 0.01 and report["images_per_s"] > 0
+    assert [stage["name"] for stage in report["stages"]][:5] == [
+        "load",
+        "RandomResizedCrop",
+        "RandomHorizontalFlip",
+        "ToTensor",
+        "Normalize",
+    ]
+    assert report["workers"]["samples"] == 96
+
+
+def test_evaluation_alone_is_no_training(run: Start, tree: Path) -> None:
+    """One line says why there is no report."""
+    found = run("imagenet.py", tree, "--evaluate")
+    assert found.watched.stdout == found.alone.stdout and found.alone.returncode == 0
+    assert found.report is None
+    assert found.watched.stderr == (
+        "wellfed: no training was seen: no optimizer of torch's stepped in the thread that began "
+        "the script\n"
+    )
+
+
+@pytest.mark.parametrize(("rest", "batches"), [((), 20), (("--dry-run",), 2)], ids=["all", "left"])
+def test_mnist(run: Start, rest: tuple[str, ...], batches: int) -> None:
+    """A loop that is left by break has made a pass too."""
+    report = run("mnist.py", *rest).equal()
+    assert report["steps"] == batches
+    assert loaders(report) == [("mnist.py", True, 2, batches), ("mnist.py", False, 2, 2)]
+
+
+def test_accumulation(run: Start) -> None:
+    """A step is an update, of four batches; evaluations lie within an epoch."""
+    report = run("accumulation.py").equal()
+    assert report["steps"] == 14
+    name = "accumulation.py"
+    assert loaders(report) == [(name, True, 2, 60), (name, False, 2, 6)]
+    assert report["pauses_s"]["evaluate"] > 0
+
+
+def test_two_loaders(run: Start) -> None:
+    """Both train; two optimizers make two updates of a step."""
+    report = run("two_loaders.py").equal()
+    assert report["steps"] == 48
+    name = "two_loaders.py"
+    assert sorted(loaders(report)) == [(name, True, 2, 6), (name, True, 2, 24)]
+    assert report["pauses_s"]["evaluate"] == 0
+
+
+def test_no_evaluation(run: Start, tmp_path: Path) -> None:
+    """A loader that is made for each epoch is one; the rate is that of the script's own watch."""
+    report = run("no_evaluation.py", tmp_path / "rate.json").equal()
+    assert report["steps"] == 120
+    assert loaders(report) == [("no_evaluation.py", True, 3, 120)]
+    rate = json.loads((tmp_path / "rate.json").read_text())
+    assert report["images_per_s"] == pytest.approx(rate, rel=0.1)
+
+
+KINDS = (
+    "workers", "no_workers", "hidden", "hidden_alone", "subset", "getitems", "whole", "stream",
+    "stream_alone", "persistent", "pinned",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaders(run: Start, kind: str) -> None:
+    """A loader of any kind gives what it gives alone, and its samples are counted."""
+    report = run("odd_loaders.py", kind).equal()
+    batches = 96 if kind == "whole" else 24
+    assert report["steps"] == batches
+    assert loaders(report) == [("odd_loaders.py", True, 2, batches)]
+    assert report["workers"]["samples"] == 96
+    is_known = kind in ("workers", "no_workers", "subset", "getitems", "whole", "persistent")
+    names = [stage["name"] for stage in report["stages"]]
+    assert ("Blurred" in names) == (is_known or kind == "pinned")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["spawn", "forkserver", "context"])
+def test_workers_that_are_not_forked(run_anew: Start, kind: str) -> None:
+    """They import the script, and are timed too."""
+    report = run_anew("odd_loaders.py", kind).equal()
+    assert (report["steps"], report["workers"]["samples"]) == (24, 96)
+    assert "Blurred" in [stage["name"] for stage in report["stages"]]
+
+
+def traceback(stderr: str) -> str:
+    """What a script says of its error, without our lines, and the lines of their frames."""
+    own = re.compile(r'  File "[^"]*(/harness/|zygote\.py|<frozen)[^"]*".*\n(    .*\n)*')
+    # torch raises it in one of two lines: where the batch came just now, or was there already
+    torchs = re.compile(r'(torch/utils/data/dataloader\.py", line )\d+(.*\n)(    .*\n)*')
+    lines = torchs.sub(r"\1n\2", own.sub("", stderr)).splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("wellfed: "))
+
+
+@pytest.mark.parametrize("kind", ["error", "error_alone"])
+def test_a_sample_that_cannot_be_read(run: Start, kind: str) -> None:
+    """The error of a worker is the script's, with its words."""
+    found = run("odd_loaders.py", kind)
+    report = found.equal()
+    assert found.alone.returncode == 1
+    assert (report["status"], report["epochs"], report["steps"]) == ("failed", 0, 10)
+    assert traceback(found.watched.stderr) == traceback(found.alone.stderr)
+    assert "ValueError: sample 40 cannot be read" in found.watched.stderr
+
+
+@pytest.mark.slow
+def test_an_error_is_told_as_without(run_anew: Start) -> None:
+    """To the byte, causes with it, but for our lines; a command that imports all itself."""
+    found = run_anew("ends.py", "error")
+    report = found.equal()
+    assert (report["status"], report["epochs"], report["steps"]) == ("failed", 0, 6)
+    lines = found.watched.stderr.splitlines(keepends=True)
+    theirs = "".join(line for line in lines if not line.startswith("wellfed: "))
+    assert theirs == found.alone.stderr and "KeyError" in theirs
+    assert found.alone.returncode == 1
+
+
+WAYS = {
+    "exit": (3, "failed"),
+    "exit_text": (1, "failed"),
+    "own_handler": (7, "failed"),
+    "SIGINT": (-2, "interrupted"),
+    "SIGTERM": (-15, "interrupted"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ends(run: Start, way: str) -> None:
+    """However a script ends, the exit status is its own, and there is a report."""
+    found = run("ends.py", way)
+    report = found.equal()
+    assert (found.alone.returncode, report["status"]) == WAYS[way]
+    assert (report["steps"], report["epochs"]) == (6, 0)
+    assert traceback(found.watched.stderr) == traceback(found.alone.stderr)
+
+
+def test_arguments_that_look_like_ours(run: Start) -> None:
+    """What follows the script is the script's."""
+    found = run("ends.py", "idle", "--out", "x", "-m", "--", "-h", "--no-tensorboard")
+    assert found.watched.stdout == found.alone.stdout
+    assert "'--out', 'x', '-m', '--', '-h', '--no-tensorboard'" in found.alone.stdout
+    assert found.watched.returncode == 0
+    assert found.watched.stderr == (
+        "wellfed: no training was seen: no DataLoader of torch's was made, and no optimizer "
+        "stepped\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_module(tmp_path: Path) -> None:
+    """``watch -m MODULE`` is ``python -m MODULE``."""
+    package = tmp_path / "theirs"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for name in ("accumulation", "meters"):
+        text = (LOOPS / f"{name}.py").read_text().replace("from meters", "from .meters")
+        (package / f"{name}.py").write_text(text)
+    typed = ("-m", "theirs.accumulation")
+    alone = ran(sys.executable, *typed, cwd=tmp_path)
+    watched = ran(
+        sys.executable, *WATCH, "--out", "report", *typed, cwd=tmp_path, PYTHONPATH=str(ROOT)
+    )
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert Both(alone, watched, report).equal()["steps"] == 14
+    assert alone.returncode == 0, alone.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["accumulation.py", "two_loaders.py", "mnist.py"])
+def test_whole_commands(run_anew: Start, name: str) -> None:
+    """Scripts that import all themselves are the same as well."""
+    assert run_anew(name).equal()["status"] == "completed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ranks.py", "imagenet.py"])
+def test_two_ranks(tmp_path: Path, tree: Path, name: str) -> None:
+    """Under torchrun the first rank reports, with the figures of both."""
+
+    def start(*arguments: str, cwd: Path) -> Run:
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        apart = ("--redirects=3", "--log-dir=log")
+        typed = (*launch, *apart, *arguments)
+        done = ran(sys.executable, *typed, cwd=cwd, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        ranks = sorted(cwd.glob("log/*/attempt_0/*/stdout.log"))
+        done.stdout = "".join(path.read_text() for path in ranks)
+        return done
+
+    rest = (tree,) if name == "imagenet.py" else ()
+    found = both(tmp_path, start, LOOPS / name, *rest)
+    report = found.equal()
+    assert found.alone.returncode == 0 and len(found.alone.stdout.splitlines()) >= 10
+    assert report["world_size"] == 2
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert report["steps"] == (20 if name == "ranks.py" else 6)
+    assert loaders(report)[0][1:] == (True, 2, report["steps"])
