@@ -176,9 +176,10 @@ def train(
     alive: list[list[int]] = [[] for _ in range(1000 * options.objects)]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     step = 0
+    warm = min(WARM, options.epochs * len(loader) - 1)
     for _ in range(options.epochs):
         for images, labels in loader:
-            if step == WARM:
+            if step == warm:
                 began_s = time.perf_counter()
             with traced(network):
                 images = images.to(options.device, non_blocking=True)
@@ -194,7 +195,7 @@ def train(
                 # a file that is far away
                 time.sleep(options.log_ms / 1e3)
                 print(f"step {step}: loss {loss.item():.3f}", flush=True)
-    return float((step - WARM) * options.batch_size / (time.perf_counter() - began_s))
+    return float((step - warm) * options.batch_size / (time.perf_counter() - began_s))
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -54,11 +54,12 @@ def better(verdict: Verdict, evidence: Evidence, followed: Followed) -> Change |
     found = StallBreakdown(evidence)
     own = followed.settings
     named = re.fullmatch(r"loader\.num_workers=(\d+)", verdict.next_step or "")
-    if named is None or found.cost is None or int(named[1]) <= own.num_workers:
+    workers = int(named[1]) if named else 0
+    if found.cost is None or not found.rate or workers <= own.num_workers:
         return None
-    workers = int(named[1])
-    reachable = min(found.could(), found.ceiling * found.rate)
-    gain = min(reachable, workers / found.cost.wall_s) / found.rate
+    # a batch that is made is handed over in as long as now
+    fed = found.rate / max(1 - found.starved * found.made, 0.001)
+    gain = min(found.could(), fed, workers / found.cost.wall_s) / found.rate
     arguments: dict[str, object] = {"num_workers": workers}
     if not own.persistent_workers and followed.passes > 1:
         arguments["persistent_workers"] = True

@@ -1,0 +1,94 @@
+"""What would feed somebody's loop better, and by how much."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from harness.feed.interface import FeedSettings
+from harness.hooks.advice import Change, better, in_words
+from harness.hooks.loops import Followed
+from harness.watch.evidence import Evidence
+from harness.watch.figures import Tag, Window
+from harness.watch.ledger import Ledger
+from harness.watch.stages import StageCost, StageTotals
+from harness.watch.verdict import judge
+
+# samples/s of one worker, where a batch of 8 takes 80 ms and its step 20
+RATE = 100.0
+
+
+def evidence(workers: int = 1, made: float = 1.0, **sampled: float) -> Evidence:
+    """A loop on a processor that is hardly used; a sample takes 10 ms, of waiting."""
+    window: Window = dataclasses.replace(
+        Ledger().window(),
+        steps=200,
+        images=1600,
+        elapsed_s=16.0,
+        images_per_s=RATE,
+        stall_basis="host",
+        stall_fraction=0.75,
+        shares={"compute": 0.25, "starved": 0.75},
+        wait_parts={"make": made, "transport": 1 - made},
+    )
+    load = StageCost(10.0, 0.1)
+    return Evidence(
+        window=window,
+        stages=StageTotals(1000, 125, 10.0, {"load": load}),
+        settings=FeedSettings(8, workers, False, 2, False, 0.0, ""),
+        cores=8.0,
+        device="cpu",
+        sampled={Tag.CPU_CORES: 0.1, **sampled},
+        autotuned=False,
+    )
+
+
+def change(found: Evidence, **followed: Any) -> Change | None:
+    own = Followed("train.py:7", found.settings, True, **followed)
+    return better(judge(found), found, own)
+
+
+def test_the_change_is_what_the_verdict_asks_for() -> None:
+    """As many workers as the sentence says, and the speed of the steps alone."""
+    found = evidence()
+    asked = change(found)
+    assert asked is not None
+    assert (
+        f"num_workers={asked.arguments['num_workers']} in"
+        in in_words(judge(found), found.settings, "train.py:7").sentence
+    )
+    assert asked.gain == pytest.approx(4.0)
+
+
+def test_handing_batches_over_takes_as_long_as_before() -> None:
+    """What was waited for batches that were made is not gained."""
+    asked = change(evidence(made=0.9))
+    assert asked is not None
+    assert asked.gain == pytest.approx(1 / (1 - 0.75 * 0.9))
+
+
+@pytest.mark.parametrize(
+    "sampled",
+    [
+        {Tag.MEMORY_STALL_FRACTION: 0.5},
+        {Tag.THROTTLED_FRACTION: 0.9, Tag.CPU_CORES: 8.0},
+    ],
+    ids=["memory", "quota"],
+)
+def test_a_lack_of_the_machine_is_no_reason_for_more_workers(sampled: dict[str, float]) -> None:
+    """Where memory or processors are missing, nothing else is told than the verdict does."""
+    found = dataclasses.replace(
+        evidence(workers=2),
+        stages=StageTotals(1000, 125, 10.0, {"load": StageCost(10.0, 9.9)}),
+    )
+    found = dataclasses.replace(found, sampled={**found.sampled, **sampled})
+    assert judge(found).bottleneck in ("memory", "quota")
+    assert change(found) is None
+
+
+def test_persistent_workers_where_there_are_several_passes() -> None:
+    """A loop of several passes keeps its workers."""
+    asked = change(evidence(), passes=2)
+    assert asked is not None and asked.arguments["persistent_workers"] is True
