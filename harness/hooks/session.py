@@ -24,7 +24,7 @@ from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.device import GpuSource, Source
 from harness.watch.evidence import Evidence, RankFigures
-from harness.watch.figures import Tag, Window, by_name, by_tag
+from harness.watch.figures import Tag, Window, by_tag, told
 from harness.watch.goodput import Course
 from harness.watch.host import HostSource, Sampler, environment
 from harness.watch.verdict import Verdict, judge
@@ -185,15 +185,10 @@ class Session:
             "epochs": main.passes if main else 0,
             "steps": loops.updates,
             "world_size": loops.world_size,
-            **by_name(total.of_ranks(loops.world_size)),
-            "shares": total.shares or None,
-            "wait_parts": total.wait_parts or None,
-            "host_parts_s": total.host_parts_s or None,
-            "stall_basis": total.stall_basis,
+            **told(total, loops.world_size),
             "gpu_utilization": evidence.sampled.get(Tag.GPU_UTILIZATION),
             "sampled": evidence.sampled or None,
             "ranks": evidence.ranks or None,
-            "pauses_s": total.pauses_s,
             "goodput": self._course.goodput(total),
             "loader": main and main.settings,
             "loaders": [_told(each) for each in loops.followed],
@@ -210,19 +205,11 @@ class Session:
         return {key: value for key, value in found.items() if value is not None}
 
     def _rank_figures(self, total: Window) -> RankFigures:
-        mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
-        host = total.shares.get("host")
         loops = self.loops
         forward_ms = None
         if loops.forwards and loops.device.type == "cpu":
             forward_ms = 1e3 * loops.forward_s / loops.forwards
-        return RankFigures(
-            rank=loops.rank,
-            step_ms=total.step_ms.median if total.step_ms else 0.0,
-            stalled_ms=(total.stall_fraction or 0.0) * mean_ms,
-            host_ms=None if host is None else host * mean_ms,
-            forward_ms=forward_ms,
-        )
+        return RankFigures.of(loops.rank, total, forward_ms)
 
     def _words(self, report: dict[str, Any]) -> Iterator[str]:
         """Iterates over the closing lines."""
