@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from harness.feed.interface import FeedSettings
 from harness.hooks import advice
@@ -44,9 +45,15 @@ class Session:
         place: the folder for the report; None: ``outputs/<date>/<time>``.
         tensorboard: whether an event file is written.
         began_s: when the command began, on ``time.perf_counter``.
+
+    Attributes:
+        running: the session of this process, until it is finished.
     """
 
+    running: ClassVar[Session | None] = None
+
     def __init__(self, name: str, place: Path | None, tensorboard: bool, began_s: float) -> None:
+        Session.running = self
         self.loops = Loops(self._open, self._window, self._passed)
         self._name = name
         self._place = place
@@ -83,7 +90,14 @@ class Session:
             return
         if self._place is None:
             self._place = folder.new_folder(Path("outputs"))
+        wanted = self._place
+        # the report of an earlier run stays
+        for number in count(1):
+            if not (self._place / "report.json").exists():
+                break
+            self._place = wanted.with_name(f"{wanted.name}-{number}")
         folder.own(self._place)
+        self._stack.callback(folder.release, self._place)
         board = Board(self._place, tensorboard=self._tensorboard)
         self._board = self._stack.enter_context(board)
         # other ranks on this machine would count as others
@@ -105,6 +119,7 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        Session.running = None
         try:
             self._finish(status)
         # how the script ends is not up to its report
@@ -114,7 +129,7 @@ class Session:
     def _finish(self, status: str) -> None:
         loops = self.loops
         if loops.fault:
-            _say(f"the end of the training was not watched, by a fault of ours: {loops.fault}")
+            _say(f"the training was not watched to its end: {loops.fault}")
         loops.finish(completed=status == "completed")
         clock = loops.clock
         if clock is None:
@@ -123,8 +138,10 @@ class Session:
         if loops.rank:
             _write_rank(self._rank_figures(clock.total()))
             return
+        if self._board is None or self._place is None:
+            # there is no folder for it
+            return
         self._window(clock)
-        assert self._board is not None and self._place is not None
         with self._stack:
             report = self._report(clock, status)
             self._board.report(report)
