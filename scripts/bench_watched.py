@@ -356,7 +356,7 @@ have, as the script had them before the runs. The launches are those of an emula
 {markdown(gains)}
 
 Each script runs as it is, and then with the arguments of the DataLoader that `wellfed watch` said,
-in turns. Measured: samples/s that the script counts itself, from its fourth batch to its end, times
+in turns. Measured: samples/s that the script counts itself, from its 21st batch to its end, times
 those of the run before; medians (least to most).
 
 To repeat: `uv run --with traceml-ai scripts/bench_watched.py --write`.

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from harness.feed.interface import FeedSettings
 from harness.hooks.loops import Followed
-from harness.watch.bottleneck import HARM
 from harness.watch.evidence import Evidence, StallBreakdown
 from harness.watch.verdict import Verdict
 
-# beyond what steps take on average: samples are uneven
-_SPARE = 1.1
 # our settings, and what somebody's loop has in their place; the value follows "="
 _WORDS: Mapping[str, str] = {
     "loader.num_workers": "num_workers={}",
@@ -50,22 +46,19 @@ class Change:
         return f"{text}. {self.note}" if self.note else text
 
 
-def better(evidence: Evidence, followed: Followed) -> Change | None:
-    """Returns the loader's arguments that feed the steps, by what its workers took in this run.
+def better(verdict: Verdict, evidence: Evidence, followed: Followed) -> Change | None:
+    """Returns the loader's arguments by which ``verdict`` has the workers feed the steps.
 
-    None: nothing tells, or no number of workers gives a twentieth more.
+    None: it asks for no more workers.
     """
     found = StallBreakdown(evidence)
-    cost = found.cost
-    if cost is None or not found.rate or found.starved < HARM / 2:
-        return None
     own = followed.settings
-    reachable = min(found.could(), found.ceiling * found.rate)
-    most = max(8, int(4 * evidence.cores))
-    workers = min(most, max(1, math.ceil(_SPARE * reachable * cost.wall_s)))
-    gain = min(reachable, workers / cost.wall_s) / found.rate
-    if gain < 1.05 or workers <= own.num_workers:
+    named = re.fullmatch(r"loader\.num_workers=(\d+)", verdict.next_step or "")
+    if named is None or found.cost is None or int(named[1]) <= own.num_workers:
         return None
+    workers = int(named[1])
+    reachable = min(found.could(), found.ceiling * found.rate)
+    gain = min(reachable, workers / found.cost.wall_s) / found.rate
     arguments: dict[str, object] = {"num_workers": workers}
     if not own.persistent_workers and followed.passes > 1:
         arguments["persistent_workers"] = True
@@ -126,18 +119,13 @@ def stage_names(evidence: Evidence) -> list[str]:
     return [name for name, cost in stages.items() if cost.wall_s]
 
 
-def in_words(
-    verdict: Verdict, settings: FeedSettings, where: str, change: Change | None
-) -> Verdict:
+def in_words(verdict: Verdict, settings: FeedSettings, where: str) -> Verdict:
     """Returns ``verdict`` with what to try as somebody's own loop has it."""
 
     def word(found: re.Match[str]) -> str:
         name, value = found.groups()
         if name == "loader.autotune":
-            workers = change.arguments["num_workers"] if change else None
-            if workers is None:
-                return f"other arguments of the DataLoader at {where} (wellfed.tune finds them)"
-            name, value = "loader.num_workers", str(workers)
+            return f"other arguments of the DataLoader at {where} (wellfed.tune finds them)"
         text = _WORDS.get(name, f"{name}={{}}").format(value)
         if name.startswith("loader."):
             now = getattr(settings, name.removeprefix("loader."), None)

@@ -177,10 +177,8 @@ class Session:
         verdict = judge(evidence)
         if main is None:
             return evidence, verdict, None
-        change = None
-        if verdict.bottleneck not in ("unknown", "transport"):
-            change = advice.better(evidence, main)
-        return evidence, advice.in_words(verdict, main.settings, main.where, change), change
+        change = advice.better(verdict, evidence, main)
+        return evidence, advice.in_words(verdict, main.settings, main.where), change
 
     def _report(self, clock: StepClock, status: str) -> dict[str, Any]:
         """Returns ``report.json``, as a run of our own leaves it."""

@@ -124,6 +124,7 @@ class Timeline:
         # by which the next block is held back
         self._hold_s = 0.0
         self._held = 0  # blocks that were
+        self._copies = 0  # for the last block
         self.ends_s = list[float]()
         self._keep_steps = keep_steps
         # after the host, the device ended epochs' first steps
@@ -152,15 +153,8 @@ class Timeline:
         slot.stepped_s = None
         self._fresh = False
         slot.whole = False
-        if self._hold_s and self._events.delay and not first:
-            slot.whole = slot.fresh = True
-            self._held += 1
-            self._events.delay(self._hold_s)
-            self._hold_s = 0.0
         slot.stream = self._events.stream()
-        slot.mark_s = self._now()
-        slot.mark.record(self._events.idle)
-        slot.start.record(slot.stream)
+        self._start(slot)
 
     def copied(self, copy: Copy) -> None:
         """Take a copy: of the next block, or of the running one, which begins behind it."""
@@ -169,34 +163,45 @@ class Timeline:
             self.copies.append(copy)
             return
         slot.copies = (*slot.copies, copy)
-        stream = self._events.stream()
         # a copy on another stream delays nothing here
-        if stream == slot.stream:
-            slot.mark_s = self._now()
-            slot.mark.record(self._events.idle)
-            slot.start.record(stream)
+        if self._events.stream() == slot.stream:
+            self._start(slot)
+
+    def _start(self, slot: _Slot) -> None:
+        """Let a block begin here, unless a copy for it follows."""
+        # a copy from pageable memory would wait for a device that is held back
+        copied = len(slot.copies) >= self._copies
+        if self._hold_s and self._events.delay and copied and not slot.first:
+            slot.whole = slot.fresh = True
+            self._held += 1
+            self._events.delay(self._hold_s)
+            self._hold_s = 0.0
+        slot.mark_s = self._now()
+        slot.mark.record(self._events.idle)
+        slot.start.record(slot.stream)
 
     def mark_end(self) -> None:
         """Let the running block end here, unless this is called again."""
-        if self._running is not None:
-            self._running.end.record(self._running.stream)
+        slot = self._running
+        if slot is not None:
+            slot.end.record(slot.stream)
+            slot.whole = slot.whole and not slot.start.query()
             self._marked = True
 
     def end(self, *, whole: bool) -> None:
         """End the block; one that is not ``whole`` is left out."""
+        if not self._marked:
+            self.mark_end()
         slot = self._running
-        marked = self._marked
         self._running = None
         self._marked = False
         self._fresh |= not whole
         if slot is None:
             return
+        self._copies = len(slot.copies)
         if self._fresh:
             self._free.append(slot)
             return
-        if not marked:
-            slot.end.record(self._events.stream())
-        slot.whole = slot.whole and not slot.start.query()
         self._pending.append(slot)
         self._unended += 1
 

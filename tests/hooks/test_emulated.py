@@ -172,6 +172,10 @@ def _copies(own: EmulatedDevice, script: Script) -> Iterator[None]:
         pytest.param(Script(loader_s=15e-3, optimizers=2, read=True), id="two optimizers"),
         pytest.param(Script(loader_s=24e-3, evaluate_every=20), id="evaluation amid an epoch"),
         pytest.param(Script(device_s=3e-3, loader_s=4e-3), id="launches"),
+        pytest.param(
+            Script(device_s=3e-3, loader_s=4e-3, pinned=False), id="launches, pageable copies"
+        ),
+        pytest.param(Script(device_s=3e-3, loader_s=4e-3, read=True), id="launches, loss read"),
     ],
 )
 def test_shares_are_those_of_the_device(script: Script) -> None:
