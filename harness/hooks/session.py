@@ -189,7 +189,7 @@ class Session:
         if loops.world_size > 1:
             ranks = (self._rank_figures(total), *_read_ranks(loops.world_size, self._began))
         evidence, verdict, change = self._judged(total, ranks)
-        offered = None
+        offered = ""
         if main and verdict.bottleneck in ("decode", "augment", "workers"):
             offered = advice.offered(evidence, main)
         own = accelerator.of(loops.device)
@@ -208,7 +208,6 @@ class Session:
             "loader": main and main.settings,
             "loaders": [_told(each) for each in loops.followed],
             "change": change,
-            "offered": offered,
             "expected": [str(each) for each in (change, offered) if each],
             "verdict": verdict,
             "environment": environment(own.name if own.kind == "cuda" else None),
