@@ -39,7 +39,7 @@ def watching(
     place = None if out is None else Path(out)
     session = Session(name or sys.argv[0], place, tensorboard, time.perf_counter())
     status = "failed"
-    with patches.installed(session.loops):
+    with session.hooked():
         try:
             yield session
             status = "completed"
@@ -98,6 +98,6 @@ def watched(loader: Iterable[Batch]) -> Watched[Batch]:
         session.tells_passes = True
         stack = ExitStack()
         stack.callback(session.finish, "completed")
-        stack.enter_context(patches.installed(session.loops))
+        stack.enter_context(session.hooked())
         atexit.register(stack.close)
     return Watched(loader, session)

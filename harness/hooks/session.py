@@ -8,14 +8,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
 from harness.feed.interface import FeedSettings
-from harness.hooks import advice
+from harness.hooks import advice, patches
 from harness.hooks.loops import Followed, Loops
 from harness.page import document
 from harness.runtime import accelerator, folder, limits
@@ -30,6 +31,9 @@ from harness.watch.goodput import Course
 from harness.watch.host import HostSource, Sampler, environment
 from harness.watch.verdict import Verdict, judge
 
+# the function of that name hides the module
+_spawn: Any = import_module("torch.multiprocessing.spawn")
+_torchs_wrap = _spawn._wrap
 # where batches come from no loader that is seen
 _NO_LOADER = FeedSettings(1, 0, False, None, False, 0.0, "")
 # for the other ranks' figures, at the end
@@ -63,7 +67,7 @@ class Session:
         self._stack = ExitStack()
         self._board: Board | None = None
         self._sampler: Sampler | None = None
-        self._finished = False
+        self._finished = self._has_children = False
         # say a line at the end of each pass
         self.tells_passes = False
 
@@ -107,6 +111,17 @@ class Session:
             sources.append(GpuSource(uuid))
         self._sampler = self._stack.enter_context(Sampler(sources, _SAMPLE_S))
 
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Watches what happens in the block, in what ``torch.multiprocessing`` spawns too."""
+        started = _spawn._wrap = _Started(self._name, self._place, self._tensorboard)
+        try:
+            with patches.installed(self.loops):
+                yield
+        finally:
+            _spawn._wrap = _torchs_wrap
+            self._has_children = started.is_sent
+
     def verdict(self) -> Verdict:
         """Returns what bounds the steps so far; in the words of the loop."""
         clock = self.loops.clock
@@ -133,7 +148,9 @@ class Session:
         loops.finish(completed=status == "completed")
         clock = loops.clock
         if clock is None:
-            _say(f"no training was seen: {self._why_not()}")
+            # those that it started tell theirs
+            if not self._has_children:
+                _say(f"no training was seen: {self._why_not()}")
             return
         if loops.rank:
             _write_rank(self._rank_figures(clock.total()))
@@ -249,6 +266,33 @@ class Session:
             if each.elsewhere:
                 yield f"not seen       the DataLoader at {each.where}: another thread iterates it"
         yield f"look at it     {os.path.relpath(self._place / 'report.html')}"
+
+
+class _Started:
+    """Runs a process of ``torch.multiprocessing.spawn``, watched; pickles to that process.
+
+    ``is_sent``: there is one.
+    """
+
+    is_sent = False
+
+    def __init__(self, name: str, place: Path | None, tensorboard: bool) -> None:
+        self._args = name, place, tensorboard
+
+    def __reduce__(self) -> tuple[object, ...]:
+        self.is_sent = True
+        return _Started, self._args
+
+    def __call__(self, *args: Any) -> None:
+        """Does what torch does in the process."""
+        session = Session(*self._args, began_s=time.perf_counter())
+        status = "failed"
+        try:
+            with session.hooked():
+                _torchs_wrap(*args)
+            status = "completed"
+        finally:
+            session.finish(status)
 
 
 def _local_ranks() -> int:
