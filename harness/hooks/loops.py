@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -39,7 +40,8 @@ class Followed:
     Attributes:
         where: the file and line that made it.
         settings: with torch's names.
-        dataset: its identity: a loader may be made again for each epoch.
+        dataset: the identity and length of its data set, by which a loader is known that is made
+            again for each epoch.
         images: its data set, if that is torchvision's folder of images.
         meter: what its workers do; None until it is iterated over, and where that is not seen.
         trains: whether an optimizer has stepped during a pass over it.
@@ -51,7 +53,7 @@ class Followed:
 
     where: str
     settings: FeedSettings
-    dataset: int = 0
+    dataset: tuple[int, int] = (0, 0)
     images: Any = None
     meter: Meter | None = None
     trains: bool = False
@@ -348,19 +350,27 @@ class Loops:
 
     def _new(self, loader: Any) -> Followed:
         dataset = getattr(loader, "dataset", None)
+        length = 0
+        with suppress(TypeError):
+            length = len(dataset)  # type: ignore[arg-type]
         folder = sys.modules.get("torchvision.datasets.folder")
         images = None
         if folder is not None and isinstance(dataset, folder.DatasetFolder):
             images = dataset
-        own = self._known[loader] = Followed(_caller(), _settings(loader), id(dataset), images)
+        known = id(dataset), length
+        own = self._known[loader] = Followed(_caller(), _settings(loader), known, images)
         return own
 
     def _loader(self, loader: Any) -> Followed:
         """Returns what is known of a loader that is used."""
         own = self._known.get(loader) or self._new(loader)
+        alive = [id(each) for each in self._known.values()]
         for other in self.followed:
-            same = (other.where, other.settings, other.dataset)
-            if same == (own.where, own.settings, own.dataset):
+            if (other.where, other.settings) == (own.where, own.settings) and (
+                other.dataset[0] == own.dataset[0]
+                # with a data set that is made again too
+                or (other.dataset[1] == own.dataset[1] and id(other) not in alive)
+            ):
                 self._known[loader] = other
                 return other
         self.followed.append(own)
