@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from threading import get_ident
@@ -199,8 +199,12 @@ class Loops:
         loader.batches += 1
         tensors = list(islice(_tensors(batch), _MOST_TENSORS))
         self.batch_ids = frozenset(map(id, tensors))
+        samples = _samples(batch, tensors)
+        if not loader.settings.batch_size:
+            # the data set makes its batches itself
+            loader.settings = replace(loader.settings, batch_size=samples)
         if clock is None or own.told:
-            self._samples += _samples(batch, tensors)
+            self._samples += samples
         if clock is None or not own.told:
             if torch.is_grad_enabled():
                 own.graded = True
@@ -386,7 +390,7 @@ def _settings(loader: Any) -> FeedSettings:
 
     batches = told("batch_sampler", None)
     return FeedSettings(
-        told("batch_size", getattr(batches, "batch_size", 1)),
+        told("batch_size", getattr(batches, "batch_size", 0)),
         told("num_workers", 0),
         told("pin_memory", False),
         told("prefetch_factor", None),
