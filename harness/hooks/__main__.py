@@ -44,13 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, SyntaxError, ImportError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return tell([ConfigError(f"{printable(typed.script)}: {why}; give a Python script")])
-    from harness.hooks import patches
     from harness.hooks.session import Session
 
     sys.argv = [module.__file__ or typed.script, *typed.rest]
     sys.modules["__main__"] = module
     session = Session(typed.script, typed.out, not typed.no_tensorboard, BEGAN_S)
-    with _reporting(session), patches.installed(session.loops):
+    with _reporting(session), session.hooked():
         exec(code, module.__dict__)
     return 0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from harness.feed.interface import FeedSettings
 from harness.hooks.loops import Followed
 from harness.watch.evidence import Evidence, StallBreakdown
+from harness.watch.stages import GROUPS, LOAD
 from harness.watch.verdict import Verdict
 
 # our settings, and what somebody's loop has in their place; the value follows "="
@@ -66,58 +67,36 @@ def better(verdict: Verdict, evidence: Evidence, followed: Followed) -> Change |
     if evidence.device == "cuda" and not own.pin_memory:
         arguments["pin_memory"] = True
     note = ""
-    if any(name not in ("load", "sample", "collate", "share") for name in stage_names(evidence)):
+    stages = evidence.stages.stages if evidence.stages else {}
+    if any(cost.wall_s and name not in GROUPS for name, cost in stages.items()):
         note = "Random transforms draw other numbers: each worker has a seed of its own"
     return Change(followed.where, arguments, gain, note)
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What ``wellfed.faster`` would give.
-
-    Attributes:
-        gain: times the samples/s of now.
-        share: of a sample's time that is left.
-        difference: of the pixels, mean, in grey levels of 255.
-    """
-
-    gain: float
-    share: float
-    difference: float
-
-    def __str__(self) -> str:
-        return (
-            f"dataset = wellfed.faster(dataset): a sample takes {self.share:.0%} of the time, "
-            f"pixels differ by {self.difference:.2g} of 255: about {self.gain:.2g}x as fast"
-        )
-
-
-def offered(evidence: Evidence, followed: Followed) -> Offer | None:
-    """Returns what this project's decoding would give; None: next to nothing, or nobody can tell.
+def offered(evidence: Evidence, followed: Followed) -> str:
+    """Returns what this project's decoding would give; empty: next to nothing, or nobody can tell.
 
     Reads and decodes some images of the data set.
     """
-    found = StallBreakdown(evidence)
-    if followed.images is None or found.cost is None or not found.rate:
-        return None
+    ceiling = StallBreakdown(evidence).ceiling
+    if followed.images is None or evidence.stages is None:
+        return ""
     # imports torchvision
     from harness.hooks.faster import trial
 
     tried = trial(followed.images)
     if tried is None:
-        return None
-    share = tried.after_s / tried.before_s
-    # waiting for files, and putting batches together, take as long as before
-    sample = sum(found.cost.parts.get(kind, 0.0) for kind in ("decode", "augment"))
-    left = 1 - sample * (1 - share)
-    gain = min(found.ceiling, 1 / left)
-    return Offer(gain, share, tried.difference) if gain >= 1.05 else None
-
-
-def stage_names(evidence: Evidence) -> list[str]:
-    """Returns the stages on which workers spent time."""
-    stages = evidence.stages.stages if evidence.stages else {}
-    return [name for name, cost in stages.items() if cost.wall_s]
+        return ""
+    wall_s = {name: cost.wall_s for name, cost in evidence.stages.stages.items()}
+    done_s = sum(wall_s.get(name, 0.0) for name in (LOAD, *tried.steps))
+    left = 1 - done_s / sum(wall_s.values()) * (1 - tried.share)
+    gain = min(ceiling, 1 / left)
+    if gain < 1.05:
+        return ""
+    return (
+        f"dataset = wellfed.faster(dataset): loading and cutting an image takes {tried.share:.0%} "
+        f"of the time, pixels differ by {tried.difference:.2g} of 255: about {gain:.2g}x as fast"
+    )
 
 
 def in_words(verdict: Verdict, settings: FeedSettings, where: str) -> Verdict:

@@ -12,7 +12,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from threading import get_ident
@@ -39,7 +40,8 @@ class Followed:
     Attributes:
         where: the file and line that made it.
         settings: with torch's names.
-        dataset: its identity: a loader may be made again for each epoch.
+        dataset: the identity and length of its data set, by which a loader is known that is made
+            again for each epoch.
         images: its data set, if that is torchvision's folder of images.
         meter: what its workers do; None until it is iterated over, and where that is not seen.
         trains: whether an optimizer has stepped during a pass over it.
@@ -51,7 +53,7 @@ class Followed:
 
     where: str
     settings: FeedSettings
-    dataset: int = 0
+    dataset: tuple[int, int] = (0, 0)
     images: Any = None
     meter: Meter | None = None
     trains: bool = False
@@ -197,8 +199,12 @@ class Loops:
         loader.batches += 1
         tensors = list(islice(_tensors(batch), _MOST_TENSORS))
         self.batch_ids = frozenset(map(id, tensors))
+        samples = _samples(batch, tensors)
+        if not loader.settings.batch_size:
+            # the data set makes its batches itself
+            loader.settings = replace(loader.settings, batch_size=samples)
         if clock is None or own.told:
-            self._samples += _samples(batch, tensors)
+            self._samples += samples
         if clock is None or not own.told:
             if torch.is_grad_enabled():
                 own.graded = True
@@ -285,7 +291,8 @@ class Loops:
 
     def backward(self) -> None:
         """Take note that gradients are about to be computed."""
-        if self._handed_s is not None and self._here():
+        # the first one takes longer
+        if self.clock and self._handed_s is not None and self._here():
             self.forward_s += self._now() - self._handed_s
             self.forwards += 1
             self._handed_s = None
@@ -347,19 +354,27 @@ class Loops:
 
     def _new(self, loader: Any) -> Followed:
         dataset = getattr(loader, "dataset", None)
+        length = 0
+        with suppress(TypeError):
+            length = len(dataset)  # type: ignore[arg-type]
         folder = sys.modules.get("torchvision.datasets.folder")
         images = None
         if folder is not None and isinstance(dataset, folder.DatasetFolder):
             images = dataset
-        own = self._known[loader] = Followed(_caller(), _settings(loader), id(dataset), images)
+        known = id(dataset), length
+        own = self._known[loader] = Followed(_caller(), _settings(loader), known, images)
         return own
 
     def _loader(self, loader: Any) -> Followed:
         """Returns what is known of a loader that is used."""
         own = self._known.get(loader) or self._new(loader)
+        alive = [id(each) for each in self._known.values()]
         for other in self.followed:
-            same = (other.where, other.settings, other.dataset)
-            if same == (own.where, own.settings, own.dataset):
+            if (other.where, other.settings) == (own.where, own.settings) and (
+                other.dataset[0] == own.dataset[0]
+                # with a data set that is made again too
+                or (other.dataset[1] == own.dataset[1] and id(other) not in alive)
+            ):
                 self._known[loader] = other
                 return other
         self.followed.append(own)
@@ -375,7 +390,7 @@ def _settings(loader: Any) -> FeedSettings:
 
     batches = told("batch_sampler", None)
     return FeedSettings(
-        told("batch_size", getattr(batches, "batch_size", 1)),
+        told("batch_size", getattr(batches, "batch_size", 0)),
         told("num_workers", 0),
         told("pin_memory", False),
         told("prefetch_factor", None),

@@ -18,9 +18,6 @@ from harness.watch.verdict import Verdict
 
 Batch = TypeVar("Batch")
 
-# that of ``watched``, which lasts until the process ends
-_lasting: Session | None = None
-
 
 @contextmanager
 def watching(
@@ -29,20 +26,20 @@ def watching(
     """Watches all training in the block, and reports at its end, however it ends.
 
     Loaders, optimizer steps and copies are found as ``wellfed watch`` finds them. Nothing of the
-    training changes.
+    training changes. Inside of what is watched already, the report is the outer one's.
 
     Args:
         out: folder for the report; None: ``outputs/<date>/<time>``.
         name: what the report calls the run; None: the script's.
         tensorboard: whether to write an event file.
-
-    Raises:
-        RuntimeError: another ``watching`` or ``watched`` is under way.
     """
+    if Session.running is not None:
+        yield Session.running
+        return
     place = None if out is None else Path(out)
     session = Session(name or sys.argv[0], place, tensorboard, time.perf_counter())
     status = "failed"
-    with patches.installed(session.loops):
+    with session.hooked():
         try:
             yield session
             status = "completed"
@@ -95,20 +92,12 @@ def watched(loader: Iterable[Batch]) -> Watched[Batch]:
     A line at the end of each pass, and at the end of the process the report. The loader may be
     torch's or any other iterable; an optimizer of torch's must step in the same thread.
     """
-    global _lasting
-    if _lasting is None:
+    session = Session.running
+    if session is None:
         session = Session(sys.argv[0], None, tensorboard=True, began_s=time.perf_counter())
         session.tells_passes = True
         stack = ExitStack()
-        stack.enter_context(patches.installed(session.loops))
-        _lasting = session
-        atexit.register(_end, stack)
-    return Watched(loader, _lasting)
-
-
-def _end(stack: ExitStack) -> None:
-    global _lasting
-    stack.close()
-    if _lasting is not None:
-        _lasting.finish("completed")
-        _lasting = None
+        stack.callback(session.finish, "completed")
+        stack.enter_context(session.hooked())
+        atexit.register(stack.close)
+    return Watched(loader, session)

@@ -17,8 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 from torch.utils.data._utils import worker as _torch_worker
 
+from harness.config import ConfigError
 from harness.hooks import workers
 from harness.hooks.loops import Followed, Loops
+from harness.runtime.errors import RunError
 
 _worker: Any = _torch_worker
 # those of this process
@@ -29,8 +31,6 @@ _loops: Loops | None = None
 def installed(loops: Loops) -> Iterator[None]:
     """Tells ``loops`` of all that torch does in the block."""
     global _loops
-    if _loops is not None:
-        raise RuntimeError("training is watched already: leave out one of the two ways")
     with ExitStack() as stack:
         for owner, name, around in (
             (dataloader.DataLoader, "__init__", _making),
@@ -65,7 +65,10 @@ def _safely(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         return method(*args, **named)
     except Exception as error:
         if _loops is not None:
-            _loops.fault = f"{type(error).__name__}: {error}"
+            known = isinstance(error, RunError | ConfigError)
+            _loops.fault = (
+                str(error) if known else f"a fault of ours, {type(error).__name__}: {error}"
+            )
         _loops = None
         return None
 

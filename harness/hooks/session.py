@@ -8,13 +8,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from importlib import import_module
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from harness.feed.interface import FeedSettings
-from harness.hooks import advice
+from harness.hooks import advice, patches
 from harness.hooks.loops import Followed, Loops
 from harness.page import document
 from harness.runtime import accelerator, folder, limits
@@ -24,11 +26,14 @@ from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.device import GpuSource, Source
 from harness.watch.evidence import Evidence, RankFigures
-from harness.watch.figures import Tag, Window, by_name, by_tag
+from harness.watch.figures import Tag, Window, by_tag, told
 from harness.watch.goodput import Course
 from harness.watch.host import HostSource, Sampler, environment
 from harness.watch.verdict import Verdict, judge
 
+# the function of that name hides the module
+_spawn: Any = import_module("torch.multiprocessing.spawn")
+_torchs_wrap = _spawn._wrap
 # where batches come from no loader that is seen
 _NO_LOADER = FeedSettings(1, 0, False, None, False, 0.0, "")
 # for the other ranks' figures, at the end
@@ -44,9 +49,15 @@ class Session:
         place: the folder for the report; None: ``outputs/<date>/<time>``.
         tensorboard: whether an event file is written.
         began_s: when the command began, on ``time.perf_counter``.
+
+    Attributes:
+        running: the session of this process, until it is finished.
     """
 
+    running: ClassVar[Session | None] = None
+
     def __init__(self, name: str, place: Path | None, tensorboard: bool, began_s: float) -> None:
+        Session.running = self
         self.loops = Loops(self._open, self._window, self._passed)
         self._name = name
         self._place = place
@@ -56,7 +67,7 @@ class Session:
         self._stack = ExitStack()
         self._board: Board | None = None
         self._sampler: Sampler | None = None
-        self._finished = False
+        self._finished = self._has_children = False
         # say a line at the end of each pass
         self.tells_passes = False
 
@@ -83,7 +94,14 @@ class Session:
             return
         if self._place is None:
             self._place = folder.new_folder(Path("outputs"))
+        wanted = self._place
+        # the report of an earlier run stays
+        for number in count(1):
+            if not (self._place / "report.json").exists():
+                break
+            self._place = wanted.with_name(f"{wanted.name}-{number}")
         folder.own(self._place)
+        self._stack.callback(folder.release, self._place)
         board = Board(self._place, tensorboard=self._tensorboard)
         self._board = self._stack.enter_context(board)
         # other ranks on this machine would count as others
@@ -92,6 +110,17 @@ class Session:
         if uuid := accelerator.of(self.loops.device).uuid:
             sources.append(GpuSource(uuid))
         self._sampler = self._stack.enter_context(Sampler(sources, _SAMPLE_S))
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Watches what happens in the block, in what ``torch.multiprocessing`` spawns too."""
+        started = _spawn._wrap = _Started(self._name, self._place, self._tensorboard)
+        try:
+            with patches.installed(self.loops):
+                yield
+        finally:
+            _spawn._wrap = _torchs_wrap
+            self._has_children = started.is_sent
 
     def verdict(self) -> Verdict:
         """Returns what bounds the steps so far; in the words of the loop."""
@@ -105,6 +134,7 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        Session.running = None
         try:
             self._finish(status)
         # how the script ends is not up to its report
@@ -114,17 +144,21 @@ class Session:
     def _finish(self, status: str) -> None:
         loops = self.loops
         if loops.fault:
-            _say(f"the end of the training was not watched, by a fault of ours: {loops.fault}")
+            _say(f"the training was not watched to its end: {loops.fault}")
         loops.finish(completed=status == "completed")
         clock = loops.clock
         if clock is None:
-            _say(f"no training was seen: {self._why_not()}")
+            # those that it started tell theirs
+            if not self._has_children:
+                _say(f"no training was seen: {self._why_not()}")
             return
         if loops.rank:
             _write_rank(self._rank_figures(clock.total()))
             return
+        if self._board is None or self._place is None:
+            # there is no folder for it
+            return
         self._window(clock)
-        assert self._board is not None and self._place is not None
         with self._stack:
             report = self._report(clock, status)
             self._board.report(report)
@@ -172,7 +206,7 @@ class Session:
         if loops.world_size > 1:
             ranks = (self._rank_figures(total), *_read_ranks(loops.world_size, self._began))
         evidence, verdict, change = self._judged(total, ranks)
-        offered = None
+        offered = ""
         if main and verdict.bottleneck in ("decode", "augment", "workers"):
             offered = advice.offered(evidence, main)
         own = accelerator.of(loops.device)
@@ -183,20 +217,14 @@ class Session:
             "epochs": main.passes if main else 0,
             "steps": loops.updates,
             "world_size": loops.world_size,
-            **by_name(total.of_ranks(loops.world_size)),
-            "shares": total.shares or None,
-            "wait_parts": total.wait_parts or None,
-            "host_parts_s": total.host_parts_s or None,
-            "stall_basis": total.stall_basis,
+            **told(total, loops.world_size),
             "gpu_utilization": evidence.sampled.get(Tag.GPU_UTILIZATION),
             "sampled": evidence.sampled or None,
             "ranks": evidence.ranks or None,
-            "pauses_s": total.pauses_s,
             "goodput": self._course.goodput(total),
             "loader": main and main.settings,
             "loaders": [_told(each) for each in loops.followed],
             "change": change,
-            "offered": offered,
             "expected": [str(each) for each in (change, offered) if each],
             "verdict": verdict,
             "environment": environment(own.name if own.kind == "cuda" else None),
@@ -208,19 +236,11 @@ class Session:
         return {key: value for key, value in found.items() if value is not None}
 
     def _rank_figures(self, total: Window) -> RankFigures:
-        mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
-        host = total.shares.get("host")
         loops = self.loops
         forward_ms = None
         if loops.forwards and loops.device.type == "cpu":
             forward_ms = 1e3 * loops.forward_s / loops.forwards
-        return RankFigures(
-            rank=loops.rank,
-            step_ms=total.step_ms.median if total.step_ms else 0.0,
-            stalled_ms=(total.stall_fraction or 0.0) * mean_ms,
-            host_ms=None if host is None else host * mean_ms,
-            forward_ms=forward_ms,
-        )
+        return RankFigures.of(loops.rank, total, forward_ms)
 
     def _words(self, report: dict[str, Any]) -> Iterator[str]:
         """Iterates over the closing lines."""
@@ -246,6 +266,33 @@ class Session:
             if each.elsewhere:
                 yield f"not seen       the DataLoader at {each.where}: another thread iterates it"
         yield f"look at it     {os.path.relpath(self._place / 'report.html')}"
+
+
+class _Started:
+    """Runs a process of ``torch.multiprocessing.spawn``, watched; pickles to that process.
+
+    ``is_sent``: there is one.
+    """
+
+    is_sent = False
+
+    def __init__(self, name: str, place: Path | None, tensorboard: bool) -> None:
+        self._args = name, place, tensorboard
+
+    def __reduce__(self) -> tuple[object, ...]:
+        self.is_sent = True
+        return _Started, self._args
+
+    def __call__(self, *args: Any) -> None:
+        """Does what torch does in the process."""
+        session = Session(*self._args, began_s=time.perf_counter())
+        status = "failed"
+        try:
+            with session.hooked():
+                _torchs_wrap(*args)
+            status = "completed"
+        finally:
+            session.finish(status)
 
 
 def _local_ranks() -> int:

@@ -169,6 +169,11 @@ def own(folder: Path) -> Path:
     return folder
 
 
+def release(folder: Path) -> None:
+    """Lets others own ``folder``, which this process owns."""
+    _owned.pop(folder.resolve() / ".lock").close()
+
+
 def refuse_used(folder: Path) -> None:
     """Refuses a folder that holds a run already: a second run would mix with the first.
 

@@ -138,15 +138,7 @@ class Engine:
             if self.world.size > 1:
                 # what tells this rank from the others
                 total = self.watch.clock.total()
-                mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
-                host = total.shares.get("host")
-                own = RankFigures(
-                    rank=self.world.rank,
-                    step_ms=total.step_ms.median if total.step_ms else 0.0,
-                    stalled_ms=(total.stall_fraction or 0.0) * mean_ms,
-                    host_ms=None if host is None else host * mean_ms,
-                    forward_ms=self.step.forward_ms,
-                )
+                own = RankFigures.of(self.world.rank, total, self.step.forward_ms)
                 self.ranks = tuple(self.world.gathered(own))
             self.status = "completed"
 

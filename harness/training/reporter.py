@@ -20,7 +20,7 @@ from harness.training.engine import Engine
 from harness.watch.board import BAD_SAMPLES
 from harness.watch.console import say
 from harness.watch.evidence import Evidence
-from harness.watch.figures import Tag, Window, by_name
+from harness.watch.figures import Tag, Window, told
 from harness.watch.host import environment
 from harness.watch.stages import StageTotals
 from harness.watch.verdict import Verdict, judge
@@ -137,18 +137,13 @@ class Reporter:
             **_progress(engine),
             "world_size": world.size,
             "global_batch_size": images,
-            **by_name(total.of_ranks(world.size)),
-            "shares": total.shares or None,
-            "wait_parts": total.wait_parts or None,
-            "host_parts_s": total.host_parts_s or None,
-            "stall_basis": total.stall_basis,
+            **told(total, world.size),
             "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
             "gpu_memory": engine.memory.peaks,
             "skipped_updates": engine.skipped,
             "bad_samples": len(engine.replaced) or None,
             "sampled": sampled or None,
             "ranks": engine.ranks or None,
-            "pauses_s": total.pauses_s,
             "goodput": engine.watch.course.goodput(total),
             "turns_ms": engine.turns_ms or None,
             "loader": settings,

@@ -32,6 +32,19 @@ class RankFigures:
     host_ms: float | None
     forward_ms: float | None
 
+    @classmethod
+    def of(cls, rank: int, total: Window, forward_ms: float | None) -> RankFigures:
+        """Returns the figures of a rank's whole run."""
+        mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
+        host = total.shares.get("host")
+        return cls(
+            rank=rank,
+            step_ms=total.step_ms.median if total.step_ms else 0.0,
+            stalled_ms=(total.stall_fraction or 0.0) * mean_ms,
+            host_ms=None if host is None else host * mean_ms,
+            forward_ms=forward_ms,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:

@@ -311,9 +311,15 @@ def by_tag(window: Window) -> dict[str, float | Spread | None]:
     return {figure.tag: getattr(window, name) for name, figure in STEP_FIGURES.items()}
 
 
-def by_name(window: Window) -> dict[str, float | Spread | None]:
-    """Returns the figures of ``window`` by name."""
-    return {name: getattr(window, name) for name in STEP_FIGURES}
+def told(total: Window, ranks: int) -> dict[str, Any]:
+    """Returns what ``report.json`` has of a whole run of so many ranks; what is empty is None."""
+    mappings = ("shares", "wait_parts", "host_parts_s")
+    return {
+        **{name: getattr(total.of_ranks(ranks), name) for name in STEP_FIGURES},
+        **{name: getattr(total, name) or None for name in mappings},
+        "stall_basis": total.stall_basis,
+        "pauses_s": total.pauses_s,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,16 @@ def test_two_optimizers_make_one_step(loops: Loops, time: Time) -> None:
     assert total.shares["compute"] == pytest.approx(2 * STEP_S / (WAIT_S + 2 * STEP_S + 0.01))
 
 
+def test_a_loader_made_again_is_the_same(loops: Loops, time: Time) -> None:
+    """With a new data set for each epoch, too: what is kept does not grow."""
+    train = Training(time)
+    for _ in range(5):
+        for batch in loader(time):
+            train(batch)
+    check(told(loops), 25)
+    assert [(each.passes, each.batches) for each in loops.followed] == [(5, 30)]
+
+
 def test_a_loader_of_another_thread_is_not_counted(loops: Loops, time: Time) -> None:
     """Where a thread of the script's prefetches, its waits are nobody's."""
     train = Training(time)
@@ -257,4 +267,5 @@ def test_a_fault_of_ours_ends_the_watching_alone(
             train(batch)
             count += 1
     assert count == 12
-    assert (loops.fault, loops.updates) == ("LookupError: a batch of a new kind", 0)
+    assert loops.fault == "a fault of ours, LookupError: a batch of a new kind"
+    assert loops.updates == 0

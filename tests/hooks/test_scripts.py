@@ -238,6 +238,15 @@ def test_whole_commands(run_anew: Start, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_the_script_spawns(tmp_path: Path, run_anew: Start) -> None:
+    """The first of them reports, and the process that waits for them says nothing."""
+    found = run_anew("spawned.py", "store")
+    report = found.equal()
+    assert (report["steps"], report["world_size"], len(report["ranks"])) == (24, 2, 2)
+    assert "no training was seen" not in found.watched.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ranks.py", "imagenet.py"])
 def test_two_ranks(tmp_path: Path, tree: Path, name: str) -> None:
     """Under torchrun the first rank reports, with the figures of both."""

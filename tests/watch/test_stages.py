@@ -386,3 +386,25 @@ def test_stamps_tell_when_a_batch_was_made_and_when_it_came(
     assert received == (1000.0, 1006.0, 1009.0, 1009.0)
     clocks.go(0.5, 0.0)
     assert received.pin_memory() == (1000.0, 1006.0, 1009.0, 1009.5)
+
+
+@pytest.mark.parametrize("timed", [4, 1], ids=["each sample", "the batch as one"])
+def test_putting_together_may_follow_the_samples(clocks: Clocks, timed: int) -> None:
+    """What follows ``collate`` is no sample's, where a batch is timed as one sample too."""
+    meter = StageMeter(STAGES, 0)
+    timer = clocks.timer(meter)
+    timers = timer.begin(timed)
+    assert timers is not None
+    timer.fill()
+    for _ in range(timed):
+        timer.lap(START)
+        for stage in STAGES:
+            clocks.go(4 / timed, 1 / timed)
+            timer.lap(stage)
+    timer.collate()
+    clocks.go(3.0, 2.0)
+    timer.end(4)
+    totals = meter.read()
+    assert (totals.samples, totals.stages[COLLATE]) == (4, pytest.approx((3.0, 2.0)))
+    assert totals.stages["decode"] == pytest.approx((4.0, 1.0))
+    assert_adds_up(totals)

@@ -1,0 +1,92 @@
+"""Watching a loop of one's own, around its loader or around a block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import wellfed
+from torch import Tensor, nn
+
+from harness.hooks.session import Session
+
+BATCHES = [torch.ones(4, 2)] * 40
+
+
+def train(batches: Iterator[Tensor] | list[Tensor], epochs: int = 2) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(epochs):
+        for batch in batches:
+            (batch * weight).sum().backward()
+            optimizer.step()
+
+
+def report(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "report.json").read_text())
+    return found
+
+
+def test_any_iterable_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A list of batches is a loader; its verdict can be asked for meanwhile."""
+    with wellfed.watching(tmp_path / "run", tensorboard=False):
+        batches = wellfed.watched(BATCHES)
+        assert len(batches) == 40
+        assert batches.verdict().sentence.startswith("Unknown. no DataLoader of torch's was made")
+        train(batches)
+        assert batches.verdict().bottleneck in ("balanced", "unknown", "host", "compute")
+    found = report(tmp_path / "run")
+    assert (found["status"], found["steps"], found["epochs"]) == ("completed", 80, 2)
+    assert [loader["trains"] for loader in found["loaders"]] == [True]  # type: ignore[attr-defined]
+    said = capsys.readouterr()
+    assert said.out == "" and "wellfed: verdict" in said.err
+    assert Session.running is None
+
+
+def test_what_is_watched_already_has_one_report(tmp_path: Path) -> None:
+    """An inner block adds nothing and takes nothing away."""
+    with (
+        wellfed.watching(tmp_path / "outer", tensorboard=False) as outer,
+        wellfed.watching(tmp_path / "inner") as inner,
+    ):
+        assert inner is outer
+        train(wellfed.watched(BATCHES))
+    assert report(tmp_path / "outer")["steps"] == 80 and not (tmp_path / "inner").exists()
+
+
+def test_an_error_ends_the_block_with_a_report(tmp_path: Path) -> None:
+    """The error is the loop's own."""
+
+    def broken() -> Iterator[Tensor]:
+        yield from BATCHES
+        raise LookupError("the disk is gone")
+
+    with (
+        pytest.raises(LookupError, match="the disk is gone"),
+        wellfed.watching(tmp_path / "run", tensorboard=False),
+    ):
+        train(wellfed.watched(broken()), epochs=1)  # type: ignore[arg-type]
+    assert report(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_folder_that_cannot_be_made_is_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The training is none the worse for it."""
+    (tmp_path / "file").write_text("")
+    with wellfed.watching(tmp_path / "file" / "run", tensorboard=False):
+        train(wellfed.watched(BATCHES))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("wellfed: the training was not watched to its end: ")
+    assert "file/run: cannot be the run's folder: Not a directory" in line
+
+
+def test_an_earlier_report_stays(tmp_path: Path) -> None:
+    """The next one gets a folder beside it."""
+    for epochs in (1, 2):
+        with wellfed.watching(tmp_path / "run", tensorboard=False):
+            train(wellfed.watched(BATCHES), epochs)
+    assert [report(tmp_path / name)["steps"] for name in ("run", "run-1")] == [40, 80]
