@@ -45,7 +45,7 @@ def test_traceml_is_quoted_word_for_word(tmp_path: Path) -> None:
     """Verdict, reason and advice without the box around them; figures as far as there are any."""
     (tmp_path / "logs" / "run").mkdir(parents=True)
     (tmp_path / "logs" / "run" / "final_summary.json").write_text(json.dumps(SUMMARY))
-    assert bench_traceml._theirs(tmp_path) == (
+    assert bench_traceml.theirs(tmp_path) == (
         "INPUT-BOUND (CRITICAL) Input Wait took 98% of Step Time. Increase workers.",
         "step time 72.8, input wait 71.1, compute 1.2 ms a step",
     )
