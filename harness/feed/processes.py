@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils import signal_handling as _signal_handling
 
 from harness.config import ConfigError
 from harness.feed.fill import Filler
@@ -37,6 +38,7 @@ from harness.runtime.errors import LoaderError
 from harness.runtime.workers import Watchdog
 from harness.watch.stages import StageMeter
 
+_torchs: Any = _signal_handling
 # how soon a dead worker, or a signal to the trainer, ends a wait
 _POLL_S = 2.0
 # what workers have to start, however short loader.timeout_s is
@@ -254,6 +256,10 @@ class ProcessFeed(Feed):
                 # if it waits for a worker, the worker's death ends it, with an error that the feed
                 # tells
                 thread._invoke_excepthook = _as_it_is
+            if getattr(self._pass, "_worker_pids_set", False):
+                # or torch's handler of SIGCHLD raises, where another loader has set it
+                _torchs._remove_worker_pids(id(self._pass))
+                self._pass._worker_pids_set = False
             _kill(self._workers)
             # torch sets this event when it is dropped; a worker that was killed in a look at it
             # took its lock along

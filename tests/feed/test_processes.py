@@ -366,6 +366,37 @@ def test_polled_ends_with_a_stopped_worker(make_feed: MakeFeed, quick: None) -> 
     ends_in_time(batches)  # type: ignore[arg-type]
 
 
+DEAF = """
+import samples
+from torch.utils.data import DataLoader
+from harness.feed.order import Order
+from harness.feed.processes import ProcessFeed
+
+for _ in DataLoader(list(range(4)), num_workers=1):
+    pass
+for attempt in range(4):
+    feed = ProcessFeed(
+        samples.Noise(6), Order(6, 2), samples.settings(2, batch_size=2, start_method="fork")
+    )
+    list(feed)
+    feed.close()
+print("done")
+"""
+
+
+def test_another_loader_s_handler_does_not_see_our_workers_end() -> None:
+    """Torch's handler of SIGCHLD, which any loader sets, raises nothing where a feed is closed."""
+    done = subprocess.run(
+        [sys.executable, "-c", DEAF],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
 def test_a_signal_is_heard_in_a_wait_for_a_stopped_worker(
     make_feed: MakeFeed, quick: None, monkeypatch: pytest.MonkeyPatch, unguarded: None
 ) -> None:
