@@ -398,9 +398,9 @@ def gain_part(rows: Sequence[Mapping[str, str]]) -> str:
 Each script runs as it is, and then with the arguments of the DataLoader that `wellfed watch` said,
 in turns. Measured: samples/s that the script counts itself, from its 21st batch to its end, over
 those of the run before; medians (least to most). A pair of runs beside which other programs took
-more than {BUSY} cores is run again. The reckoning was
-corrected once by runs of these scripts: handing batches over stays. Without workers now, what that
-will take cannot be known, and the expectation is too high by it.
+more than {BUSY} cores is run again. These scripts are not fresh ones: by their runs the reckoning
+was corrected once (handing batches over stays), and one size was changed. Without workers, what
+handing over will take cannot be known, and the expectation is too high by it.
 
 """
 
