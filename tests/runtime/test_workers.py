@@ -91,10 +91,11 @@ def test_a_trainer_killed_as_it_starts_a_worker_leaves_nothing(tmp_path: Path) -
 
 
 GROUP = """
-import multiprocessing, os, resource, jobs
+import multiprocessing, os, resource, signal, jobs
 from harness.runtime import workers
 
 if __name__ == "__main__":
+    signal.signal(NUMBER, signal.SIG_DFL)  # nohup and a shell's background jobs leave it ignored
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     workers.start_server(["harness.runtime.fork_server"])
     here, there = multiprocessing.Pipe()
