@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from harness.feed.interface import FeedSettings
 from harness.hooks.loops import Followed
 from harness.watch.evidence import Evidence, StallBreakdown
-from harness.watch.stages import GROUPS, LOAD
+from harness.watch.stages import DECODE, GROUPS, READ
 from harness.watch.verdict import Verdict
 
 # our settings, and what somebody's loop has in their place; the value follows "="
@@ -88,7 +88,7 @@ def offered(evidence: Evidence, followed: Followed) -> str:
     if tried is None:
         return ""
     wall_s = {name: cost.wall_s for name, cost in evidence.stages.stages.items()}
-    done_s = sum(wall_s.get(name, 0.0) for name in (LOAD, *tried.steps))
+    done_s = sum(wall_s.get(name, 0.0) for name in (READ, DECODE, *tried.steps))
     left = 1 - done_s / sum(wall_s.values()) * (1 - tried.share)
     gain = min(ceiling, 1 / left)
     if gain < 1.05:

@@ -20,7 +20,7 @@ from torch.utils.data import dataloader
 from torch.utils.data._utils.worker import _worker_loop
 
 from harness.watch.rows import Rows
-from harness.watch.stages import LOAD, SAMPLE, START, Lap, StageMeter, StageTimer, Stamps
+from harness.watch.stages import DECODE, READ, SAMPLE, START, Lap, StageMeter, StageTimer, Stamps
 
 # batches of a worker, of which it is known when they were made
 _KEPT = 64
@@ -88,7 +88,7 @@ def timed(meter: Meter, slot: int) -> Iterator[None]:
 
 def stages_of(dataset: Any) -> tuple[str, ...]:
     """Returns the names of what making a sample of ``dataset`` takes, as far as that is seen."""
-    names = [LOAD]
+    names = [READ, DECODE]
     while dataset is not None:
         for attribute in ("transform", "transforms"):
             steps = getattr(getattr(dataset, attribute, None), "transforms", ())
@@ -202,13 +202,36 @@ def _loading(load: Any) -> Any:
     @functools.wraps(load)
     def wrapper(image: Any) -> Any:
         # what was loaded before has no tiles left
-        loads = _lap is not None and bool(getattr(image, "tile", None))
+        if _lap is None or not getattr(image, "tile", None):
+            return load(image)
+        # the file was opened, and the head of the image read
+        _lap(READ)
+        file = image.fp
+        image.fp = reads = _Reads(file, _lap)
         loaded = load(image)
-        if loads and _lap is not None:
-            _lap(LOAD)
+        _lap(DECODE)
+        if image.fp is reads:
+            image.fp = file
         return loaded
 
     return wrapper
+
+
+class _Reads:
+    """A file that tells ``lap`` when it reads."""
+
+    def __init__(self, file: Any, lap: Lap) -> None:
+        self._file = file
+        self._lap = lap
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read(self, *size: int) -> Any:
+        self._lap(DECODE)
+        data = self._file.read(*size)
+        self._lap(READ)
+        return data
 
 
 def _composing(call: Any) -> Any:
@@ -216,6 +239,7 @@ def _composing(call: Any) -> Any:
     def wrapper(compose: Any, *inputs: Any) -> Any:
         if _lap is None or not compose.transforms:
             return call(compose, *inputs)
+        _lap(SAMPLE)
         outputs: Any = None
         for step in compose.transforms:
             outputs = step(*inputs)

@@ -22,19 +22,18 @@ from harness.watch.rows import Rows
 START = ""
 # all of a sample, where a data set names no stages
 SAMPLE = "sample"
-# reading and decoding, where these alternate
-LOAD = "load"
+READ = "read"
+DECODE = "decode"
 # a batch but for its samples
 COLLATE = "collate"
 # of that, to get memory that another process can map
 SHARE = "share"
 GROUPS: Mapping[str, str] = {
-    "read": "storage",
-    "decode": "decode",
+    READ: "storage",
+    DECODE: "decode",
     COLLATE: "collate",
     SHARE: "transport",
     SAMPLE: "sample",
-    LOAD: "sample",
 }
 # the group of every stage that is not in GROUPS
 AUGMENT = "augment"

@@ -36,7 +36,7 @@ def evidence(workers: int = 1, made: float = 1.0, **sampled: float) -> Evidence:
     load = StageCost(10.0, 0.1)
     return Evidence(
         window=window,
-        stages=StageTotals(1000, 125, 10.0, {"load": load}),
+        stages=StageTotals(1000, 125, 10.0, {"read": load}),
         settings=FeedSettings(8, workers, False, 2, False, 0.0, ""),
         cores=8.0,
         device="cpu",
@@ -81,7 +81,7 @@ def test_a_lack_of_the_machine_is_no_reason_for_more_workers(sampled: dict[str, 
     """Where memory or processors are missing, nothing else is told than the verdict does."""
     found = dataclasses.replace(
         evidence(workers=2),
-        stages=StageTotals(1000, 125, 10.0, {"load": StageCost(10.0, 9.9)}),
+        stages=StageTotals(1000, 125, 10.0, {"decode": StageCost(10.0, 9.9)}),
     )
     found = dataclasses.replace(found, sampled={**found.sampled, **sampled})
     assert judge(found).bottleneck in ("memory", "quota")

@@ -64,8 +64,9 @@ def test_imagenet(run: Start, tree: Path) -> None:
     assert loaders(report) == [("imagenet.py", True, 2, 12), ("imagenet.py", False, 2, 4)]
     assert report["loaders"][0]["where"] == line_of("imagenet.py", "train_loader = DataLoader(")
     assert report["pauses_s"]["evaluate"] > 0.01 and report["images_per_s"] > 0
-    assert [stage["name"] for stage in report["stages"]][:5] == [
-        "load",
+    assert [stage["name"] for stage in report["stages"]][:6] == [
+        "read",
+        "decode",
         "RandomResizedCrop",
         "RandomHorizontalFlip",
         "ToTensor",
