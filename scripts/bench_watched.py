@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -136,6 +137,21 @@ GAINS: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 FLAGS = {"num_workers": "workers"}
+# of the scripts above, what a seed draws anew, by up to this factor
+SIZES = "--read-ms", "--side", "--warp-ms", "--forward-ms"
+FACTOR = 1.5
+
+
+def drawn(name: str, seed: int | None) -> list[str]:
+    """Returns a script's flags, its sizes drawn anew by ``seed``; None: as they stand."""
+    chance = random.Random(f"{seed} {name}")
+    flags = []
+    for flag in GAINS[name]:
+        key, _, value = flag.partition("=")
+        if seed is not None and key in SIZES:
+            flag = f"{key}={round(int(value) * FACTOR ** chance.uniform(-1, 1))}"
+        flags.append(flag)
+    return flags
 
 
 def support(name: str) -> Any:
@@ -307,18 +323,19 @@ def pasted(arguments: Mapping[str, object]) -> list[str]:
     return flags
 
 
-def gain_row(name: str, rounds: int) -> dict[str, str]:
+def gain_row(name: str, rounds: int, seed: int | None) -> dict[str, str]:
     """Returns a row of the table of gains: runs as they are and as they were told, in turns."""
+    flags = drawn(name, seed)
     said = []
     expected = []
     gained = []
     # what other programs disturbed is run again
     for _ in range(3 * rounds):
-        before, report = timed(GAINS[name])
+        before, report = timed(flags)
         change = report.get("change")
         if disturbed(report) or change is None:
             continue
-        after, later = timed([*GAINS[name], *pasted(change["arguments"])])
+        after, later = timed([*flags, *pasted(change["arguments"])])
         if disturbed(later):
             continue
         said.append(", ".join(f"{key}={value}" for key, value in change["arguments"].items()))
@@ -327,7 +344,7 @@ def gain_row(name: str, rounds: int) -> dict[str, str]:
         print(f"{name}: {said[-1]}: {expected[-1]:.2f}, {gained[-1]:.2f}", file=sys.stderr)
         if len(said) == rounds:
             break
-    row = {"script": f"{name}: `{' '.join(GAINS[name])}`", "pasted": "; ".join(dict.fromkeys(said))}
+    row = {"script": f"{name}: `{' '.join(flags)}`", "pasted": "; ".join(dict.fromkeys(said))}
     if not said:
         return row | {"expected": "", "measured": "", "off": "", "n": "0"}
     return row | {
@@ -385,7 +402,12 @@ anew.
 """
 
 
-def gain_part(rows: Sequence[Mapping[str, str]]) -> str:
+def gain_part(rows: Sequence[Mapping[str, str]], seed: int | None) -> str:
+    fresh = """These scripts are not fresh ones: by their runs the reckoning was corrected once
+(handing batches over stays), and one size was changed."""
+    if seed is not None:
+        fresh = f"""The sizes are drawn with `--seed {seed}`, and nothing was changed after these
+runs. By runs of other sizes the reckoning was corrected once (handing batches over stays)."""
     near = sum(bool(row["off"]) and abs(int(row["off"][:-1])) <= 15 for row in rows)
     return f"""## What the pasted line gives
 
@@ -398,9 +420,8 @@ def gain_part(rows: Sequence[Mapping[str, str]]) -> str:
 Each script runs as it is, and then with the arguments of the DataLoader that `wellfed watch` said,
 in turns. Measured: samples/s that the script counts itself, from its 21st batch to its end, over
 those of the run before; medians (least to most). A pair of runs beside which other programs took
-more than {BUSY} cores is run again. These scripts are not fresh ones: by their runs the reckoning
-was corrected once (handing batches over stays), and one size was changed. Without workers, what
-handing over will take cannot be known, and the expectation is too high by it.
+more than {BUSY} cores is run again. {fresh}
+Without workers, what handing over will take cannot be known, and the expectation is too high by it.
 
 """
 
@@ -420,6 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--parts", help=f"with commas between; all: {','.join(PARTS)}")
     made.add_argument("--only", default="", help="what names of plants or scripts must hold")
     made.add_argument("--rounds", type=int, default=3, help="pairs of runs of each script")
+    made.add_argument("--seed", type=int, help="draws the sizes of the scripts of gain anew")
     options = made.parse_args(argv)
     parts = listed(made, "--parts", options.parts, PARTS)
     planted = []
@@ -430,12 +452,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(" | ".join(planted[-1].values()), flush=True)
     for name in GAINS:
         if "gain" in parts and options.only in name:
-            gains.append(gain_row(name, options.rounds))
+            gains.append(gain_row(name, options.rounds, options.seed))
             print(" | ".join(gains[-1].values()), flush=True)
     if options.write:
         text = "# A script that is not ours, watched\n\n"
         text += planted_part(planted) if planted else kept("planted")
-        text += gain_part(gains) if gains else kept("gain")
+        text += gain_part(gains, options.seed) if gains else kept("gain")
         how = "To repeat: `uv run --with traceml-ai scripts/bench_watched.py --write`.\n"
         write(PAGE, text + how)
     return 0
