@@ -105,7 +105,7 @@ class Session:
         board = Board(self._place, tensorboard=self._tensorboard)
         self._board = self._stack.enter_context(board)
         # other ranks on this machine would count as others
-        cores = limits.measure().cores if _local_ranks() == 1 else None
+        cores = limits.measure().cores if self.loops.world_size == 1 else None
         sources: list[Source] = [HostSource(cores=cores)]
         if uuid := accelerator.of(self.loops.device).uuid:
             sources.append(GpuSource(uuid))
@@ -185,7 +185,7 @@ class Session:
             window=total,
             stages=worked,
             settings=main.settings if main else _NO_LOADER,
-            cores=limits.measure(_local_ranks()).cores,
+            cores=limits.measure(_local_ranks(self.loops.world_size)).cores,
             device=accelerator.of(self.loops.device).kind,
             sampled=self._sampler.means() if self._sampler else {},
             autotuned=main is None,
@@ -295,8 +295,11 @@ class _Started:
             session.finish(status)
 
 
-def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _local_ranks(world_size: int) -> int:
+    """Returns how many ranks share the processors that this process sees."""
+    # those of srun are measured
+    alone = 1 if "SLURM_STEP_TASKS_PER_NODE" in os.environ else world_size
+    return int(os.environ.get("LOCAL_WORLD_SIZE", alone))
 
 
 def _told(followed: Followed) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from pictures import noise
 from PIL import Image
 from watched_runs import LOOPS, WATCH, Both, Run, Start, anew, both, loaders
 from zygote import Zygote
+
+from harness.hooks import session
 
 
 @pytest.fixture(scope="module")
@@ -269,3 +273,51 @@ def test_two_ranks(tmp_path: Path, tree: Path, name: str) -> None:
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert report["steps"] == (20 if name == "ranks.py" else 6)
     assert loaders(report)[0][1:] == (True, 2, report["steps"])
+
+
+@pytest.mark.slow
+def test_tasks_of_srun(tmp_path: Path) -> None:
+    """Processes that know each other by variables alone, as srun starts them."""
+
+    def start(*arguments: str, cwd: Path) -> Run:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        told |= {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+        with ThreadPoolExecutor(2) as pool:
+            tasks = [
+                pool.submit(
+                    ran, sys.executable, *arguments, cwd=cwd, PYTHONPATH=str(ROOT),
+                    RANK=str(rank), SLURM_PROCID=str(rank), OMP_NUM_THREADS="1", **told,
+                )
+                for rank in range(2)
+            ]  # fmt: skip
+        first, second = (task.result() for task in tasks)
+        first.stdout += second.stdout
+        assert second.returncode == first.returncode
+        return first
+
+    report = both(tmp_path, start, LOOPS / "ranks.py").equal()
+    assert (report["steps"], report["world_size"], len(report["ranks"])) == (20, 2, 2)
+    # of this machine's processors each task has its own
+    assert report["verdict"]["bottleneck"] != "neighbours"
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({}, 4),
+        ({"LOCAL_WORLD_SIZE": "2"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, 1),
+    ],
+    ids=["spawned", "torchrun", "srun"],
+)
+def test_ranks_that_share_processors(
+    variables: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four ranks; what srun gives to each is measured as that."""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert session._local_ranks(4) == ranks
