@@ -40,6 +40,7 @@ class ConfigError(ValueError):
 Mode = Enum("Mode", "train evaluate diagnose verify")
 OnError = Enum("OnError", "raise skip")
 Crop = Enum("Crop", "random_resized pad center")
+Interpolation = Enum("Interpolation", "bilinear bicubic")
 Backend = Enum("Backend", "processes threads arrays auto")
 DataCache = Enum("DataCache", "none ram disk")
 StartMethod = Enum("StartMethod", "forkserver spawn fork")
@@ -123,6 +124,13 @@ class DataConfig:
         "Shorter side before the centre crop in evaluation; null: image_size * 256 / 224, unless "
         "it is image_size already.",
         ge=8,
+    )
+    eval_squash: bool = setting(
+        False,
+        "Before the centre crop in evaluation, make both sides as long as the shorter one.",
+    )
+    interpolation: Interpolation = setting(
+        Interpolation.bilinear, "Filter that resizes images; both are antialiased, as Pillow's."
     )
     mean: tuple[float, float, float] = setting(
         (0.485, 0.456, 0.406), "Mean of each channel, as fractions of 255.", ge=0.0, le=1.0

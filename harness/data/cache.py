@@ -49,6 +49,7 @@ class PixelCache:
         first: the row of the source's first image.
         source: a folder's files, or a part of them.
         max_side: most pixels of an image's longer side, larger ones are shrunk; None: any.
+        interpolation: the filter that shrinks them.
     """
 
     def __init__(
@@ -58,11 +59,13 @@ class PixelCache:
         first: int,
         source: Source,
         max_side: int | None,
+        interpolation: str = "bilinear",
     ) -> None:
-        self._args = file, checked, first, source, max_side
+        self._args = file, checked, first, source, max_side, interpolation
         self._file = file
         self._source = source
         self._max_side = max_side
+        self._interpolation = interpolation
         self._on_disk = os.fstat(file.fd).st_nlink > 0
         self._head = np.frombuffer(file.map, _HEAD, 1)[0]
         cells = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START)
@@ -117,7 +120,7 @@ class PixelCache:
     def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
         """Keeps ``pixels``, shrunk if they are too large, while there is room; returns them."""
         if self._max_side is not None:
-            pixels = shrunk(pixels, self._max_side)
+            pixels = shrunk(pixels, self._max_side, self._interpolation)
         if not self._file.writable or self._places[i]:
             return pixels
         height, width, _ = pixels.shape
@@ -190,11 +193,12 @@ class PixelCache:
         return text
 
 
-def shrunk(pixels: np.ndarray, max_side: int) -> np.ndarray:
+def shrunk(pixels: np.ndarray, max_side: int, interpolation: str) -> np.ndarray:
     """Returns ``pixels``, uint8 ``[H, W, 3]``, with a longer side of at most ``max_side``."""
     height, width, _ = pixels.shape
     factor = min(1.0, max_side / max(height, width))
-    return resized(pixels, max(1, round(width * factor)), max(1, round(height * factor)))
+    width, height = (max(1, round(side * factor)) for side in (width, height))
+    return resized(pixels, width, height, interpolation)
 
 
 def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int]:

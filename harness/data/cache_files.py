@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.config import ConfigError, DataCache, DataConfig
+from harness.config import ConfigError, DataCache, DataConfig, Interpolation
 from harness.data import cache
 from harness.data.cache import PixelCache
 from harness.data.decode import DecodeOptions, decode
@@ -53,7 +53,10 @@ def open_caches(
     train, val = sources
     # what the pixels of a file depend on, besides its own bytes; torch makes large ones smaller
     software = list(map(version, ("pillow", "simplejpeg", "torch")))
-    made_by = cache.FORMAT, asdict(options), data.cache_max_side, software
+    kept: Any = data.cache_max_side
+    if kept is not None and data.interpolation is not Interpolation.bilinear:
+        kept = kept, data.interpolation.name
+    made_by = cache.FORMAT, asdict(options), kept, software
     facts = hashlib.sha256(json.dumps(made_by).encode())
     roots = []
     for source in sources:
@@ -67,8 +70,9 @@ def open_caches(
     if files is None:
         return None
     file, checked = files
-    first = PixelCache(file, checked, 0, train, data.cache_max_side)
-    second = PixelCache(file, checked, len(train), val, data.cache_max_side)
+    how = data.cache_max_side, data.interpolation.name
+    first = PixelCache(file, checked, 0, train, *how)
+    second = PixelCache(file, checked, len(train), val, *how)
     where = "in memory" if data.cache is DataCache.ram else place.parent
     say(f"decoded cache: {first.summary()} ({where})")
     return first, second
@@ -226,9 +230,8 @@ def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
             if isinstance(pixels, bytes):
                 pixels = decode(pixels, dataset.options)
             if max(pixels.shape) > max_side:
-                for image, crop in zip(
-                    (pixels, cache.shrunk(pixels, max_side)), crops, strict=True
-                ):
+                small = cache.shrunk(pixels, max_side, dataset.transform.interpolation)
+                for image, crop in zip((pixels, small), crops, strict=True):
                     dataset.transform(image, SampleRng(dataset.seed, 0, i), crop)
                 errors.append(np.abs(np.diff(crops.astype(np.int16), axis=0)).mean())
     return float(np.mean(errors)) if errors else None

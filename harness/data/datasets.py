@@ -31,7 +31,7 @@ from harness.data.storage import (
     split,
     spread,
 )
-from harness.data.transforms import TrainTransform, eval_transform
+from harness.data.transforms import TrainTransform, eval_transform_of
 from harness.runtime import parts
 from harness.runtime.errors import BadSample, DataError
 from harness.watch.console import say
@@ -215,8 +215,9 @@ def load(
         caches = open_caches((first, second), data, options, gathered)
     kept, val_kept = caches or (None, None)
     # augment
-    transform = TrainTransform.from_config(augment, size, data.eval_resize)
-    centred = eval_transform(size, data.eval_resize)
+    centred = eval_transform_of(data)
+    how = {name: getattr(centred, name) for name in ("resize", "squash", "interpolation")}
+    transform = TrainTransform.from_config(augment, size, **how)
     skips = data.on_error is OnError.skip
     images = ImageDataset(first, transform, options, size, seed, kept, skips)
     val_images = ImageDataset(second, centred, options, size, seed, val_kept, skips)

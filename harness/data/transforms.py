@@ -2,11 +2,11 @@
 
 The cuts are those of torchvision's transforms; the random numbers come from the caller.
 
-There is one resize: bilinear and antialiased as Pillow's, from a part of an image into a batch. It
-is the kernel of torch's ``interpolate``, given its result's memory: the private name saves a copy,
-the public one serves where it is missing. On ``[H, W, 3]`` in order the kernel runs in the thread
-that calls it and without the interpreter lock. All other copies are numpy's, for torch would begin
-a team of threads for each thread that decodes.
+There is one resize: bilinear or bicubic, antialiased as Pillow's, from a part of an image into a
+batch. It is the kernel of torch's ``interpolate``, given its result's memory: the private name
+saves a copy, the public one serves where it is missing. On ``[H, W, 3]`` in order the kernel runs
+in the thread that calls it and without the interpreter lock. All other copies are numpy's, for
+torch would begin a team of threads for each thread that decodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from harness.config import AugmentConfig
+from harness.config import AugmentConfig, DataConfig
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
@@ -67,15 +67,20 @@ class TrainTransform:
     # The shorter side before a center crop; None: size * 256 / 224, as since AlexNet, and images
     # that have size already (CIFAR) stay as they are.
     resize: int | None = None
+    # whether a center crop makes the longer side as short
+    squash: bool = False
+    # bilinear or bicubic
+    interpolation: str = "bilinear"
     stages: ClassVar[tuple[str, ...]] = ("resize",)
 
     @classmethod
     def from_config(
-        cls, augment: AugmentConfig, size: int, resize: int | None = None
+        cls, augment: AugmentConfig, size: int, resize: int | None = None, **how: Any
     ) -> TrainTransform:
-        """Returns the transform that ``augment``, ``size`` and ``resize`` describe."""
+        """Returns the transform that ``augment``, ``size``, ``resize`` and ``how`` describe."""
         crop = augment.crop.name
-        return cls(size, crop, augment.scale, augment.ratio, augment.pad, augment.hflip, resize)
+        drawn = augment.scale, augment.ratio, augment.pad, augment.hflip
+        return cls(size, crop, *drawn, resize, **how)
 
     def __call__(
         self, image: np.ndarray, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
@@ -101,11 +106,11 @@ class TrainTransform:
             side = size + 2 * self.pad
             canvas = np.zeros((side, side, 3), np.uint8)
             inner = slice(self.pad, self.pad + size)
-            canvas[inner, inner] = resized(image, size, size)
+            canvas[inner, inner] = resized(image, size, size, self.interpolation)
             image = canvas
             top = rng.randrange(2 * self.pad + 1)
             box = (rng.randrange(2 * self.pad + 1), top, size, size)
-        resize_into(image, box, out, rng.random() < self.hflip, new_size)
+        resize_into(image, box, out, rng.random() < self.hflip, new_size, self.interpolation)
         if lap is not None:
             lap("resize")
 
@@ -114,6 +119,8 @@ class TrainTransform:
         if self.resize is None and width == height == self.size:
             return width, height
         short = self.resize or round(self.size * 256 / 224)
+        if self.squash:
+            return short, short
         long = int(short * max(width, height) / min(width, height))
         if long > 65_535:
             raise ValueError(
@@ -123,9 +130,15 @@ class TrainTransform:
         return (short, long) if width <= height else (long, short)
 
 
-def eval_transform(size: int, resize: int | None = None) -> TrainTransform:
+def eval_transform(size: int, resize: int | None = None, **how: Any) -> TrainTransform:
     """Returns what ``Resize`` and ``CenterCrop`` do: a center crop that is never mirrored."""
-    return TrainTransform(size, crop="center", hflip=0.0, resize=resize)
+    return TrainTransform(size, crop="center", hflip=0.0, resize=resize, **how)
+
+
+def eval_transform_of(data: DataConfig) -> TrainTransform:
+    """Returns the transform of evaluation that the settings ``data`` describe."""
+    how = {"squash": data.eval_squash, "interpolation": data.interpolation.name}
+    return eval_transform(data.image_size, data.eval_resize, **how)
 
 
 def resize_into(
@@ -134,6 +147,7 @@ def resize_into(
     out: np.ndarray,
     flip: bool = False,
     size: tuple[int, int] | None = None,
+    interpolation: str = "bilinear",
 ) -> None:
     """Writes part ``box`` of ``pixels``, uint8 ``[H, W, 3]``, resized, into ``out``.
 
@@ -146,6 +160,7 @@ def resize_into(
         flip: mirror it, left and right.
         size: width and height to give the box, at least S each, of which ``out`` gets the centre;
             None: S each.
+        interpolation: bilinear or bicubic.
     """
     left, top, width, height = box
     part = pixels[top : top + height, left : left + width]
@@ -154,12 +169,13 @@ def resize_into(
     new_width, new_height = size or (side, side)
     # Most training crops: straight into the batch.
     if rows.flags.c_contiguous and not flip and size is None and part.shape != rows.shape:
-        _resize(part, rows)
+        _resize(part, rows, interpolation)
         return
     # Else by a copy, of which the centre is wanted.
     x = round((new_width - side) / 2)
     y = round((new_height - side) / 2)
-    result = resized(part, new_width, new_height)[y : y + side, x : x + side]
+    whole = resized(part, new_width, new_height, interpolation)
+    result = whole[y : y + side, x : x + side]
     if flip:
         mirror_into(result, rows)
     else:
@@ -173,19 +189,22 @@ def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:
         out[..., channel] = pixels[..., ::-1, channel]
 
 
-def resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
+def resized(
+    pixels: np.ndarray, width: int, height: int, interpolation: str = "bilinear"
+) -> np.ndarray:
     """Resizes uint8 ``[H, W, 3]``; returns ``pixels`` themselves if they have the size."""
     if pixels.shape == (height, width, 3):
         return pixels
     result = np.empty((height, width, 3), np.uint8)
-    _resize(pixels, result)
+    _resize(pixels, result, interpolation)
     return result
 
 
-def _resize(pixels: np.ndarray, out: np.ndarray) -> None:
+def _resize(pixels: np.ndarray, out: np.ndarray, interpolation: str) -> None:
     """Writes ``pixels``, resized, into ``out``, uint8 ``[H, W, 3]`` in order."""
     # in order, as the kernel needs them, and writable, or torch warns
-    _kernel()(_planes(np.require(pixels, requirements=("C", "W"))), _planes(out))
+    source = _planes(np.require(pixels, requirements=("C", "W")))
+    _kernel(interpolation)(source, _planes(out), interpolation)
 
 
 def _planes(pixels: np.ndarray) -> torch.Tensor:
@@ -194,26 +213,26 @@ def _planes(pixels: np.ndarray) -> torch.Tensor:
 
 
 @cache
-def _kernel() -> Any:
+def _kernel(interpolation: str) -> Any:
     """Returns torch's in-place kernel if it gives the pixels of ``F.interpolate``, else the latter.
 
-    Asked once a process: another torch may have another kernel of that name.
+    Asked once a process and filter: another torch may have another kernel of that name.
     """
     source = _planes(np.arange(75, dtype=np.uint8).reshape(5, 5, 3))
     public, in_place = np.zeros((2, 3, 3, 3), np.uint8)
-    _resize_public(source, _planes(public))
+    _resize_public(source, _planes(public), interpolation)
     with suppress(AttributeError, RuntimeError, TypeError):
-        _resize_in_place(source, _planes(in_place))
+        _resize_in_place(source, _planes(in_place), interpolation)
         if np.array_equal(public, in_place):
             return _resize_in_place
     return _resize_public
 
 
-def _resize_in_place(source: torch.Tensor, out: torch.Tensor) -> None:
-    resize = torch.ops.aten._upsample_bilinear2d_aa.out
+def _resize_in_place(source: torch.Tensor, out: torch.Tensor, interpolation: str) -> None:
+    resize = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa").out
     resize(source, out.shape[2:], False, None, None, out=out)
 
 
-def _resize_public(source: torch.Tensor, out: torch.Tensor) -> None:
-    result = F.interpolate(source, out.shape[2:], mode="bilinear", antialias=True)
+def _resize_public(source: torch.Tensor, out: torch.Tensor, interpolation: str) -> None:
+    result = F.interpolate(source, out.shape[2:], mode=interpolation, antialias=True)
     out.numpy()[...] = result.numpy()

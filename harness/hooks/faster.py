@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 from torchvision.datasets import folder
-from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms import v2
 
 from harness.data.decode import DecodeOptions, decode
 from harness.data.transforms import Box, TrainTransform, resize_into
@@ -24,6 +24,8 @@ _COMPOSES = (transforms.Compose, v2.Compose)
 _CROPS = (transforms.RandomResizedCrop, v2.RandomResizedCrop)
 _RESIZES = (transforms.Resize, v2.Resize)
 _CENTERS = (transforms.CenterCrop, v2.CenterCrop)
+# v2 keeps Pillow's numbers
+_FILTERS = {2: "bilinear", 3: "bicubic", "bilinear": "bilinear", "bicubic": "bicubic"}
 _FLIPS = (transforms.RandomHorizontalFlip, v2.RandomHorizontalFlip)
 # images that are compared
 _COMPARED = 32
@@ -38,7 +40,7 @@ def faster(dataset: _Set) -> _Set:
     Args:
         dataset: torchvision's ``ImageFolder``, or a kin of it, with its own loader, and a
             ``Compose`` that begins with ``RandomResizedCrop``, or with ``Resize`` and
-            ``CenterCrop``, to a square, bilinear.
+            ``CenterCrop``, to a square, bilinear or bicubic.
 
     Raises:
         ValueError: the data set is another one, or its transforms begin otherwise.
@@ -70,37 +72,40 @@ class _Head(NamedTuple):
     random: Any
     short: int
     flip: float | None
+    interpolation: Any
 
 
 def _head(steps: Sequence[Any]) -> tuple[_Head, Sequence[Any]]:
     """Returns what the first transforms do, and the others."""
     known = None
-    if steps and isinstance(steps[0], _CROPS) and _plain(steps[0]):
-        known = _Head(_side(steps[0]), steps[0], 0, None)
+    if steps and isinstance(steps[0], _CROPS) and _filter(steps[0]):
+        known = _Head(_side(steps[0]), steps[0], 0, None, _filter(steps[0]))
         rest = steps[1:]
     elif (
         len(steps) > 1
         and isinstance(steps[0], _RESIZES)
         and isinstance(steps[1], _CENTERS)
-        and _plain(steps[0])
+        and _filter(steps[0])
         and not getattr(steps[0], "max_size", None)
     ):
         short = np.ravel(steps[0].size)
         if len(short) == 1 and short[0] >= _side(steps[1]):
-            known = _Head(_side(steps[1]), None, int(short[0]), None)
+            known = _Head(_side(steps[1]), None, int(short[0]), None, _filter(steps[0]))
             rest = steps[2:]
     if known is None or not known.size:
         raise ValueError(
             "dataset.transform: does not begin with RandomResizedCrop, or Resize and CenterCrop, "
-            "to a square, bilinear"
+            "to a square, bilinear or bicubic"
         )
     if rest and isinstance(rest[0], _FLIPS):
         return known._replace(flip=rest[0].p), rest[1:]
     return known, rest
 
 
-def _plain(step: Any) -> bool:
-    return InterpolationMode(step.interpolation) is InterpolationMode.BILINEAR and step.antialias
+def _filter(step: Any) -> str | None:
+    """Returns the antialiased filter that ``step`` resizes by; None: none that serves here."""
+    given = getattr(step.interpolation, "value", step.interpolation)
+    return _FILTERS.get(given) if step.antialias else None
 
 
 def _side(step: Any) -> int:
@@ -118,7 +123,7 @@ class _Fast:
 
     def __call__(self, pixels: np.ndarray) -> Any:
         height, width, _ = pixels.shape
-        size, random, short, flip = self._head
+        size, random, short, flip, interpolation = self._head
         box: Box = (0, 0, width, height)
         new_size = None
         if random is not None:
@@ -130,7 +135,7 @@ class _Fast:
             new_size = TrainTransform(size, resize=short).whole_size(width, height)
         mirrored = flip is not None and bool(torch.rand(1) < flip)
         out = np.empty((size, size, 3), np.uint8)
-        resize_into(pixels, box, out.transpose(2, 0, 1), mirrored, new_size)
+        resize_into(pixels, box, out.transpose(2, 0, 1), mirrored, new_size, interpolation)
         return self._rest(Image.fromarray(out))
 
 

@@ -36,6 +36,8 @@ _COMMANDS = ("data.on_error", "data.max_bad_fraction")
 _PIXELS = {
     "data.image_size",
     "data.eval_resize",
+    "data.eval_squash",
+    "data.interpolation",
     "data.mean",
     "data.std",
     "data.exif_orientation",

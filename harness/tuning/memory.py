@@ -23,6 +23,7 @@ _MAX_AGE_S = 30 * 24 * 3600.0
 _SETTINGS = {
     "data.image_size",
     "data.eval_resize",
+    "data.interpolation",
     "data.exif_orientation",
     "data.cache",
     "data.cache_gb",

@@ -19,7 +19,7 @@ import samples
 from oddities import Plant
 from PIL import Image
 
-from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
+from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig, Interpolation
 from harness.data import cache, cache_files, download
 from harness.data.cache import PixelCache
 from harness.data.cache_files import crop_error, open_caches
@@ -479,6 +479,24 @@ def test_shrunk_images_say_how_far_they_change(
     assert images(kept) == 6
     assert np.array_equal(batch(kept.train, 0), first)
     assert not np.array_equal(first, batch(plain.train, 0))
+
+
+def test_only_shrunk_images_depend_on_the_filter(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another data.interpolation finds what is kept whole, and makes shrunk images again."""
+    bicubic = Interpolation.bicubic
+    first = loaded(root, DISK)
+    batch(first.train, 0)
+    del first
+    assert images(loaded(root, DISK, interpolation=bicubic)) == 6
+    small = loaded(root, DISK, cache_max_side=32)
+    pixels = batch(small.train, 0)
+    del small
+    other = loaded(root, DISK, cache_max_side=32, interpolation=bicubic)
+    assert images(other) == 0
+    assert not np.array_equal(batch(other.train, 0), pixels)
+    assert images(other) == 6
 
 
 def test_images_that_are_small_enough_do_not_change(

@@ -18,8 +18,13 @@ from torchvision import transforms as tv
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tvf
 
-from harness.config import AugmentConfig, Crop
-from harness.data.transforms import TrainTransform, eval_transform, random_crop_box
+from harness.config import AugmentConfig, Crop, DataConfig, Interpolation
+from harness.data.transforms import (
+    TrainTransform,
+    eval_transform,
+    eval_transform_of,
+    random_crop_box,
+)
 from harness.runtime.seeding import SampleRng, uniforms
 
 SCALE = (0.08, 1.0)
@@ -135,19 +140,24 @@ def test_random_resized_pixels_are_torchvisions(width: int, height: int, hflip: 
         )
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("name", NAMES)
-def test_photographs_are_cropped_as_pillow_does(name: str) -> None:
-    """Crops are torchvision's on PIL images but for rounding: 0.05 levels, 1 at most."""
+def test_photographs_are_cropped_as_pillow_does(name: str, interpolation: str) -> None:
+    """Crops are torchvision's on PIL images but for rounding: 0.05 levels, 1 at most.
+
+    Bicubic ones by more at sharp edges, where the order of the two directions matters.
+    """
     image = photograph(name)
     errors = []
     for seed in range(40):
         left, top, w, h = random_crop_box(SampleRng(seed, 0, 0), *image.size, SCALE, RATIO)
         expected = tvf.resized_crop(
-            image, top, left, h, w, [224, 224], tv.InterpolationMode.BILINEAR
+            image, top, left, h, w, [224, 224], tv.InterpolationMode(interpolation)
         )
-        ours = applied(TrainTransform(224, hflip=0.0), np.array(image), seed)
+        transform = TrainTransform(224, hflip=0.0, interpolation=interpolation)
+        ours = applied(transform, np.array(image), seed)
         errors.append(np.abs(ours.transpose(1, 2, 0).astype(int) - np.asarray(expected)))
-    assert np.mean(errors) <= 0.05 and np.max(errors) <= 1
+    assert np.mean(errors) <= 0.05 and np.max(errors) <= (1 if interpolation == "bilinear" else 10)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -168,6 +178,41 @@ def test_centre_crops_are_torchvisions(
         else TrainTransform(size, "center", hflip=hflip, resize=resize)
     )
     assert np.array_equal(applied(ours, image), theirs.numpy())
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("squash", [False, True], ids=["sides kept", "squashed"])
+@pytest.mark.parametrize(("size", "resize"), [(224, 256), (224, 224), (176, 232), (288, 303)])
+@pytest.mark.parametrize("name", NAMES)
+def test_photographs_are_evaluated_as_with_pillow(
+    name: str, size: int, resize: int, squash: bool, interpolation: str
+) -> None:
+    """As Resize and CenterCrop on PIL images but for rounding: 0.05 levels, 1 at most."""
+    image = photograph(name)
+    how = tv.InterpolationMode(interpolation)
+    expected = v2.Compose(
+        [v2.Resize((resize, resize) if squash else resize, how), v2.CenterCrop(size)]
+    )(image)
+    data = DataConfig(
+        image_size=size,
+        eval_resize=resize,
+        eval_squash=squash,
+        interpolation=Interpolation[interpolation],
+    )
+    ours = applied(eval_transform_of(data), np.array(image))
+    errors = np.abs(ours.transpose(1, 2, 0).astype(int) - np.asarray(expected))
+    assert errors.mean() <= 0.05 and errors.max() <= 1
+
+
+@pytest.mark.parametrize("crop", list(Crop))
+def test_every_crop_resizes_by_the_filter(crop: Crop) -> None:
+    """Another filter gives other pixels, of the same places."""
+    image = np.array(photograph("china"))
+    first, second = (
+        applied(TrainTransform(64, crop.name, interpolation=name), image, 1).astype(int)
+        for name in ("bilinear", "bicubic")
+    )
+    assert 0 < np.abs(first - second).mean() < 8
 
 
 @pytest.mark.parametrize("crop", ["center", "eval"])
@@ -258,8 +303,10 @@ def test_flips_do_not_depend_on_the_box() -> None:
 def test_settings_reach_the_transform(crop: Crop) -> None:
     """from_config takes every value over, and the result survives the way into a worker."""
     augment = AugmentConfig(crop=crop, scale=(0.2, 0.3), ratio=(0.9, 1.1), pad=2, hflip=0.25)
-    transform = pickle.loads(pickle.dumps(TrainTransform.from_config(augment, 24, 28)))
-    assert transform == TrainTransform(24, crop.name, (0.2, 0.3), (0.9, 1.1), 2, 0.25, 28)
+    made = TrainTransform.from_config(augment, 24, 28, squash=True, interpolation="bicubic")
+    assert pickle.loads(pickle.dumps(made)) == TrainTransform(
+        24, crop.name, (0.2, 0.3), (0.9, 1.1), 2, 0.25, 28, True, "bicubic"
+    )
 
 
 @pytest.mark.parametrize("crop", list(Crop))

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from harness.config import Config, ConfigError, DataCache, Mode, Precision, to_plain, walk
+from harness.config import (
+    Config,
+    ConfigError,
+    DataCache,
+    Interpolation,
+    Mode,
+    Precision,
+    to_plain,
+    walk,
+)
 from harness.feed.order import Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
@@ -30,6 +39,8 @@ TRAINED: dict[str, Any] = {
     "data.md5": "0" * 32,
     "data.image_size": 56,
     "data.eval_resize": 57,
+    "data.eval_squash": True,
+    "data.interpolation": Interpolation.bicubic,
     "data.mean": (0.1, 0.2, 0.3),
     "data.std": (0.4, 0.5, 0.6),
     "data.split_fraction": 0.25,
