@@ -147,6 +147,23 @@ class DataConfig:
         gt=0.0,
         lt=1.0,
     )
+    fraction: float = setting(
+        1.0,
+        "Share of each class's training images that is used, at least one image of each, the same "
+        "ones for every seed.",
+        gt=0.0,
+        le=1.0,
+        no_effect_with=["data=fake"],
+    )
+    balance: float = setting(
+        0.0,
+        "How far rare classes are drawn more often, 0 to 1: 0 has every image once an epoch, 1 as "
+        "many images of each class, 0.5 goes by the square root. The images of a class take turns, "
+        "augmented differently each time; an epoch stays as long.",
+        ge=0.0,
+        le=1.0,
+        no_effect_with=["data=fake"],
+    )
     exif_orientation: bool = setting(False, "Turn images as their EXIF orientation says.")
     background: tuple[int, int, int] = setting(
         (255, 255, 255), "Colour under transparent pixels, red, green, blue.", ge=0, le=255

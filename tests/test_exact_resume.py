@@ -84,6 +84,20 @@ def test_stops_within_epochs_change_nothing(
 
 
 @pytest.mark.usefixtures("kept_globals")
+def test_a_balanced_draw_goes_on_where_it_stopped(
+    composed: Composed, tmp_path: Path, stop_at: Callable[[int | None], None]
+) -> None:
+    """Classes drawn evenly, stopped within both epochs, resumed with other backends: one hash."""
+    settings = (*COMMON, "trainer.epochs=2", "data.balance=1", "data.fraction=0.5")
+    run(composed(*settings, "loader.num_workers=0"), tmp_path / "whole")
+    for step, way in ((4, "threads"), (15, "arrays"), (None, "threads")):
+        stop_at(step)
+        more = ("resume=auto", f"loader.backend={way}")
+        run(composed(*settings, *more), tmp_path / "parts")
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("kept_globals")
 @pytest.mark.parametrize(
     ("crop", "seeds"),
     [

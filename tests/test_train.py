@@ -31,8 +31,9 @@ from torch import nn
 
 from harness import app, job
 from harness.config import Config, ConfigError
+from harness.data.datasets import load
 from harness.feed import forms
-from harness.feed.order import Order
+from harness.feed.order import Balance, Order
 from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.runtime.limits import Limits
 from harness.training import checkpoint
@@ -542,12 +543,16 @@ def test_torchrun_without_its_setting_is_refused(
 
 
 @pytest.mark.usefixtures("kept_globals")
-def test_losses_that_stay_nonfinite_end_the_run(composed: Composed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("balance", [0.0, 1.0], ids=["each once", "balanced"])
+def test_losses_that_stay_nonfinite_end_the_run(
+    composed: Composed, tmp_path: Path, balance: float
+) -> None:
     """A learning rate that destroys the network ends in a non-finite
     error that names the ways out.
     """
     config = composed(
         "data=digits",
+        f"data.balance={balance}",
         "optim.lr=1e30",
         "trainer.max_nonfinite_steps=5",
         "trainer.epochs=20",
@@ -559,8 +564,10 @@ def test_losses_that_stay_nonfinite_end_the_run(composed: Composed, tmp_path: Pa
     # the samples of the last steps, as the order gave them
     noted = json.loads((tmp_path / "nonfinite.json").read_text())
     first, last = noted["steps"]
-    order = Order(1438, config.loader.batch_size, seed=config.seed)
-    batches = [batch.tolist() for batch in order.batches(noted["epoch"] - 1)]
+    digits = load(config.data, config.augment, config.seed).labels
+    balance_of = Balance.of(digits, balance) if balance else None
+    order = Order(1438, config.loader.batch_size, seed=config.seed, balance=balance_of)
+    batches = [(batch % 1438).tolist() for batch in order.batches(noted["epoch"] - 1)]
     before = (noted["epoch"] - 1) * len(order)
     assert noted["batches"] == batches[first - 1 - before : last - before]
     assert len(noted["batches"]) == last - first + 1 >= 5

@@ -10,10 +10,11 @@ import hashlib
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig, OnError
 from harness.data import cifar, shapes
@@ -28,6 +29,7 @@ from harness.data.storage import (
     Source,
     Subset,
     open_folder_splits,
+    part,
     split,
     spread,
 )
@@ -69,6 +71,27 @@ class Splits:
     def cache(self) -> PixelCache | None:
         """Where decoded images of both sets are kept; None: nowhere."""
         return self.train.cache if isinstance(self.train, ImageDataset) else None
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """The training images' labels, int64 ``[N]``; None: unknown until each is read."""
+        if isinstance(self.train, ImageDataset):
+            return self.train.source.labels
+        return self.train.labels if isinstance(self.train, OwnDataset) else None
+
+    def labels_for(self, setting: str) -> np.ndarray:
+        """Returns ``labels``.
+
+        Raises:
+            ConfigError: they are unknown, and ``setting`` needs them.
+        """
+        if self.labels is None:
+            raise ConfigError(
+                f"{setting}: needs the label of each training image before it is read; give the "
+                f"Dataset of data.name={self.name} an attribute targets, a list of integers as "
+                "torchvision's have it, or return a source"
+            )
+        return self.labels
 
     @property
     def reserved_bytes(self) -> int:
@@ -201,13 +224,23 @@ def load(
         first, second = open_own(data, seed, _SPLIT_SEED)
         if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
             assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
-            return Splits(first, second, first.classes, data.name, root)
+            splits = Splits(first, second, first.classes, data.name, root)
+            if data.fraction < 1:
+                labels = splits.labels_for(f"data.fraction={data.fraction:g}")
+                rows = part(labels, data.fraction, _SPLIT_SEED).tolist()
+                # a sample's number in messages is of the part
+                where = f"{first.where}, of which data.fraction={data.fraction:g} is used"
+                smaller = torch.utils.data.Subset(first.given, rows)
+                splits = replace(splits, train=replace(first, given=smaller, where=where))
+            return splits
     elif data.name in DATASETS:
         first, second = DATASETS[data.name](data)
     else:
         # of a checkpoint; the command line's is known
         sets = ", ".join([*DATASETS, FAKE])
         raise ConfigError(f"data.name={data.name}: no such data set; choose from {sets}")
+    if data.fraction < 1:
+        first = Subset(first, part(first.labels, data.fraction, _SPLIT_SEED))
     # decode, and keep what is decoded
     options = DecodeOptions(data.exif_orientation, data.background, data.max_pixels)
     caches = None

@@ -50,7 +50,7 @@ class ImageDataset:
 
         Args:
             epoch: chooses the sample's random numbers, with the index.
-            index: place in the source.
+            index: place in the source, plus its length each time that an epoch has it again.
             out: uint8 ``[3, image_size, image_size]``.
             lap: called at the end of each of the ``stages``, with its name.
             instead: place of another image to read.
@@ -58,7 +58,7 @@ class ImageDataset:
         Raises:
             BadSample: the sample cannot be read, for any reason.
         """
-        place = index if instead is None else instead
+        place = index % len(self) if instead is None else instead
         try:
             # looking into the cache is part of the first stage; cached pixels are not decoded
             pixels = None

@@ -9,6 +9,7 @@ example of each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,15 +130,34 @@ class OwnDataset:
     def __len__(self) -> int:
         return len(self.given)
 
+    @property
+    def labels(self) -> np.ndarray | None:
+        """The samples' labels, int64 ``[N]``, by ``targets`` as of torchvision's; None: unknown."""
+        given = self.given
+        rows = np.arange(len(self))
+        # a data set of the user's may raise anything
+        with suppress(Exception):
+            while isinstance(given, torch.utils.data.Subset):
+                rows = np.asarray(given.indices)[rows]
+                given = given.dataset
+            labels = np.asarray(given.targets)
+            renamed = getattr(given, "target_transform", None) is not None
+            if labels.ndim == 1 and labels.dtype.kind in "iu" and not renamed:
+                labels = labels.astype(np.int64)[rows]
+                if labels.min() >= 0 and labels.max() < len(self.classes):
+                    return labels
+        return None
+
     def fill(self, epoch: int, index: int, out: np.ndarray, instead: int | None = None) -> int:
         """Writes sample ``index`` into ``out``, uint8 ``[3, S, S]``; returns its label.
 
-        ``instead`` is the place of another one to read.
+        ``instead`` is the place of another one to read. To an index that an epoch has again, the
+        length is added each time.
 
         Raises:
             BadSample: the data set failed, or gave no image of that size with its label.
         """
-        place = index if instead is None else instead
+        place = index % len(self) if instead is None else instead
         where = f"{self.where}, sample {place}"
         try:
             with seeded(self.seed, epoch, index):

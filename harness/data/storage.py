@@ -17,6 +17,7 @@ from harness.data.mapped import MappedFile, in_memory
 from harness.runtime.errors import BadSample, DataError, is_out_of_memory, printable
 from harness.runtime.files import read_regular
 from harness.runtime.folder import log
+from harness.runtime.seeding import order_rng
 
 # of one file; larger ones are no images, and would take the run's memory
 _MOST_BYTES = 1 << 30
@@ -210,6 +211,19 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
         count = min(max(1, round(len(members) * fraction)), len(members) - 1)
         chosen[members[rng.sample(range(len(members)), count)]] = True
     return Subset(source, np.flatnonzero(~chosen)), Subset(source, np.flatnonzero(chosen))
+
+
+def part(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Returns the places of ``fraction`` of each class, as ``seed`` chooses, int64 and ascending.
+
+    Every class keeps an image, and a larger fraction has the images of a smaller one.
+    """
+    shuffled = order_rng(seed, 0).permutation(len(labels))
+    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    counts = np.bincount(labels)
+    within = np.arange(len(labels)) - np.repeat(counts.cumsum() - counts, counts)
+    kept = np.maximum(1, np.rint(fraction * counts))
+    return np.sort(by_class[within < np.repeat(kept, counts)])
 
 
 def spread(length: int, most: int) -> list[int]:

@@ -113,7 +113,8 @@ class ArrayFeed(Feed):
             failures: tuple[Failure, ...] = ()
             if replaced := self.pixels.replaced:
                 # another feed may have read them
-                failures = tuple(replaced[i] for i in indices.tolist() if i in replaced)
+                places = (indices % len(self.pixels.untransformed)).tolist()
+                failures = tuple(replaced[i] for i in places if i in replaced)
             yield HostBatch(images, labels, torch.from_numpy(indices), failures, epoch, stamps)
             del images, labels
 

@@ -56,7 +56,7 @@ class Filler:
         Args:
             timers: what ``timer.begin`` returned for the chunk.
             epoch: of the samples.
-            indices: their places in the data set, int64 ``[N]``.
+            indices: their places in the data set, int64 ``[N]``, as an order gives them.
             pixels: where they go, uint8 ``[N, 3, S, S]`` with any strides.
             labels: where their labels go, int64 ``[N]``.
             batches: how many batches the chunk completes, for the meter's count.
@@ -94,20 +94,21 @@ class Filler:
                 if is_out_of_memory(error):
                     raise MemoryError(str(error)) from error
                 # as text: an error that cannot be pickled would never arrive (pytorch #142884)
-                where, reason = f"sample {index}", f"{type(error).__name__}: {error}"
+                place = index % len(self._dataset)
+                where, reason = f"sample {place}", f"{type(error).__name__}: {error}"
                 if isinstance(error, BadSample):
                     where, reason = error.where, error.reason
                 label = self._fill_instead(epoch, index, pixels[row])
                 if label is not None:
                     labels[row] = label
-                failures.append(Failure(index, where, reason, label is not None))
+                failures.append(Failure(place, where, reason, label is not None))
         return failures, self.timer.end(len(indices), batches)
 
     def _fill_instead(self, epoch: int, index: int, out: np.ndarray) -> int | None:
         """Writes another sample in the place of ``index``; returns its label; None: not wanted."""
         dataset: Any = self._dataset
         if getattr(dataset, "skips", False):
-            for other in instead_of(index, len(dataset)):
+            for other in instead_of(index % len(dataset), len(dataset)):
                 with suppress(BadSample):
                     return int(dataset.fill(epoch, index, out, instead=other))
         return None

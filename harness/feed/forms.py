@@ -24,7 +24,7 @@ from harness.feed.interface import (
     train_settings,
     val_settings,
 )
-from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder, Rest
+from harness.feed.order import AnyOrder, Balance, Cursor, Order, ProbeOrder, Rest
 from harness.feed.pixels import InMemoryImages, pixel_bytes, why_not_in_memory
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed, noise
@@ -52,8 +52,12 @@ class Feeds:
     cursor: Cursor = field(default_factory=Cursor, init=False)
     # shared by all feeds of one data set
     _pixels: dict[ImageDataset, InMemoryImages] = field(default_factory=dict, init=False)
+    _balance: Balance | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if strength := self.config.data.balance:
+            labels = self.splits.labels_for(f"data.balance={strength:g}")
+            self._balance = Balance.of(labels, strength)
         if self.config.loader.pin_memory and not accelerator.of(self.world.device).has_streams:
             # accepted, so that a sweep over pin_memory runs anywhere
             log.warning(
@@ -192,6 +196,7 @@ class Feeds:
             rank=self.world.rank,
             world_size=self.world.size,
             parts=self.config.trainer.accumulate_steps,
+            balance=self._balance,
         )
         if len(order) == 0:
             advice = "lower it"

@@ -53,7 +53,7 @@ class HostBatch(NamedTuple):
     Attributes:
         images: uint8 ``[N, 3, H, W]``, 0..255, in channels_last memory, as decoders write them.
         labels: int64 ``[N]``.
-        indices: int64 ``[N]``, the samples' places in the data set.
+        indices: int64 ``[N]``, the samples' places in the data set, as an order gives them.
         failures: the samples that could not be read.
         epoch: the epoch, of which augmentation on the device is a function.
         stamps: when the batch was made and handed over; None for a batch that nobody made.

@@ -22,6 +22,52 @@ class Rest:
     stop: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Balance:
+    """Draws as many samples an epoch as there are, more of rare classes and fewer of common ones.
+
+    A class's share of an epoch goes by its number of images to the power of 1 - ``strength``: 0.5
+    is the square-root sampling of Mahajan et al. 2018 (arXiv 1805.00932), 1 gives every class the
+    same share. The images of a class take turns, over the epochs too: at an epoch's end none has
+    been drawn more than once oftener than another. A function of (seed, epoch).
+
+    Attributes:
+        length: samples in the data set.
+        members: the samples of each class, int64 ``[N]``.
+        quotas: how many of an epoch's samples are of each class.
+    """
+
+    length: int
+    members: tuple[np.ndarray, ...]
+    quotas: tuple[int, ...]
+
+    @classmethod
+    def of(cls, labels: np.ndarray, strength: float) -> Balance:
+        """Returns the balance of samples with ``labels``, int64 ``[N]``."""
+        counts = np.unique(labels, return_counts=True)[1]
+        members = np.split(np.argsort(labels, kind="stable"), counts.cumsum()[:-1])
+        shares = (counts ** (1 - strength)).cumsum()
+        # rounded so that they make up the epoch, and every class has a sample of it
+        ends = np.floor(shares / shares[-1] * len(labels) + 0.5).astype(np.int64)
+        return cls(len(labels), tuple(members), tuple(np.diff(ends, prepend=0).tolist()))
+
+    def indices(self, seed: int, epoch: int) -> np.ndarray:
+        """Returns the draws of an epoch, int64 ``[length]``; see ``Order.indices``."""
+        drawn = []
+        for part, (members, quota) in enumerate(zip(self.members, self.quotas, strict=True), 1):
+            count = len(members)
+            turns, rest = divmod(quota, count)
+            drawn.append(np.add.outer(self.length * np.arange(turns), members).ravel())
+            # the class's turns follow each other, each in an order of its own; what whole turns
+            # leave of the quota begins where the epoch before has stopped
+            turn, first = divmod(epoch * rest, count)
+            for ahead, begin in ((0, first), (1, 0)):
+                end = max(0, first + rest - ahead * count)
+                shuffled = order_rng(seed, turn + ahead, part).permutation(members)
+                drawn.append(self.length * (turns + ahead) + shuffled[begin:end])
+        return order_rng(seed, epoch).permutation(np.concatenate(drawn))
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """The batches of one rank.
@@ -41,6 +87,8 @@ class Order:
         shuffle: a new order each epoch, else 0, 1, 2, ...
         drop_last: leave out the last batches if they do not make a whole update.
         parts: global batches of an update.
+        balance: which samples are drawn again or left out in a shuffled epoch; None: each is drawn
+            once.
         rest: what is left of one epoch; None: every epoch is whole.
 
     Raises:
@@ -56,6 +104,7 @@ class Order:
     world_size: int = 1
     rest: Rest | None = None
     parts: int = 1
+    balance: Balance | None = None
 
     def __post_init__(self) -> None:
         rest = self.rest
@@ -96,9 +145,15 @@ class Order:
         return taken
 
     def indices(self, epoch: int) -> np.ndarray:
-        """Returns the order of the whole data set in ``epoch``, int64 ``[length]``."""
+        """Returns the order of the whole data set in ``epoch``, int64 ``[length]``.
+
+        A sample that is drawn again has ``length`` added to its place each time: its random numbers
+        are others, the place is what remains after division by ``length``.
+        """
         if not self.shuffle:
             return np.arange(self.length)
+        if self.balance is not None:
+            return self.balance.indices(self.seed, epoch)
         return order_rng(self.seed, epoch).permutation(self.length)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[np.ndarray]:

@@ -111,8 +111,9 @@ class InMemoryImages:
         self.untransformed.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
-        """Returns those of ``indices`` whose images must be given to ``keep`` before ``batch``."""
-        absent: np.ndarray = indices[~self._there[indices]]
+        """Returns the places whose images ``keep`` must be given before ``batch``."""
+        places = indices % len(self._there)
+        absent: np.ndarray = places[~self._there[places]]
         if self._source is not None:
             return absent[:0]
         return absent
@@ -139,19 +140,20 @@ class InMemoryImages:
         self._there[indices] = True
 
     def batch(self, epoch: int, indices: np.ndarray, pin_memory: bool) -> tuple[Tensor, Tensor]:
-        """Returns the images and labels of ``indices`` in ``epoch``.
+        """Returns the images and labels of an order's ``indices`` in ``epoch``.
 
         Images are uint8 ``[N, 3, S, S]`` in channels_last memory, labels int64 ``[N]``.
         """
         # images of an array are taken in by the first batch that wants them
-        new = indices[~self._there[indices]]
+        rows = indices % len(self._there)
+        new = rows[~self._there[rows]]
         if self._source is not None and len(new):
-            pixels, rows = self._source
-            self._put(new, pixels[rows[new]])
+            pixels, held = self._source
+            self._put(new, pixels[held[new]])
 
         # the place where each crop begins, and whether it is mirrored, by the sample's own numbers
         pitch = self._pitch
-        begin = indices * pitch**2
+        begin = rows * pitch**2
         transform = self._dataset.transform
         pads = transform.crop == "pad"
         drawn = uniforms(self._dataset.seed, epoch, indices, 3 if pads else 1)
@@ -166,33 +168,33 @@ class InMemoryImages:
         places = len(memory) // 3 - (size - 1) * pitch - size + 1
         windows = memory.as_strided((places, size, 3 * size), (3, 3 * pitch, 1))
         if self.on_device:
-            return self._gather(windows, indices, begin, mirrored)
+            return self._gather(windows, rows, begin, mirrored)
         # By numpy: torch's team of threads would wait for processors that the step has, for longer
         # than all the rest takes.
-        cut = windows.numpy()[begin].reshape(len(indices), size, size, 3)
+        cut = windows.numpy()[begin].reshape(len(rows), size, size, 3)
         flipped = np.flatnonzero(mirrored)
         plain = cut[flipped]
         turned = np.empty_like(plain)
         mirror_into(plain, turned)
         cut[flipped] = turned
         images = torch.from_numpy(cut).permute(0, 3, 1, 2)
-        labels = torch.from_numpy(self._labels.numpy()[indices])
+        labels = torch.from_numpy(self._labels.numpy()[rows])
         if pin_memory:
             return images.pin_memory(), labels.pin_memory()
         return images, labels
 
     def _gather(
-        self, windows: Tensor, indices: np.ndarray, begin: np.ndarray, mirrored: np.ndarray
+        self, windows: Tensor, rows: np.ndarray, begin: np.ndarray, mirrored: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """As ``batch``, by a few launches for all samples together."""
         # the mirrored ones come last, and lie together
         order = np.argsort(mirrored, kind="stable")
-        places, back, rows = self._moved(np.stack([begin[order], np.argsort(order), indices]))
+        places, back, own = self._moved(np.stack([begin[order], np.argsort(order), rows]))
         size = self._dataset.image_size
-        images = torch.index_select(windows, 0, places).view(len(indices), size, size, 3)
+        images = torch.index_select(windows, 0, places).view(len(rows), size, size, 3)
         plain = len(order) - int(np.count_nonzero(mirrored))
         images[plain:] = images[plain:].flip(2)
-        return images.index_select(0, back).permute(0, 3, 1, 2), self._labels.index_select(0, rows)
+        return images.index_select(0, back).permute(0, 3, 1, 2), self._labels.index_select(0, own)
 
     def _array(self) -> Tensor:
         if self._memory is None:

@@ -378,7 +378,7 @@ class Engine:
 
     def _window(self, epoch: int, steps: int) -> dict[str, Any]:
         """Returns which samples the last ``steps`` steps were made of, on all ranks together."""
-        order = self.order.indices(epoch)
+        order = self.order.indices(epoch) % self.order.length
         batches = range(self._window_began, self._taken + 1)
         ends = [self.order.taken(epoch, batch) for batch in batches]
         return {

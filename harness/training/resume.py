@@ -179,6 +179,7 @@ def rest(
         return config, None
     for name, then, now in (
         ("seed", trained.seed, config.seed),
+        ("data.balance", trained.data.balance, config.data.balance),
         ("number of training images", state["length"], length),
     ):
         if then != now:

@@ -19,6 +19,7 @@ from harness.data.storage import (
     Subset,
     cache_root,
     open_folder_splits,
+    part,
     split,
 )
 from harness.runtime.errors import BadSample, DataError
@@ -439,3 +440,22 @@ def test_the_cache_folder(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert str(cache_root()) == expected
+
+
+def test_a_part_has_its_share_of_every_class() -> None:
+    """Rounded, at least one image of each, ascending; a larger part has a smaller one's images."""
+    labels = np.random.default_rng(0).permutation(np.repeat([0, 1, 3], [40, 10, 1]))
+    parts = {fraction: part(labels, fraction, 0) for fraction in (0.01, 0.1, 0.5, 1.0)}
+    counts = {
+        fraction: np.bincount(labels[rows], minlength=4).tolist()
+        for fraction, rows in parts.items()
+    }
+    assert counts == {
+        0.01: [1, 1, 0, 1],
+        0.1: [4, 1, 0, 1],
+        0.5: [20, 5, 0, 1],
+        1.0: [40, 10, 0, 1],
+    }
+    assert set(parts[0.01]) <= set(parts[0.1]) <= set(parts[0.5]) <= set(parts[1.0])
+    assert all(np.all(np.diff(rows) > 0) for rows in parts.values())
+    assert not np.array_equal(parts[0.5], part(labels, 0.5, 1))

@@ -44,6 +44,8 @@ TRAINED: dict[str, Any] = {
     "data.mean": (0.1, 0.2, 0.3),
     "data.std": (0.4, 0.5, 0.6),
     "data.split_fraction": 0.25,
+    "data.fraction": 0.75,
+    "data.balance": 0.5,
     "data.exif_orientation": True,
     "data.background": (1, 2, 3),
     "data.max_pixels": 4321,
@@ -430,6 +432,12 @@ def test_a_rest_that_cannot_be_had_is_refused(
     saved.state.update(more)
     with pytest.raises(CheckpointError, match=text):
         resume.rest(composed(), saved, world(size), length)
+
+
+def test_the_rest_of_another_draw_is_refused(composed: Composed) -> None:
+    """Within an epoch, another balance of the classes would have other samples left."""
+    with pytest.raises(CheckpointError, match="its data.balance is 0.0, this run's 0.5: the rest"):
+        resume.rest(composed("data.balance=0.5"), kept(composed, 1, 320), ALONE, 1000)
 
 
 @pytest.mark.parametrize(

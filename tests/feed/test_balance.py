@@ -1,0 +1,269 @@
+"""Classes drawn evenly: shares, turns, and the same samples whatever the ranks and the feed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import samples
+import torch
+from scipy import stats
+
+from harness.config import AugmentConfig, Backend, Config, ConfigError, Crop, LoaderConfig
+from harness.data.datasets import Splits, load
+from harness.data.decode import DecodeOptions
+from harness.data.images import ImageDataset
+from harness.data.own import OwnDataset
+from harness.data.storage import ArraySource, Source
+from harness.data.transforms import TrainTransform
+from harness.feed.forms import Feeds
+from harness.feed.interface import HostBatch
+from harness.feed.order import Balance, Cursor, Order, ProbeOrder, Rest
+from harness.runtime.distributed import World
+
+CPU = World(0, 1, 0, 1, torch.device("cpu"))
+# 30 images, of a class that is never seen, a rare one, and two others
+SIZES = (0, 2, 9, 19)
+
+
+def labels_of(sizes: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Labels in no order, so many of each class."""
+    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+
+
+FIRST_RARE = int(np.flatnonzero(labels_of(SIZES) == 1)[0])
+
+
+def order_of(sizes: tuple[int, ...], strength: float = 1.0, batch: int = 6) -> Order:
+    labels = labels_of(sizes)
+    return Order(len(labels), batch, seed=5, balance=Balance.of(labels, strength))
+
+
+@pytest.mark.parametrize(
+    ("strength", "quotas"),
+    [
+        pytest.param(0.0, [2, 9, 19], id="as they are"),
+        pytest.param(0.5, [5, 10, 15], id="square roots: 1.41, 3, 4.36"),
+        pytest.param(1.0, [10, 10, 10], id="even"),
+    ],
+)
+def test_the_shares_go_by_the_strength(strength: float, quotas: list[int]) -> None:
+    """Each epoch has as many samples as the set, with the shares that the strength asks for."""
+    labels = labels_of(SIZES)
+    order = order_of(SIZES, strength)
+    for epoch in range(4):
+        places = order.indices(epoch) % len(labels)
+        assert np.bincount(labels[places], minlength=4).tolist() == [0, *quotas]
+
+
+def test_the_shares_are_those_of_a_weighted_sampler() -> None:
+    """Two samples: what batches hold here, and what torch's weighted draw gives."""
+    labels = labels_of((900, 90, 10))
+    ours = order_of((900, 90, 10), batch=50)
+    weights = 1 / np.bincount(labels)[labels]
+    sampler = torch.utils.data.WeightedRandomSampler(
+        weights.tolist(), 1000, generator=torch.Generator().manual_seed(0)
+    )
+    drawn = np.bincount(labels[list(sampler)])
+    # the first half of each of two epochs, so that the shuffling counts too
+    halves = [ours.indices(epoch)[:500] % 1000 for epoch in (0, 1)]
+    found = np.bincount(labels[np.concatenate(halves)])
+    assert stats.chi2_contingency([found, drawn]).pvalue > 0.01
+    assert stats.chisquare(found).pvalue > 0.01
+    plain = np.bincount(labels[replace(ours, balance=None).indices(0)[:500]])
+    assert stats.chi2_contingency([plain, drawn]).pvalue < 1e-9
+
+
+@pytest.mark.parametrize("strength", [0.3, 1.0])
+def test_the_images_of_a_class_take_turns(strength: float) -> None:
+    """At each epoch's end no image was drawn more than once oftener than another of its class, and
+    no draw of an epoch has the number of another: the random numbers of each are its own.
+    """
+    labels = labels_of(SIZES)
+    order = order_of(SIZES, strength)
+    drawn = np.zeros(30, int)
+    for epoch in range(12):
+        indices = order.indices(epoch)
+        assert len(np.unique(indices)) == 30
+        drawn += np.bincount(indices % 30, minlength=30)
+        for label in (1, 2, 3):
+            assert np.ptp(drawn[labels == label]) <= 1
+    assert not np.array_equal(order.indices(0), order.indices(1))
+
+
+def test_far_epochs_are_drawn_too() -> None:
+    """A probe's epochs are far beyond any epoch of training."""
+    indices = order_of(SIZES).indices(2**32 - 1)
+    assert len(indices) == 30 and indices.max() < 2**48
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_share_the_same_global_batches(world_size: int) -> None:
+    """Two and three ranks together have one rank's batches, and as many updates."""
+    alone = order_of(SIZES)
+    ranks = [
+        replace(alone, batch_size=6 // world_size, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    together = [list(order.batches(3)) for order in ranks]
+    joined = [np.concatenate(parts) for parts in zip(*together, strict=True)]
+    assert [part.tolist() for part in joined] == [part.tolist() for part in alone.batches(3)]
+    assert len(joined) == len(alone) == 5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_rest_of_an_epoch_is_what_was_left(world_size: int) -> None:
+    """A run that goes on within an epoch sees the draws that are left, and no others."""
+    whole = order_of(SIZES)
+    ranks = [
+        replace(whole, batch_size=2, rank=rank, world_size=world_size, rest=Rest(1, 12, 30))
+        for rank in range(world_size)
+    ]
+    left = zip(*(order.batches(1) for order in ranks), strict=True)
+    assert [i for parts in left for part in parts for i in part] == whole.indices(1)[12:].tolist()
+
+
+def test_probes_have_the_mix_of_training() -> None:
+    """A probe's batches have every class equally often."""
+    labels = labels_of(SIZES)
+    batches = ProbeOrder(order_of(SIZES, batch=10), Cursor()).batches(0)
+    seen = np.concatenate([next(batches) for _ in range(3)])
+    assert np.bincount(labels[seen % 30], minlength=4).tolist() == [0, 10, 10, 10]
+
+
+def feeds_of(backend: str, *, skips: bool = False, **loader: object) -> Feeds:
+    """Feeds over 30 images that are told apart by any pixel, each class as often."""
+    config = Config(loader=LoaderConfig(batch_size=6, backend=Backend[backend], **loader))  # type: ignore[arg-type]
+    config.data.balance = 1.0
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 8, 8, 3), np.uint8)
+    source: Source = ArraySource(pixels, labels_of(SIZES), "abcd", "x")
+    if skips:
+        source = Broken(source)
+    transform = TrainTransform(8, crop=Crop.pad.name, pad=2)
+    images = ImageDataset(source, transform, DecodeOptions(), 8, seed=0, skips=skips)
+    return Feeds(Splits(images, images, tuple("abcd"), "x", ""), config, CPU)
+
+
+class Broken:
+    """A source of which the first image of the rare class cannot be read."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.classes = source.classes
+        self.labels = source.labels
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
+        if i == FIRST_RARE:
+            raise OSError("gone")
+        return self._source.read(i)
+
+    def where(self, i: int) -> str:
+        return self._source.where(i)
+
+
+def passed(backend: str, num_workers: int, *, skips: bool = False) -> list[HostBatch]:
+    """Two epochs."""
+    feed = feeds_of(backend, skips=skips).train(
+        replace(samples.settings(num_workers, batch_size=6), backend=backend)
+    )
+    batches = [
+        batch._replace(images=batch.images.clone(), labels=batch.labels.clone())
+        for batch in samples.passes(feed)
+    ]
+    feed.close()
+    return batches
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["whole", "one cannot be read"])
+def test_every_form_makes_the_same_batches(skips: bool) -> None:
+    """Processes, threads and arrays, with and without workers: the same pixels to the bit; a sample
+    that cannot be read is replaced alike, and named by its place.
+    """
+    expected = passed("processes", 0, skips=skips)
+    assert sum(len(batch.labels) for batch in expected) == 60
+    ways = [("threads", 0), ("threads", 3), ("arrays", 0), *[("processes", 1)] * (not skips)]
+    for backend, workers in ways:
+        samples.assert_same(passed(backend, workers, skips=skips), expected)
+    bad = {failure.sample for batch in expected for failure in batch.failures}
+    assert bad == ({FIRST_RARE} if skips else set())
+
+
+def test_an_image_that_comes_again_is_augmented_differently() -> None:
+    """The ten draws of two images are not ten times the same two crops."""
+    batches = passed("threads", 0)[:5]
+    images = torch.cat([batch.images for batch in batches]).flatten(1)
+    indices = torch.cat([batch.indices for batch in batches]) % 30
+    crops = images[indices == FIRST_RARE]
+    assert len(crops) == 5
+    assert len(torch.unique(crops, dim=0)) >= 4
+
+
+def test_evaluation_has_every_image_once() -> None:
+    """The validation feed is as the data are."""
+    feed = feeds_of("threads").val(samples.settings(0))
+    assert torch.cat([batch.indices for batch in feed]).tolist() == list(range(30))
+
+
+class Labelled(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """A data set of torch's, whose targets are its labels if it has any."""
+
+    classes = ("a", "b", "c", "d")
+
+    def __init__(self, targets: object = None, target_transform: object = None) -> None:
+        if targets is not None:
+            self.targets = targets
+        self.target_transform = target_transform
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(3, 8, 8), int(labels_of(SIZES)[i])
+
+
+def own_feeds(given: torch.utils.data.Dataset[tuple[torch.Tensor, int]]) -> Feeds:
+    dataset = OwnDataset(given, "the training set", Labelled.classes, 8, 0)
+    config = Config(loader=LoaderConfig(batch_size=6))
+    config.data.balance = 1.0
+    return Feeds(Splits(dataset, dataset, dataset.classes, "mine:splits", ""), config, CPU)
+
+
+def test_a_data_set_of_torchs_is_balanced_by_its_targets() -> None:
+    """Also if it is a part of another, whose images then come again with other random numbers."""
+    labels = labels_of(SIZES)
+    part = torch.utils.data.Subset(Labelled(torch.from_numpy(labels)), range(1, 30))
+    feed = own_feeds(part).train(samples.settings(0, batch_size=6))
+    batches = list(feed)
+    seen = torch.cat([batch.labels for batch in batches])
+    assert np.ptp(np.bincount(seen.numpy(), minlength=4)[1:]) <= 5
+    images = torch.cat([batch.images for batch in batches]).flatten(1)
+    assert len(torch.unique(images, dim=0)) == len(images) == 24
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(Labelled(), id="none"),
+        pytest.param(Labelled([0.5] * 30), id="no integers"),
+        pytest.param(Labelled([4] * 30), id="no class"),
+        pytest.param(Labelled([1] * 29), id="too few"),
+        pytest.param(Labelled([[1]] * 30), id="lists"),
+        pytest.param(Labelled([1] * 30, target_transform=abs), id="changed afterwards"),
+    ],
+)
+def test_a_data_set_without_labels_is_refused(given: Labelled) -> None:
+    """The line names the setting and the way out."""
+    with pytest.raises(ConfigError, match="data.balance=1: needs the label .* attribute targets"):
+        own_feeds(given)
+
+
+def test_a_made_up_set_has_nothing_to_balance(composed) -> None:  # type: ignore[no-untyped-def]
+    """data=fake reads no image."""
+    with pytest.raises(ConfigError, match="data.balance=1.0: has no effect with data=fake"):
+        composed("data=fake", "data.balance=1")
+    digits = load(composed("data=digits", "data.balance=1").data, AugmentConfig(), 0)
+    assert digits.labels is not None and len(digits.labels) == len(digits.train)
