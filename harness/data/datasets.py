@@ -224,15 +224,7 @@ def load(
         first, second = open_own(data, seed, _SPLIT_SEED)
         if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
             assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
-            splits = Splits(first, second, first.classes, data.name, root)
-            if data.fraction < 1:
-                labels = splits.labels_for(f"data.fraction={data.fraction:g}")
-                rows = part(labels, data.fraction, _SPLIT_SEED).tolist()
-                # a sample's number in messages is of the part
-                where = f"{first.where}, of which data.fraction={data.fraction:g} is used"
-                smaller = torch.utils.data.Subset(first.given, rows)
-                splits = replace(splits, train=replace(first, given=smaller, where=where))
-            return splits
+            return _partial(Splits(first, second, first.classes, data.name, root), data.fraction)
     elif data.name in DATASETS:
         first, second = DATASETS[data.name](data)
     else:
@@ -264,6 +256,18 @@ def load(
             f"{change}"
         )
     return Splits(images, val_images, first.classes, data.name, root)
+
+
+def _partial(splits: Splits, fraction: float) -> Splits:
+    """Returns ``splits`` of torch's data sets with ``fraction`` of each class to train on."""
+    whole = splits.train
+    if fraction == 1 or not isinstance(whole, OwnDataset):
+        return splits
+    rows = part(splits.labels_for(f"data.fraction={fraction:g}"), fraction, _SPLIT_SEED)
+    # a sample's number in messages is of the part
+    where = f"{whole.where}, of which data.fraction={fraction:g} is used"
+    smaller = torch.utils.data.Subset(whole.given, rows.tolist())
+    return replace(splits, train=replace(whole, given=smaller, where=where))
 
 
 def _check_settings(data: DataConfig) -> None:

@@ -94,14 +94,13 @@ class Filler:
                 if is_out_of_memory(error):
                     raise MemoryError(str(error)) from error
                 # as text: an error that cannot be pickled would never arrive (pytorch #142884)
-                place = index % len(self._dataset)
-                where, reason = f"sample {place}", f"{type(error).__name__}: {error}"
+                where, reason = f"sample {index}", f"{type(error).__name__}: {error}"
                 if isinstance(error, BadSample):
                     where, reason = error.where, error.reason
-                label = self._fill_instead(epoch, index, pixels[row])
-                if label is not None:
-                    labels[row] = label
-                failures.append(Failure(place, where, reason, label is not None))
+                new = self._fill_instead(epoch, index, pixels[row])
+                if new is not None:
+                    labels[row] = new
+                failures.append(Failure(index % len(self._dataset), where, reason, new is not None))
         return failures, self.timer.end(len(indices), batches)
 
     def _fill_instead(self, epoch: int, index: int, out: np.ndarray) -> int | None:
