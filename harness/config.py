@@ -401,6 +401,13 @@ class OptimConfig:
         None, "Largest norm of all gradients together; null: no clipping.", gt=0.0
     )
     label_smoothing: float = setting(0.0, "Label smoothing of the training loss.", ge=0.0, lt=1.0)
+    class_weights: Any = setting(
+        None,
+        "Weights of the classes in the training loss, whose mean is over images: a list in the "
+        "classes' order; balanced: images / (classes * images of the class), as scikit-learn's; "
+        "null: all are 1.",
+        no_effect_with=["data=fake"],
+    )
 
 
 @dataclass(slots=True)
@@ -587,8 +594,9 @@ def load(composed: DictConfig) -> Config:
         numbers = value if isinstance(value, tuple) else (value,)
         # OmegaConf looks into no item that is a mapping or a list
         kinds = [*map(type, numbers)]
-        if isinstance(value, tuple) and kinds != [*map(type, meta["default"])]:
-            raise ConfigError(f"{given}: takes exactly {len(meta['default'])} numbers")
+        default = meta["default"]
+        if isinstance(default, tuple) and kinds != [*map(type, default)]:
+            raise ConfigError(f"{given}: takes exactly {len(default)} numbers")
         for number in numbers:
             # bool is an int too
             if type(number) not in (int, float):
@@ -620,12 +628,25 @@ def _check_values(c: Config) -> None:
     """Refuses what neither a range nor a list of contradictions can say."""
     jitter = c.augment.color_jitter
     steps = re.fullmatch(r"(\d+)-(\d+)", str(c.profile.steps))
+    weights = c.optim.class_weights
+    listed = weights if isinstance(weights, tuple) else ()
+    is_list = listed and all(type(each) in (int, float) and each > 0 for each in listed)
     # torchrun starts a run again in its folder
     is_new = c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ
     for wrong, text in (
         (
             jitter[3] > 0.5,
             f"augment.color_jitter={shown(jitter)}: the last number is of the hue; use at most 0.5",
+        ),
+        (
+            not is_list and weights not in (None, "balanced"),
+            f"optim.class_weights={shown(weights)}: use null, balanced, or a number above 0 for "
+            "each class, such as [1,2.5]",
+        ),
+        (
+            weights == "balanced" and c.data.balance > 0,
+            f"optim.class_weights=balanced: data.balance={c.data.balance:g} evens out the same "
+            "classes already; use one of the two, or a list of weights",
         ),
         (
             c.schedule.warmup_epochs > c.trainer.epochs,

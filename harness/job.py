@@ -177,7 +177,7 @@ def _wire(world: World, job: Job) -> None:
         # nothing is refused any more
         folder.write_settings(job.folder, job.settings)
     with station.watched(config, world, job.folder, job.began_s, resumed) as watch:
-        step = Step(state, config, world, len(classes))
+        step = Step(state, config, world, len(classes), splits.class_weights(config.optim))
         trials = StepTrials(step, config, world)
         if config.mode is Mode.diagnose:
             diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)

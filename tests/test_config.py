@@ -115,6 +115,30 @@ BAD = [
         "loader.backend=arrays loader.val.num_workers=1",
         "loader.val.num_workers=1: has no effect with loader.backend=arrays",
     ),
+    ("data.balance=1.5", "data.balance=1.5: must be <= 1.0"),
+    ("data.fraction=0", "data.fraction=0.0: must be > 0.0"),
+    ("data=fake data.fraction=0.5", "data.fraction=0.5: has no effect with data=fake"),
+    *(
+        (f"optim.class_weights={given}", f"optim.class_weights={shown}: use null, balanced, or a")
+        for given, shown in (
+            ("even", "even"),
+            ("[]", "[]"),
+            ("[1,0]", "[1,0]"),
+            ("[1,[2]]", "[1,[2]]"),
+            ("[1,x]", "[1,x]"),
+            ("[1,true]", "[1,True]"),
+            ("{a:1}", "{'a': 1}"),
+        )
+    ),
+    ("optim.class_weights=[1,nan]", "optim.class_weights=[1,nan]: must be a finite number"),
+    (
+        "data=fake optim.class_weights=balanced",
+        "optim.class_weights=balanced: has no effect with data=fake",
+    ),
+    (
+        "data.balance=0.5 optim.class_weights=balanced",
+        "optim.class_weights=balanced: data.balance=0.5 evens out the same classes already",
+    ),
     ("data.cache=tape", "data.cache: Invalid value 'tape', expected one of [none, ram, disk]"),
     ("data.cache_gb=2", "data.cache_gb=2.0: has no effect with data.cache=none"),
     ("data.cache_max_side=256", "data.cache_max_side=256: has no effect with data.cache=none"),
@@ -249,7 +273,9 @@ def test_a_refusal_ends_the_program_with_exit_code_2(tmp_path: Path) -> None:
 
 def test_settings_survive_a_round_trip(composed: Callable[..., Config]) -> None:
     """A config as plain values loads back equal: that is how a checkpoint keeps it."""
-    config = composed("data=cifar10", "trainer.precision=bf16", "loader.num_workers=2")
+    more = ("loader.num_workers=2", "optim.class_weights=[1,2.5]")
+    config = composed("data=cifar10", "trainer.precision=bf16", *more)
+    assert config.optim.class_weights == (1, 2.5)
     assert schema.from_plain(schema.to_plain(config)) == config
 
 

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig, OnError
+from harness.config import (
+    AugmentConfig,
+    ConfigError,
+    DataCache,
+    DataConfig,
+    OnError,
+    OptimConfig,
+)
 from harness.data import cifar, shapes
 from harness.data.cache import PixelCache
 from harness.data.cache_files import Gathered, crop_error, open_caches
@@ -92,6 +99,26 @@ class Splits:
                 "torchvision's have it, or return a source"
             )
         return self.labels
+
+    def class_weights(self, optim: OptimConfig) -> list[float] | None:
+        """Returns a weight for each class, as ``optim`` says; None: all are 1.
+
+        Raises:
+            ConfigError: there are more or fewer classes than weights, or the labels are unknown.
+        """
+        wanted = optim.class_weights
+        classes = len(self.classes)
+        if wanted == "balanced":
+            labels = self.labels_for("optim.class_weights=balanced")
+            counts = np.bincount(labels, minlength=classes)
+            # a class without an image has no part in the loss
+            return list(len(labels) / (np.count_nonzero(counts) * counts.clip(1)))
+        if wanted is not None and len(wanted) != classes:
+            raise ConfigError(
+                f"optim.class_weights: {len(wanted)} numbers, and {self.name} has {classes} "
+                "classes; give one for each, in their order"
+            )
+        return wanted and list(wanted)
 
     @property
     def reserved_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -55,15 +55,24 @@ class Step:
         config: precision, accumulation, clipping, label smoothing, and what is done to its batches.
         world: wraps the network in DDP where there are several ranks.
         classes: how many there are; needed where mixup or CutMix is wanted.
+        class_weights: a weight for each class in the loss; None: all are 1.
     """
 
     def __init__(
-        self, state: TrainState, config: Config, world: World, classes: int | None = None
+        self,
+        state: TrainState,
+        config: Config,
+        world: World,
+        classes: int | None = None,
+        class_weights: Sequence[float] | None = None,
     ) -> None:
         self.state = state
         self._config = config
         self._device = world.device
         self._classes = classes
+        self._weights: Tensor | None = None
+        if class_weights is not None:
+            self._weights = torch.tensor(class_weights, dtype=torch.float32, device=world.device)
         self._augment = BatchAugment.from_config(config.augment, config.seed)
         self._mix = Mix.from_config(config.augment, classes, config.seed)
         precision = config.trainer.precision
@@ -100,10 +109,9 @@ class Step:
             sync = self.model.no_sync()
         with sync:
             with self.autocast(), named("forward"):
-                smoothing = self._config.optim.label_smoothing
                 logits = self.model(images)
                 self._check(logits, len(images))
-                loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+                loss = self._loss(logits, labels)
             with named("backward"):
                 share = loss
                 if parts > 1:
@@ -122,6 +130,19 @@ class Step:
             state.optimizer.zero_grad(set_to_none=True)
             state.schedule.step()
             state.step += 1
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns the mean cross-entropy over images.
+
+        torch divides that of weighted classes by the sum of the batch's weights, and so gives an
+        image another weight on another number of ranks; of mixed labels it is as here.
+        """
+        smoothing = self._config.optim.label_smoothing
+        weights = self._weights
+        if weights is None:
+            return F.cross_entropy(logits, labels, label_smoothing=smoothing)
+        total = F.cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=smoothing)
+        return total / len(labels)
 
     def _check(self, logits: Any, count: int) -> None:
         """Refuses what no loss can be made of: a network's modes may give other things."""

@@ -8,11 +8,22 @@ import numpy as np
 import pytest
 from PIL import Image
 from samples import numbers
+from sklearn.utils.class_weight import compute_class_weight
 
-from harness.config import AugmentConfig, ConfigError, Crop, DataConfig, GenerateConfig
+from harness.config import (
+    AugmentConfig,
+    ConfigError,
+    Crop,
+    DataConfig,
+    GenerateConfig,
+    OptimConfig,
+)
 from harness.data import datasets
-from harness.data.datasets import FakeDataset, load
+from harness.data.datasets import FakeDataset, Splits, load
+from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
+from harness.data.storage import ArraySource
+from harness.data.transforms import TrainTransform
 from harness.runtime.errors import DataError
 
 
@@ -182,3 +193,25 @@ def test_a_missing_folder_is_a_data_error(tmp_path: Path) -> None:
     """A wrong data.root is the data's fault, with its path."""
     with pytest.raises(DataError, match=r"data\.root=.*/nothing: no such folder"):
         load(DataConfig(name="imagefolder", root=str(tmp_path / "nothing")), AugmentConfig(), 0)
+
+
+def test_balanced_weights_are_scikit_learns() -> None:
+    """By the training images; a class without any counts for nothing."""
+    labels = np.repeat([0, 2, 3], [60, 30, 5])
+    transform = TrainTransform(8)
+    images = ImageDataset(
+        ArraySource(np.zeros((95, 8, 8, 3), np.uint8), labels, "abcd", "x"),
+        transform,
+        DecodeOptions(),
+        8,
+        seed=0,
+    )
+    splits = Splits(images, images, tuple("abcd"), "x", "")
+    found = splits.class_weights(OptimConfig(class_weights="balanced"))
+    assert found is not None
+    expected = compute_class_weight("balanced", classes=np.array([0, 2, 3]), y=labels)
+    assert [found[0], *found[2:]] == pytest.approx(expected)
+    assert splits.class_weights(OptimConfig()) is None
+    assert splits.class_weights(OptimConfig(class_weights=(1, 2, 3, 4))) == [1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="optim.class_weights: 3 numbers, and x has 4 classes"):
+        splits.class_weights(OptimConfig(class_weights=(1, 2, 3)))

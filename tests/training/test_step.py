@@ -52,6 +52,48 @@ def make(config: Config, model: nn.Module | None = None, classes: int | None = 5
     return Step(state_of(model, config, CPU.device, 50), config, CPU, classes)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed labels"])
+def test_weighted_classes_have_a_mean_over_images(smoothing: float, mixed: bool) -> None:
+    """The loss is torch's for labels of probabilities: each image's by its weight, over images. So
+    half batches, as two ranks or parts have them, have the same mean.
+    """
+    weights = [1.0, 2.0, 0.5, 3.0, 1.0]
+    config = Config()
+    config.optim.label_smoothing = smoothing
+    step = Step(state_of(network(), config, CPU.device, 50), config, CPU, 5, weights)
+    _, labels = next(batches(1))
+    logits = torch.randn(16, 5, generator=torch.Generator().manual_seed(2))
+    shares = F.one_hot(labels, 5).float()
+    expected = F.cross_entropy(
+        logits, shares, torch.tensor(weights), label_smoothing=smoothing, reduction="mean"
+    )
+    given = shares if mixed else labels
+    assert torch.allclose(step._loss(logits, given), expected, rtol=1e-6)
+    halves = (step._loss(logits[:8], given[:8]) + step._loss(logits[8:], given[8:])) / 2
+    assert torch.allclose(halves, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weighted_updates_are_a_plain_loops(parts: int) -> None:
+    """An update with weights equals that of a loop written out, with accumulation too."""
+    weights = [1.0, 2.0, 0.5, 3.0, 1.0]
+    config = Config()
+    config.optim.weight_decay = 0.0
+    step = Step(state_of(network(), config, CPU.device, 50), config, CPU, 5, weights)
+    plain = network()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=step.state.optimizer.param_groups[0]["lr"])
+    images, labels = next(batches(1))
+    pieces = zip(images.chunk(parts), labels.chunk(parts), strict=True)
+    for part, (image, label) in enumerate(pieces):
+        step(image, label, part=part, parts=parts)
+        each = F.cross_entropy(plain(image), label, torch.tensor(weights), reduction="none")
+        (each.mean() / parts).backward()
+    optimizer.step()
+    for ours, theirs in zip(step.state.network.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
 class Odd(nn.Module):
     """A network whose outputs change as it trains."""
 
