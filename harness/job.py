@@ -136,11 +136,6 @@ def main_worker(local_rank: int, job: Job) -> None:
     with joined as world, folder.logging_to(job.folder, world.rank), station.quiet_ranks(world):
         signals.set_grace(config.checkpoint.grace_s)
         station.refuse_hidden_gpu(config, world)
-        if config.mode is not Mode.verify:
-            from harness.training import published
-
-            # before anything reads the settings, and the same on every rank
-            job = replace(job, config=published.settings(config, job.overridden))
         if config.mode is Mode.verify:
             _verify(world, job)
         else:
@@ -204,7 +199,7 @@ def _wire(world: World, job: Job) -> None:
         engine = Engine(config, world, step, feed, val_feed, watch, Place(job.folder, classes))
         summary = None if found is None else found.summary
         page = link.pinned_link(), document.write_report
-        told = Reporter(config, job.overridden, summary, allowed.cores, *page, splits.cache)
+        told = Reporter(config, job.overridden, summary, allowed.cores, *page, splits.cache, splits)
         with told.reporting(engine):
             engine.fit() if config.mode is Mode.train else engine.evaluate_only()
 

@@ -119,6 +119,27 @@ def test_the_console_tells_what_the_user_came_for(finished: tuple[Path, str]) ->
     assert any(f"the same {way}" in finished[1] for way in ways)
 
 
+def test_the_mistakes_are_left_to_look_at(finished: tuple[Path, str]) -> None:
+    """Tables, pictures and TensorBoard's images agree with the report; the console has counts."""
+    folder, said = finished
+    report = json.loads((folder / "report.json").read_text())
+    mistakes = json.loads((folder / "mistakes.json").read_text())
+    right = sum(mistakes["classes"]["correct"])
+    assert right == round(report["top1"] * 359)
+    assert 359 - right == sum(count for *_, count in mistakes["kinds"])
+    assert all("picture" in row for row in mistakes["mistakes"])
+    assert len(json.loads((folder / "first_batch.json").read_text())) == 16
+    assert "10 classes of 139 to 146 training images" in said
+    assert f"top-5          {report['top5']:.4f}" in said
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    pictures = {"train/first_batch", "val/confusion"}
+    if right < 359:
+        pictures.add("val/mistakes")
+    assert {*read.Tags()["images"]} == pictures
+    assert len((folder / "confusion.csv").read_text().splitlines()) == 11
+
+
 def test_the_report_holds_what_it_promises(finished: tuple[Path, str]) -> None:
     """report.json has every promised field, consistent with the run."""
     report = json.loads((finished[0] / "report.json").read_text())

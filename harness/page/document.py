@@ -21,7 +21,7 @@ ASSETS = Path(__file__).parent
 # each imports from those before it
 SCRIPTS = (
     "dom.js", "format.js", "marks.js", "plot.js", "bars.js",
-    "course.js", "supply.js", "run.js", "sweep.js", "page.js",
+    "course.js", "supply.js", "mistakes.js", "run.js", "sweep.js", "page.js",
 )  # fmt: skip
 STYLE = "page.css"
 

@@ -6,6 +6,7 @@ import { absent, h, note, scrolled, table, tableOf } from "./dom.js";
 import { bytes, known, many, ms, perSecond, quoted, seconds } from "./format.js";
 import { share, times, together, unitOf, words } from "./format.js";
 import { MEANINGS, other, PARTS, SELDOM } from "./marks.js";
+import { firstBatch, mistakesSection } from "./mistakes.js";
 import { supplySection } from "./supply.js";
 
 const BASIS = {
@@ -36,6 +37,7 @@ const REST = {
   tuning: "the loader's settings were searched",
   evaluate: "the validation set",
   first_steps: "workers start, kernels are chosen, networks compiled",
+  pictures: "the first batch drawn",
   checkpoint: "state saved", other: "what nothing else accounts for",
 };
 const WELL = ["balanced", "compute"];
@@ -49,9 +51,11 @@ export function runView(run, declared, heading) {
     ["One step", stepSection(report, declared.figures, ended)],
     ["The whole wall time", goodputSection(report, ended)],
     // somebody's script, which was only watched, has no tuner
-    ...(report.expected ? [] : [["What the tuner measured", supplySection(run.tuning)]]),
+    ...(report.expected ? [] : [["What went wrong", mistakesSection(run)],
+      ["What the tuner measured", supplySection(run.tuning)]]),
     ["Course of the run", courseSection(run, declared.charts)],
     ["What loading a sample takes", stagesSection(report)],
+    ...(run.first_batch ? [["First training batch", firstBatch(run.first_batch)]] : []),
     ...(report.ranks ? [["Ranks", ranksSection(report.ranks)]] : []),
     ["Settings and environment", settingsSection(run)],
   ];
@@ -61,7 +65,7 @@ export function runView(run, declared, heading) {
     run.notes.length > 0 && h("ul", { class: "notes" }, run.notes.map((text) => h("li", {}, text))),
     verdictCard(report, ended),
     (report.expected ?? []).map((text) => note(`Expected: ${text}`)),
-    figures(report, ended),
+    figures(run, ended),
     contents(sections.map(([title]) => title)),
     sections.map(([title, body]) => h("section", {}, h("h2", { tabindex: "-1" }, title), body)));
 }
@@ -124,7 +128,8 @@ function verdictCard({ verdict }, ended) {
     evidence.length > 0 && h("ul", {}, evidence.map((fact) => h("li", {}, fact))));
 }
 
-function figures(report, ended) {
+function figures(run, ended) {
+  const { report } = run;
   const { step_ms: step, gpu_memory: memory } = report;
   const { by } = BASIS[report.stall_basis] ?? LAST;
   const cards = [
@@ -137,6 +142,8 @@ function figures(report, ended) {
       "the device's own time is not known"],
     ["Top-1", report.top1, share, report.val_images && `on ${many(report.val_images, "image")}`,
       "no evaluation has ended"],
+    ...(run.mistakes?.classes.class.length > 5 ? [["Top-5", report.top5, share,
+      "the true class among the five first answers", "no evaluation has ended"]] : []),
     ["GPU utilisation", report.gpu_utilization, share, "some kernel ran, whole device",
       "no NVIDIA GPU gave it"],
     ["GPU memory", memory && Math.max(memory.training_bytes, memory.evaluation_bytes), bytes,

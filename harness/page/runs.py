@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.page.course import Windows, course, latest, read_windows
-from harness.page.shape import REPORT, TUNING, fitted
+from harness.page.shape import FIRST_BATCH, MISTAKES, REPORT, TUNING, fitted
 from harness.runtime.files import natural, read_inside, read_json
 
 # points of a chart that has the page's width
 BUCKETS = 400
 REPORT_JSON = "report.json"
 METRICS_JSONL = "metrics.jsonl"
-FILES = (REPORT_JSON, METRICS_JSONL, "tuning.json")
+FILES = (REPORT_JSON, METRICS_JSONL, "tuning.json", "mistakes.json", "first_batch.json")
 
 # looked at below one folder
 _MOST_RUNS = 1000
@@ -125,12 +125,19 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
             f"{last_step}"
         )
     config = ".hydra/config.yaml"
+    # a page of many runs has no room for pictures
+    mistakes = batch = None
+    if buckets == BUCKETS:
+        mistakes = read("mistakes.json", lambda path: _fitting(path, MISTAKES))
+        batch = read("first_batch.json", lambda path: _fitting(path, FIRST_BATCH))
     return {
         "name": name,
         "changed_s": max(stamps(folder))[0] / 1e9,
         "report": fitted(latest(windows), REPORT) if report is None else report,
         "latest": report is None,
         "tuning": read("tuning.json", lambda path: _fitting(path, TUNING)),
+        "mistakes": mistakes,
+        "first_batch": batch,
         "course": course(windows, buckets),
         "config": read(
             config, lambda _: read_inside(folder, config)[:32_000].decode("utf-8", "replace")

@@ -10,8 +10,9 @@ from typing import Any
 from harness.runtime.files import number
 from harness.watch.figures import STEP_FIGURES
 
-# characters of one text
+# characters of one text, and of a picture
 _LONGEST = 4000
+_LONGEST_PICTURE = 400_000
 
 _SPREAD = {"median": float, "p95": float, "max": float}
 # without high: the interval is open above
@@ -28,6 +29,7 @@ REPORT: dict[Any, Any] = {
     "world_size?": float,
     "gpu_utilization?": float,
     "top1?": float,
+    "top5?": float,
     "val_images?": float,
     "shares?": {str: float},
     "wait_parts?": {str: float},
@@ -82,13 +84,29 @@ TUNING: dict[Any, Any] = {
     "reused?": bool,
 }
 
+MISTAKES: dict[Any, Any] = {
+    "counts?": str,
+    "classes": {
+        "class": [str],
+        "images": [float],
+        "correct": [float],
+        "given": [float],
+        "train_images?": [float],
+    },
+    "kinds": [[float]],
+    "mistakes": [
+        {"where": str, "label": str, "given": str, "probability": float, "picture?": bytes}
+    ],
+}
+FIRST_BATCH = [{"label": str, "picture": bytes}]
+
 
 def fitted(value: Any, shape: Any) -> Any:
     """Returns what of ``value`` fits ``shape``; None: nothing does.
 
-    A shape is a type; a list of one shape; or an object whose keys are names, those with a question
-    mark optional, or ``str`` for any name. An object without a name that it must have does not fit;
-    items that do not fit are left out.
+    A shape is a type, with ``bytes`` for a picture in base64; a list of one shape; or an object
+    whose keys are names, those with a question mark optional, or ``str`` for any name. An object
+    without a name that it must have does not fit; items that do not fit are left out.
     """
     if isinstance(shape, list) and isinstance(value, list):
         items = [fitted(item, shape[0]) for item in value]
@@ -105,6 +123,8 @@ def fitted(value: Any, shape: Any) -> Any:
             elif name == key:
                 return None
         return found
+    if shape is bytes and isinstance(value, str):
+        return value[:_LONGEST_PICTURE]
     if shape in (str, object) and isinstance(value, str):
         return value[:_LONGEST]
     if shape in (bool, object) and isinstance(value, bool):

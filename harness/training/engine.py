@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from harness.config import Config, Mode
 from harness.feed.interface import Feed
@@ -21,6 +22,8 @@ from harness.runtime.errors import DataError, Interrupted, LoaderError, NonFinit
 from harness.runtime.folder import log
 from harness.training.epoch import EvalWarmup, Shown
 from harness.training.evaluate import Evaluation, evaluate
+from harness.training.mistakes import Answers, Tally
+from harness.training.pictures import show_batch
 from harness.training.profile import Trace
 from harness.training.replaced import Replaced
 from harness.training.saving import Boundary, Place, Saves
@@ -50,6 +53,7 @@ class Engine:
     Attributes:
         status: completed, idle (there was nothing left to train), interrupted or failed.
         evaluation: the last one, if there was one.
+        answers: all that the network gave in it.
         skipped: updates left out for a non-finite gradient.
         replaced: the samples that could not be read.
         turns_ms: for each evaluation with an epoch after it, the waits for its first batch and for
@@ -78,6 +82,7 @@ class Engine:
         self.place = place
         self.status = "failed"
         self.evaluation: Evaluation | None = None
+        self.answers: Answers | None = None
         self.skipped = 0
         self.turns_ms: list[dict[str, float]] = []
         self.ranks: tuple[RankFigures, ...] = ()
@@ -98,6 +103,7 @@ class Engine:
         # no update is under way; no step has ended yet
         self._whole = True
         self._starting = True
+        self._first_batch: list[Tensor] = []
         self._logged_step = self.state.step
         self._begin_epoch()
         steps = config.profile.steps if world.is_main else None
@@ -168,7 +174,9 @@ class Engine:
             # each rank has norms' statistics of its own
             self.world.copy_from_first(network.buffers())
             batches = shown.over(self.val_batches)
-            result = evaluate(network, batches, self.world, self.step.autocast)
+            tally = Tally(len(self.place.classes))
+            result = evaluate(network, batches, self.world, self.step.autocast, tally)
+            self.answers = tally.answers(self.world, self.val_feed.order.batches(0))
             self.val_batches.close()
             self.val_feed.close()
         self.state.pending = False
@@ -308,6 +316,8 @@ class Engine:
             for part in range(parts):
                 with clock.waiting(), named("wait for data"):
                     images, labels = next(batches)
+                if self._starting and not part:
+                    self._first_batch = [images[:16].clone(), labels[:16].clone()]
                 self._whole = False
                 # a short batch would be compiled for itself
                 short = len(labels) < self.feed.settings.batch_size
@@ -334,6 +344,11 @@ class Engine:
         self._logged_step = now
         clock.settle()
         figures = self.step.read()
+        if self._first_batch and self.watch.board is not None:
+            place = self.place.classes, self.watch.board
+            with self._aside("pictures"):
+                show_batch(self._first_batch, self.config.data, *place)
+        self._first_batch = []
         # of the last update: the schedule has made the step to the next one
         schedule = self.state.schedule
         lr = float(schedule.base_lrs[0]) * schedule.lr_lambdas[0](schedule.last_epoch - 1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import Interrupted
+from harness.training.mistakes import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,12 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     world: World,
     autocast: Callable[[], AbstractContextManager[Any]],
+    tally: Tally | None = None,
 ) -> Evaluation:
     """Returns the network's accuracy over the ``batches`` of all ranks.
 
     Every rank sees other samples and only sums meet, so nothing is padded or counted twice. The
-    sums stay on the device until the end.
+    sums stay on the device until the end. ``tally`` keeps each answer.
 
     Raises:
         Interrupted: any rank heard a signal; on every rank, once each has stopped.
@@ -52,11 +54,15 @@ def evaluate(
     for images, labels in batches:
         with autocast():
             logits = network(images)
-        loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+        scores = logits.float()
+        loss = F.cross_entropy(scores, labels, reduction="sum")
         # top-1 and top-5 in one
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
+        answers = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        best = answers == labels.unsqueeze(1)
         count = torch.full_like(loss, len(labels))
         sums += torch.stack((count, best[:, 0].sum(), best.sum(), loss))
+        if tally is not None:
+            tally.add(labels, answers[:, 0], scores)
         if signals.received():
             break
     network.train(was_training)

@@ -11,10 +11,12 @@ from typing import Any
 
 from harness.config import Config, Mode, shown, walk
 from harness.data.cache import PixelCache
+from harness.data.datasets import Splits
 from harness.runtime import accelerator, launch
 from harness.runtime.distributed import again
 from harness.runtime.errors import described, words
 from harness.runtime.folder import log
+from harness.training import pictures
 from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
 from harness.watch.board import BAD_SAMPLES
@@ -40,6 +42,7 @@ class Reporter:
         link: the page's address in TensorBoard.
         write_page: writes the page of a run's folder, once ``report.json`` is there.
         cache: where decoded images are kept, if they are.
+        splits: the data set, of which the surest mistakes are shown.
     """
 
     config: Config
@@ -49,13 +52,18 @@ class Reporter:
     link: str
     write_page: Callable[[Path], object]
     cache: PixelCache | None = None
+    splits: Splits | None = None
 
     @contextmanager
     def reporting(self, engine: Engine) -> Iterator[None]:
         """Reports on ``engine`` at the end of the block, however it ends."""
-        if self.config.mode is Mode.train and self.config.watch.tensorboard:
-            say(f"watch it: tensorboard --logdir {_root(engine.place.folder)}")
-            log.info("the charts of a stall, pinned on top in TensorBoard: %s", self.link)
+        if self.config.mode is Mode.train:
+            if self.splits is not None and (told := pictures.told(self.splits)):
+                say(told)
+            if self.config.watch.tensorboard:
+                say(f"watch it: tensorboard --logdir {_root(engine.place.folder)}")
+                text = "the charts of a stall, pinned on top in TensorBoard: %s"
+                log.info(text, self.link)
         try:
             yield
         except BaseException as error:
@@ -97,6 +105,13 @@ class Reporter:
         goodput = report.get("goodput")
         board.hparams(row, results | {"hparam/goodput": goodput and goodput.fraction})
 
+        if engine.answers is not None and self.splits is not None:
+            # a run that is asked to end reads no more images
+            read = engine.status == "completed"
+            try:
+                pictures.show(engine.answers, self.splits, board, read=read)
+            except Exception as error:
+                log.warning("mistakes.json: %s: %s", type(error).__name__, words(error))
         self.write_page(engine.place.folder)
         if engine.status == "completed":
             self._close(engine, report)
@@ -167,6 +182,8 @@ class Reporter:
         say("")
         if "top1" in report:
             say(f"top-1          {report['top1']:.4f} on {report['val_images']} validation images")
+            if len(engine.place.classes) > 5:
+                say(f"top-5          {report['top5']:.4f}")
         if "step_ms" in report:
             step = report["step_ms"]
             say(

@@ -12,6 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from harness.runtime.errors import printable
 from harness.runtime.files import make_way, open_regular, parsed, read_regular, typed, write_whole
 from harness.runtime.folder import log
@@ -21,6 +23,8 @@ from harness.watch.stages import StageTotals
 from harness.watch.tfrecord import framed
 
 BAD_SAMPLES = "bad_samples.jsonl"
+# pixels that a picture is wide, at least half of it
+_SHEET = 1_024
 Value = float | Spread | None
 
 
@@ -107,6 +111,23 @@ class Board:
             text = "\n".join(f"    {printable(line)}" for line in lines)
             self._events.append(_event(summary=self._summary.text(tag, text)))
 
+    def images(self, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
+        """Put ``tiles``, uint8 ``[N, 3, S, S]``, on TensorBoard's page of images, as one picture.
+
+        Each has its text, as far as that fits.
+        """
+        if self._events:
+            # torch puts eight in a row
+            scale = max(1, _SHEET // (min(8, len(tiles)) * tiles.shape[2]))
+            large = tiles.repeat(scale, 2).repeat(scale, 3)
+            side = large.shape[2]
+            corners = side * np.stack(np.divmod(np.arange(len(tiles)), 8)[::-1], 1)
+            boxes = np.hstack((corners, corners + side))
+            # letters that the font has
+            labels = [text.encode("ascii", "replace").decode()[: side // 6] for text in texts]
+            drawn = self._summary.image_boxes(tag, large, boxes, dataformats="NCHW", labels=labels)
+            self._events.append(_event(step=self._step, summary=drawn))
+
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
         """Make the run a row of TensorBoard's HParams page.
 
@@ -131,13 +152,14 @@ class Board:
 
     def report(self, report: Mapping[str, Any]) -> None:
         """Write ``report.json``, whole or not at all, as ``plain`` gives it."""
-        self._whole("report.json", json.dumps(plain(report), indent=2, allow_nan=False))
+        self.write("report.json", json.dumps(plain(report), indent=2, allow_nan=False))
 
     def nonfinite(self, window: Mapping[str, Any]) -> None:
         """Write ``nonfinite.json``: the samples among which the loss went wrong."""
-        self._whole("nonfinite.json", json.dumps(window))
+        self.write("nonfinite.json", json.dumps(window))
 
-    def _whole(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the run and a last newline, whole or not at all."""
         path = self._folder / name
         try:
             write_whole(path, f"{text}\n".encode())

@@ -284,6 +284,53 @@ def test_pages_of_all_kinds_are_drawn(show: Callable[..., webdriver.Chrome], pag
     )
 
 
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "</script><b>",
+    *(f"class {place}" for place in range(8)),
+]
+
+
+@pytest.mark.parametrize("names", [["cat", "dog"], HOSTILE, [f"n{i:04d}" for i in range(1000)]])
+def test_what_went_wrong_is_shown(
+    browser: webdriver.Chrome, tmp_path: Path, names: list[str]
+) -> None:
+    """Classes, worst first, the matrix, kinds of mistakes and pictures; names stay text."""
+    write_report(runs.with_mistakes(tmp_path, names))
+    browser.get((tmp_path / "report.html").as_uri())
+    until(browser, lambda: one(browser, ".matrix rect.wrong"))
+    assert texts(browser, ".classes tbody th")[0] == names[0]
+    first = texts(browser, "[aria-label=Classes] tbody tr")[0]
+    assert first == f"{names[0]} 90.0% 10 {names[1]} (1) 90.0% 100"
+    told = ".confused [aria-label='Most frequent mistakes'] tbody tr"
+    assert texts(browser, told)[0] == f"{names[0]} {names[1]} 1 of 10"
+    cells = browser.find_elements(By.CSS_SELECTOR, ".matrix .right")
+    assert len(cells) == min(100, len(names))
+    assert texts(browser, ".pictures figcaption") == [
+        f"taken for {names[-1]} (98.7%)\nin truth {names[0]}\n/data/{names[0]}",
+        names[0],
+    ]
+    pictures = browser.find_elements(By.CSS_SELECTOR, "main img")
+    assert [(each.get_attribute("src") or "")[:23] for each in pictures] == [
+        "data:image/jpeg;base64,"
+    ] * 2
+    assert ("Top-5" in one(browser, ".figures").text) == (len(names) > 5)
+    assert browser.get_log("browser") == []
+
+
+def test_without_a_mistake_there_is_none(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """A network that is always right; figures that a damaged file lacks are not available."""
+    classes = {"class": ["cat", "dog", "cow"], "images": [2, 0], "correct": [2, 0], "given": [2, 0]}
+    write_report(
+        runs.with_mistakes(tmp_path, ["a"], classes=classes, kinds=[[0, 9, 1]], mistakes=[])
+    )
+    browser.get((tmp_path / "report.html").as_uri())
+    section = until(browser, lambda: one(browser, ".confused").find_element(By.XPATH, ".."))
+    assert section.text.count("There is none.") == 2 and "0 mistakes in 2 images" in section.text
+    assert "undefined" not in section.text and "NaN" not in section.text
+    assert texts(browser, "[aria-label=Classes] tbody tr")[1].startswith("dog not available")
+
+
 def test_a_sweep_is_compared(show: Callable[..., webdriver.Chrome]) -> None:
     """Six rows that sort, absent figures last; a click shows a run, a tick hides its chart."""
     page = show("sweep")

@@ -50,6 +50,18 @@ def test_damage_is_named_by_file(tmp_path: Path) -> None:
     assert run["course"]["windows"] == 1 and run["tuning"] is None
 
 
+def test_pictures_have_no_room_in_a_page_of_many_runs(tmp_path: Path) -> None:
+    """A run of its own has its mistakes; what does not fit is told."""
+    run = read_run(runs.with_mistakes(tmp_path, ["cat", "dog"]), "run")
+    assert run["mistakes"]["classes"]["class"] == ["cat", "dog"] and len(run["first_batch"]) == 1
+    run = read_run(tmp_path, "run", buckets=60)
+    assert (run["mistakes"], run["first_batch"], run["notes"]) == (None, None, [])
+    (tmp_path / "mistakes.json").write_text('{"classes": []}')
+    (tmp_path / "first_batch.json").write_text("[")
+    damaged = [note.split(":")[0] for note in read_run(tmp_path, "run")["notes"]]
+    assert damaged == ["mistakes.json is damaged", "first_batch.json is damaged"]
+
+
 def test_an_empty_folder_is_told(tmp_path: Path) -> None:
     """Nothing there is nothing shown, without an error."""
     run = read_run(tmp_path, "run")

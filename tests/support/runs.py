@@ -348,3 +348,29 @@ def damaged(folder: Path) -> Path:
         + b"\n"
     )
     return folder
+
+
+def with_mistakes(folder: Path, names: Sequence[str], **changes: Any) -> Path:
+    """A run with a mistake of each class, taken for the next one, and a first batch."""
+    cpu_run(folder, steps=50)
+    count = len(names)
+    tiny = "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAMCAgMCAgMDAwMEAwMEBQgFBQQEBQoHBwYIDAoMDAsK"
+    classes = {
+        "class": [*names],
+        "images": [10 + place for place in range(count)],
+        "correct": [9 + place for place in range(count)],
+        "given": [10 + place for place in range(count)],
+        "train_images": [100] * count,
+    }
+    found = {
+        "counts": f"{count} classes of 100 to 100 training images",
+        "classes": classes,
+        "kinds": [[place, (place + 1) % count, 1] for place in range(count)],
+        "mistakes": [
+            {"where": f"/data/{names[0]}", "label": names[0], "given": names[-1]}
+            | {"probability": 0.987, "picture": tiny}
+        ],
+    }
+    (folder / "mistakes.json").write_text(json.dumps(found | changes))
+    (folder / "first_batch.json").write_text(json.dumps([{"label": names[0], "picture": tiny}]))
+    return folder

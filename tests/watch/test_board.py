@@ -1,6 +1,7 @@
 """What a run writes, read back as TensorBoard and a reader of JSON would."""
 
 import errno
+import io
 import json
 import logging
 import math
@@ -12,9 +13,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import oddities
 import pytest
 from oddities import Plant
+from PIL import Image
 
 from harness.training import replaced
 from harness.watch.board import Board, stages
@@ -398,3 +401,16 @@ def test_an_odd_list_of_bad_samples_gives_way(tmp_path: Path, plant: Plant) -> N
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["where"] == "x.jpg"
     assert oddities.untouched(path)
+
+
+@pytest.mark.parametrize(("count", "side", "size"), [(1, 10, (1020, 1020)), (24, 32, (1024, 384))])
+def test_images_are_one_picture(tmp_path: Path, count: int, side: int, size: Any) -> None:
+    """Side by side, small ones enlarged, with texts of letters that the font has not."""
+    tiles = np.full((count, 3, side, side), 200, np.uint8)
+    with Board(tmp_path, tensorboard=True) as board:
+        board.scalars(7, {"train/loss": 1.0})
+        board.images("val/mistakes", tiles, ["日本\x1b<b>" * 20] * count)
+    (image,) = events(tmp_path).Images("val/mistakes")
+    assert (image.step, image.width, image.height) == (7, *size)
+    picture = Image.open(io.BytesIO(image.encoded_image_string))
+    assert picture.getpixel((size[0] // count // 2 + 20, 30)) == (200, 200, 200)

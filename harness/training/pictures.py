@@ -1,0 +1,161 @@
+"""What the network saw and what went wrong, as files of the run and pictures."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from io import BytesIO, StringIO
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from harness.config import DataConfig
+from harness.data.datasets import AnyDataset, Splits
+from harness.runtime.errors import BadSample, printable
+from harness.training.mistakes import Answers
+from harness.watch.board import Board, plain
+
+# pictures of mistakes
+_MOST = 24
+# on the page: kinds of mistakes, some 300 kB
+_MOST_KINDS = 20_000
+# the matrix of more would have over 4 million cells
+_MOST_CLASSES = 2_000
+# pixels of a picture's side
+_SIDE = 160
+# classes are uneven if one has so many times the images of another
+_UNEVEN = 10
+
+
+def show_batch(
+    batch: Sequence[Tensor], data: DataConfig, classes: Sequence[str], board: Board
+) -> None:
+    """Shows a normalised training ``batch`` in ``first_batch.json`` and TensorBoard.
+
+    The host waits for the device.
+    """
+    images, labels = batch
+    mean, std = (np.reshape(each, (3, 1, 1)) for each in (data.mean, data.std))
+    pixels = 255 * (images.float().cpu().numpy() * std + mean)
+    tiles = pixels.round().clip(0, 255).astype(np.uint8)
+    texts = []
+    for label in labels.tolist():
+        if isinstance(label, int):
+            texts.append(printable(classes[label]))
+        else:
+            # of two images
+            mixed = sorted(zip(label, classes, strict=True), reverse=True)[:2]
+            shares = [f"{share:.0%} {printable(name)}" for share, name in mixed if share]
+            texts.append(" + ".join(shares))
+    board.images("train/first_batch", tiles, texts)
+    rows = [
+        {"label": text, "picture": _coded(tile)} for text, tile in zip(texts, tiles, strict=True)
+    ]
+    board.write("first_batch.json", json.dumps(rows))
+
+
+def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:
+    """Writes ``classes.csv``, ``confusion.csv``, ``mistakes.json`` and TensorBoard's pictures.
+
+    If ``read``, the mistaken images are read again, as the network saw them.
+    """
+    names = [*map(printable, splits.classes)]
+    kinds = answers.confused()
+    classes = _by_class(answers, splits, names)
+    _table(board, "classes.csv", classes, zip(*classes.values(), strict=True))
+    if len(names) <= _MOST_CLASSES:
+        matrix = np.diag(classes["correct"])
+        for label, given, count in kinds:
+            matrix[label, given] = count
+        rows = ([name, *row] for name, row in zip(names, matrix.tolist(), strict=True))
+        _table(board, "confusion.csv", ["", *names], rows)
+        # by share of the true class; a root shows what is seldom
+        shares = np.sqrt(matrix / np.maximum(1, matrix.sum(1, keepdims=True)))
+        grey = (255 - 255 * shares).astype(np.uint8)
+        board.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
+    found = {
+        "counts": told(splits),
+        "classes": classes,
+        "kinds": kinds[:_MOST_KINDS],
+        "mistakes": _mistakes(answers, names, splits.val, board, read),
+    }
+    board.write("mistakes.json", json.dumps(found))
+
+
+def _mistakes(
+    answers: Answers, names: list[str], dataset: AnyDataset, board: Board, read: bool
+) -> list[dict[str, Any]]:
+    """Returns the surest mistakes; shows their pictures in TensorBoard."""
+    rows = []
+    tiles = []
+    texts = []
+    # a data set that is made on the device has none, one of the user's may have no source
+    fill = getattr(dataset, "fill", None)
+    source = getattr(dataset, "source", None)
+    for place in answers.surest(_MOST):
+        index = int(answers.indices[place])
+        row = {
+            "where": printable(source.where(index)) if source else f"sample {index}",
+            "label": names[answers.labels[place]],
+            "given": names[answers.given[place]],
+            "probability": float(answers.probabilities[place]),
+        }
+        rows.append(row)
+        if read and fill:
+            tile = np.empty((3, dataset.image_size, dataset.image_size), np.uint8)
+            # in place of one that cannot be read there was another
+            with suppress(BadSample):
+                fill(0, index, tile)
+                row["picture"] = _coded(tile)
+                tiles.append(tile)
+                texts.append(f"{row['given']}, not {row['label']}")
+    if tiles:
+        board.images("val/mistakes", np.stack(tiles), texts)
+    return rows
+
+
+def told(splits: Splits) -> str | None:
+    """Returns a sentence on the training images of each class, and on very uneven classes."""
+    if splits.labels is None:
+        return None
+    counts = np.bincount(splits.labels, minlength=len(splits.classes))
+    few, most = counts.min(), counts.max()
+    text = f"{len(counts)} classes of {few} to {most} training images"
+    if few * _UNEVEN <= most:
+        text += ", very uneven. Try: data.balance=0.5, or optim.class_weights=balanced"
+    return text
+
+
+def _by_class(answers: Answers, splits: Splits, names: list[str]) -> dict[str, list[Any]]:
+    """Returns the columns of ``classes.csv``; a share of nothing is None."""
+    right = answers.labels[answers.labels == answers.given]
+    images, given, correct = (
+        np.bincount(kind, minlength=len(names)) for kind in (answers.labels, answers.given, right)
+    )
+    columns: dict[str, Any] = {"images": images, "correct": correct, "given": given}
+    with np.errstate(invalid="ignore"):
+        columns["accuracy"] = correct / images
+        columns["precision"] = correct / given
+    if splits.labels is not None:
+        columns["train_images"] = np.bincount(splits.labels, minlength=len(names))
+    return {"class": names, **{name: plain(each.tolist()) for name, each in columns.items()}}
+
+
+def _coded(tile: np.ndarray) -> str:
+    """Returns uint8 ``[3, S, S]`` as a file of JPEG in base64."""
+    picture = Image.fromarray(tile.transpose(1, 2, 0))
+    picture.thumbnail((_SIDE, _SIDE))
+    file = BytesIO()
+    picture.save(file, "JPEG", quality=95, subsampling=0)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _table(board: Board, name: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    board.write(name, text.getvalue().rstrip("\n"))
