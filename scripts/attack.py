@@ -156,7 +156,9 @@ def wrong_text(step: Step, done: Done) -> list[str]:
     errors = re.findall(r"^(?:wellfed \w+: )?error: ", texts[1], re.M)
     if len(errors) > step.errors:
         wrong.append(f"{len(errors)} error lines")
-    if 0 < done.code < 128 and not errors and not done.timed_out:
+    # Hydra's own lines have no mark of ours
+    told = errors or len(texts[1].splitlines()) == 1
+    if 0 < done.code < 128 and not told and not done.timed_out:
         wrong.append("no error line")
     if done.code == 0 and errors and 0 in step.codes:
         wrong.append("an error line and exit code 0")

@@ -432,7 +432,7 @@ _ODD_STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "weights in double": lambda state: state["model"].update(
         {key: t.double() if t.is_floating_point() else t for key, t in state["model"].items()}),
     "weights that share storage": lambda state: state["model"].update(
-        {key: torch.zeros(1).expand(t.shape) for key, t in state["model"].items()}),
+        {key: torch.zeros(()).expand(t.shape) for key, t in state["model"].items()}),
     "conjugated weights": lambda state: state["model"].update(
         {key: t.to(torch.complex64).conj() for key, t in state["model"].items()}),
     "step below 0": lambda state: state.update(step=-1),

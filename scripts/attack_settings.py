@@ -196,7 +196,7 @@ _FILES: dict[str, tuple[bytes, frozenset[int]]] = {
         EITHER,
     ),
     "dots in a key": (f"{_HEAD}optim.lr: 0.5\n".encode(), REFUSED),
-    "merge of itself": (f"{_HEAD}run: &a\n  <<: *a\n".encode(), REFUSED),
+    "merge of itself": (f"{_HEAD}run: &a\n  <<: *a\n".encode(), EITHER),
     "unclosed": (f"{_HEAD}seed: [1\n".encode(), REFUSED),
     "only colons": (b":::::\n", REFUSED),
     "tabs after a key": (f"{_HEAD}seed:\t1\n".encode(), EITHER),
