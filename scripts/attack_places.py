@@ -228,10 +228,15 @@ def record_with(record: checkpoint.Record, sha256: str) -> checkpoint.Record:
 
 def flip(path: Path, draw: random.Random, count: int = 1) -> None:
     """Flips bits of a file."""
-    data = bytearray(path.read_bytes())
-    for _ in range(count):
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
+    # a cache is sparse, and longer than memory
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        for _ in range(count):
+            place = draw.randrange(size)
+            file.seek(place)
+            byte = file.read(1)[0] ^ 1 << draw.randrange(8)
+            file.seek(place)
+            file.write(bytes([byte]))
 
 
 def ends(*codes: int) -> frozenset[int]:

@@ -48,8 +48,12 @@ def open_caches(
 
     Raises:
         ConfigError: there are no files to decode, the cache cannot be written, or it would be
-            larger than there is room for.
+            larger than there is room for; there is no /proc.
     """
+    if not os.path.exists("/proc/self/fd"):
+        raise ConfigError(
+            f"data.cache={data.cache.name}: needs /proc, which is hidden here; use data.cache=none"
+        )
     train, val = sources
     # what the pixels of a file depend on, besides its own bytes; torch makes large ones smaller
     software = list(map(version, ("pillow", "simplejpeg", "torch")))

@@ -402,6 +402,13 @@ def test_pixels_in_memory_need_no_cache() -> None:
         open_caches((source, source), data, DecodeOptions(), lambda value: [value])
 
 
+def test_a_hidden_proc_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is opened again by a path in /proc."""
+    monkeypatch.setattr(cache_files.os.path, "exists", lambda path: "/proc" not in path)
+    with pytest.raises(ConfigError, match=r"data\.cache=ram: needs /proc, which is hidden"):
+        loaded(root, RAM)
+
+
 @pytest.mark.parametrize("name", ["digits", "cifar10", "fake"])
 def test_a_cache_without_effect_is_refused(name: str) -> None:
     """So do the data sets that hold pixels, or numbers alone."""
