@@ -52,6 +52,8 @@ DistName = Enum("DistName", "single spawn torchrun")
 DistBackend = Enum("DistBackend", "auto nccl gloo")
 
 
+# before the names of timm's networks
+TIMM = "timm/"
 # of a file of settings
 _MOST_BYTES = 1 << 18
 
@@ -373,11 +375,13 @@ class ModelConfig:
 
     name: str = setting(
         "small",
-        "small, any classifier of torchvision by its name, or a function of your own: "
-        "my_module:build.",
+        "small, any classifier of torchvision by its name, of timm as timm/NAME, or a function of "
+        "your own: my_module:build.",
     )
     weights: str | None = setting(
-        None, "null: random; DEFAULT: torchvision's best; else the path of a checkpoint."
+        None,
+        "null: random; DEFAULT: torchvision's best, or those that timm's name means, and what they "
+        "expect of data.*; else the path of a checkpoint, or of timm's model.safetensors.",
     )
 
 
@@ -821,7 +825,7 @@ def prepared(arguments: list[str]) -> list[str]:
     """Returns the command line's ``arguments`` as Hydra takes them.
 
     A ``--config-path`` is in the current folder; Hydra would look beside its caller. Flags may
-    stand anywhere. ``model=`` takes torchvision's names too.
+    stand anywhere. ``model=`` takes torchvision's and timm's names too.
 
     Raises:
         ConfigError: a flag that there is not, such as ``--lr 0.1``, ``loader=null``, or a file of
@@ -857,8 +861,13 @@ def prepared(arguments: list[str]) -> list[str]:
             arguments = [f"--{name.replace('_', '-')}={value}", *arguments]
     # Hydra copies what is stored for each group that it lists: 0.4 s of --help
     if any(text.startswith("model=") for text in arguments):
+        store = ConfigStore.instance()
         for name in set(classifiers()).difference(choices("model")):
-            ConfigStore.instance().store(group="model", name=name, node={"name": name})
+            store.store(group="model", name=name, node={"name": name})
+        # any name: check_names knows them
+        for name in re.findall(rf"[=,]{TIMM}([^,\s]+)", " ".join(arguments)):
+            node = {"name": TIMM + name}
+            store.store(group="model/timm", name=name, node=node, package="model")
     parser = get_args_parser()
     # its own would print its usage
     parser.error = _refused  # type: ignore[method-assign]
@@ -899,28 +908,40 @@ def _refused(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help")
 
 
-def classifiers() -> list[str]:
-    """Returns the names of torchvision's classifiers, read from its source.
+def classifiers(package: str = "torchvision") -> list[str]:
+    """Returns the names of torchvision's classifiers, or timm's, read from its source.
 
-    Importing torchvision would import torch.
+    Importing the package would import torch.
+
+    Raises:
+        ConfigError: timm is not installed.
     """
-    found = importlib.util.find_spec("torchvision")
-    assert found is not None and found.origin is not None
-    builder = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)\(", re.M)
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise ConfigError(
+            f'model.name={TIMM}NAME needs timm: pip install "wellfed[timm]" or uv sync --extra timm'
+        )
+    builder = re.compile(r"^@register_model(?:\(\))?\n(?:@.*\n)*def (\w+)\(", re.M)
     files = Path(found.origin).with_name("models").glob("*.py")
+    start = TIMM if package == "timm" else ""
     return sorted(
-        name for file in files for name in builder.findall(file.read_text(encoding="utf-8"))
+        start + name for file in files for name in builder.findall(file.read_text(encoding="utf-8"))
     )
 
 
 def check_model(model: ModelConfig, known: Sequence[str]) -> None:
-    """Refuses a network that is none of ``known``, and published weights it has not.
+    """Refuses a network that is none of ``known`` or timm's, and published weights it has not.
 
     Raises:
         ConfigError: names the setting and the way out.
     """
     is_own = ":" in model.name
-    if not is_own and model.name not in known:
+    name = model.name
+    if name.startswith(TIMM):
+        # behind a dot are its weights'
+        name = name.partition(".")[0]
+        known = classifiers("timm") or [name]
+    if not is_own and name not in known:
         hint = answers.nearest(model.name, known)
         hint = hint or "; a network of your own is named module:function"
         raise ConfigError(f"model.name={model.name}: unknown{hint}")
@@ -1032,7 +1053,11 @@ def help_text(config: Config) -> str:
     for name in _groups():
         values = choices(name)
         if name == "model":
-            values += ["any classifier of torchvision", "or model.name=my_module:build"]
+            values += [
+                "any classifier of torchvision",
+                "timm/NAME",
+                "or model.name=my_module:build",
+            ]
         if len(values) > 1:
             lines.append(f"  {name}= {', '.join(values)}")
     lines.append(_SETTINGS.rstrip())

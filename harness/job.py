@@ -136,6 +136,11 @@ def main_worker(local_rank: int, job: Job) -> None:
     with joined as world, folder.logging_to(job.folder, world.rank), station.quiet_ranks(world):
         signals.set_grace(config.checkpoint.grace_s)
         station.refuse_hidden_gpu(config, world)
+        if config.mode is not Mode.verify:
+            from harness.training import published
+
+            # before anything reads the settings, and the same on every rank
+            job = replace(job, config=published.settings(config, job.overridden))
         if config.mode is Mode.verify:
             _verify(world, job)
         else:

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from harness import config as schema
-from harness.config import AugmentConfig, DataCache, DataConfig, GenerateConfig
+from harness.config import DataCache, DataConfig, GenerateConfig
 from harness.data import cache, cache_files, cifar, index, shapes
 from harness.data.cache import PixelCache
 from harness.data.decode import DecodeOptions
@@ -52,7 +52,7 @@ class _One:
 
 def images(kind: str, place: Path) -> Reader:
     source = _One()
-    transform = TrainTransform.from_config(AugmentConfig(), 32)
+    transform = TrainTransform(32)
     dataset = ImageDataset(source, transform, DecodeOptions(exif_orientation=True), 32, 0)
     out = np.empty((3, 32, 32), np.uint8)
 

@@ -24,7 +24,7 @@ from torch import nn
 from harness import app
 from harness import config as schema
 from harness.compare import folders
-from harness.config import AugmentConfig, Config
+from harness.config import Config
 from harness.data.datasets import Splits
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
@@ -70,7 +70,7 @@ def tuner(place: Path) -> Reader:
     world = World(0, 1, 0, 1, torch.device("cpu"))
     free = limits.measure()
     source = ArraySource(np.zeros((9, 8, 8, 3), np.uint8), np.zeros(9, int), ("a",), "zeros")
-    transform = TrainTransform.from_config(AugmentConfig(), 8)
+    transform = TrainTransform(8)
     images = ImageDataset(source, transform, DecodeOptions(), 8, 0)
     feeds = Feeds(Splits(images, images, ("a",), "zeros", ""), Config(), world)
     own = feeds.settings(free)

@@ -15,7 +15,7 @@ from torchvision import models as zoo
 
 from harness import answers, job
 from harness import config as schema
-from harness.config import Config
+from harness.config import Config, ConfigError, ModelConfig
 from harness.data.datasets import DATASETS, FAKE
 from harness.runtime.errors import CheckpointError, described
 
@@ -202,6 +202,21 @@ def test_model_takes_every_classifier_of_torchvision(composed: Composed, name: s
     assert composed(*schema.prepared([f"model={name}"])).model.name == name
 
 
+def test_model_takes_a_name_of_timms(composed: Composed) -> None:
+    """As torchvision's; a dot is before the name of weights. A sweep may have several."""
+    name = "timm/convnext_tiny.in12k_ft_in1k"
+    assert composed(*schema.prepared([f"model={name}", "seed=1"])).model.name == name
+    schema.prepared(["-m", f"model=small,timm/resnet18,{name}"])
+    assert composed("model=timm/resnet18").model.name == "timm/resnet18"
+
+
+def test_timm_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the commands that install it."""
+    monkeypatch.setattr(schema.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'timm: pip install "wellfed\[timm\]" or uv sync --ext'):
+        schema.check_model(ModelConfig(name="timm/resnet18"), ["small"])
+
+
 def test_torchvisions_names_are_known_without_importing_it() -> None:
     """The names read from torchvision's source are those that it lists itself."""
     assert schema.classifiers() == sorted(zoo.list_models(module=zoo))
@@ -318,8 +333,8 @@ def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
         "  augment.scale=[0.5,1.0]\n",
         "  data= cifar10, cifar100, digits, fake, imagefolder, imagenet, own, shapes\n",
         (
-            "  model= resnet18, resnet50, small, any classifier of torchvision, or "
-            "model.name=my_module:build\n"
+            "  model= resnet18, resnet50, small, any classifier of torchvision, "
+            "timm/NAME, or model.name=my_module:build\n"
         ),
         "A run leaves its files in outputs/ in the folder where it is started.\n",
     ):

@@ -197,8 +197,8 @@ def shrunk(pixels: np.ndarray, max_side: int, interpolation: str) -> np.ndarray:
     """Returns ``pixels``, uint8 ``[H, W, 3]``, with a longer side of at most ``max_side``."""
     height, width, _ = pixels.shape
     factor = min(1.0, max_side / max(height, width))
-    width, height = (max(1, round(side * factor)) for side in (width, height))
-    return resized(pixels, width, height, interpolation)
+    sides = max(1, round(width * factor)), max(1, round(height * factor))
+    return resized(pixels, *sides, interpolation)
 
 
 def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int]:

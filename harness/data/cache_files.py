@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.config import ConfigError, DataCache, DataConfig, Interpolation
+from harness.config import ConfigError, DataCache, DataConfig
 from harness.data import cache
 from harness.data.cache import PixelCache
 from harness.data.decode import DecodeOptions, decode
@@ -57,10 +57,8 @@ def open_caches(
     train, val = sources
     # what the pixels of a file depend on, besides its own bytes; torch makes large ones smaller
     software = list(map(version, ("pillow", "simplejpeg", "torch")))
-    kept: Any = data.cache_max_side
-    if kept is not None and data.interpolation is not Interpolation.bilinear:
-        kept = kept, data.interpolation.name
-    made_by = cache.FORMAT, asdict(options), kept, software
+    how = data.cache_max_side, data.interpolation.name
+    made_by = cache.FORMAT, asdict(options), data.cache_max_side and how, software
     facts = hashlib.sha256(json.dumps(made_by).encode())
     roots = []
     for source in sources:
@@ -74,7 +72,6 @@ def open_caches(
     if files is None:
         return None
     file, checked = files
-    how = data.cache_max_side, data.interpolation.name
     first = PixelCache(file, checked, 0, train, *how)
     second = PixelCache(file, checked, len(train), val, *how)
     where = "in memory" if data.cache is DataCache.ram else place.parent

@@ -267,9 +267,8 @@ def load(
         caches = open_caches((first, second), data, options, gathered)
     kept, val_kept = caches or (None, None)
     # augment
+    transform = TrainTransform.from_config(augment, data)
     centred = eval_transform_of(data)
-    how = {name: getattr(centred, name) for name in ("resize", "squash", "interpolation")}
-    transform = TrainTransform.from_config(augment, size, **how)
     skips = data.on_error is OnError.skip
     images = ImageDataset(first, transform, options, size, seed, kept, skips)
     val_images = ImageDataset(second, centred, options, size, seed, val_kept, skips)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from harness.config import AugmentConfig, DataConfig
+from harness.config import AugmentConfig, Crop, DataConfig
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
@@ -74,13 +74,11 @@ class TrainTransform:
     stages: ClassVar[tuple[str, ...]] = ("resize",)
 
     @classmethod
-    def from_config(
-        cls, augment: AugmentConfig, size: int, resize: int | None = None, **how: Any
-    ) -> TrainTransform:
-        """Returns the transform that ``augment``, ``size``, ``resize`` and ``how`` describe."""
-        crop = augment.crop.name
+    def from_config(cls, augment: AugmentConfig, data: DataConfig) -> TrainTransform:
+        """Returns the transform of training that the settings describe."""
         drawn = augment.scale, augment.ratio, augment.pad, augment.hflip
-        return cls(size, crop, *drawn, resize, **how)
+        how = data.eval_resize, data.eval_squash, data.interpolation.name
+        return cls(data.image_size, augment.crop.name, *drawn, *how)
 
     def __call__(
         self, image: np.ndarray, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
@@ -130,15 +128,14 @@ class TrainTransform:
         return (short, long) if width <= height else (long, short)
 
 
-def eval_transform(size: int, resize: int | None = None, **how: Any) -> TrainTransform:
+def eval_transform(size: int, resize: int | None = None) -> TrainTransform:
     """Returns what ``Resize`` and ``CenterCrop`` do: a center crop that is never mirrored."""
-    return TrainTransform(size, crop="center", hflip=0.0, resize=resize, **how)
+    return TrainTransform(size, crop="center", hflip=0.0, resize=resize)
 
 
 def eval_transform_of(data: DataConfig) -> TrainTransform:
     """Returns the transform of evaluation that the settings ``data`` describe."""
-    how = {"squash": data.eval_squash, "interpolation": data.interpolation.name}
-    return eval_transform(data.image_size, data.eval_resize, **how)
+    return TrainTransform.from_config(AugmentConfig(Crop.center, hflip=0.0), data)
 
 
 def resize_into(
@@ -174,8 +171,7 @@ def resize_into(
     # Else by a copy, of which the centre is wanted.
     x = round((new_width - side) / 2)
     y = round((new_height - side) / 2)
-    whole = resized(part, new_width, new_height, interpolation)
-    result = whole[y : y + side, x : x + side]
+    result = resized(part, new_width, new_height, interpolation)[y : y + side, x : x + side]
     if flip:
         mirror_into(result, rows)
     else:

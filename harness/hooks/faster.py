@@ -24,8 +24,6 @@ _COMPOSES = (transforms.Compose, v2.Compose)
 _CROPS = (transforms.RandomResizedCrop, v2.RandomResizedCrop)
 _RESIZES = (transforms.Resize, v2.Resize)
 _CENTERS = (transforms.CenterCrop, v2.CenterCrop)
-# v2 keeps Pillow's numbers
-_FILTERS = {2: "bilinear", 3: "bicubic", "bilinear": "bilinear", "bicubic": "bicubic"}
 _FLIPS = (transforms.RandomHorizontalFlip, v2.RandomHorizontalFlip)
 # images that are compared
 _COMPARED = 32
@@ -104,8 +102,9 @@ def _head(steps: Sequence[Any]) -> tuple[_Head, Sequence[Any]]:
 
 def _filter(step: Any) -> str | None:
     """Returns the antialiased filter that ``step`` resizes by; None: none that serves here."""
+    # version 2 keeps what it was given
     given = getattr(step.interpolation, "value", step.interpolation)
-    return _FILTERS.get(given) if step.antialias else None
+    return given if step.antialias and given in ("bilinear", "bicubic") else None
 
 
 def _side(step: Any) -> int:

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchvision import models as zoo
 
-from harness.config import ConfigError, ModelConfig, check_model
+from harness.config import TIMM, ConfigError, ModelConfig, check_model
 from harness.runtime import parts
 from harness.runtime.errors import CheckpointError, printable
-from harness.training import checkpoint
+from harness.training import checkpoint, published
 from harness.watch.console import say
 
 
@@ -36,6 +36,8 @@ def build(
     network: nn.Module
     if parts.is_own(name):
         network = _own(name, num_classes, image_size)
+    elif name.startswith(TIMM):
+        network = published.timm_network(name, num_classes, image_size)
     elif name == "small":
         network = small(num_classes)
     else:
@@ -54,7 +56,7 @@ def build(
     if config.weights is None or filled:
         return network
     where = f"model.weights={printable(config.weights)}"
-    weights = checkpoint.weights_of(held(config.weights, name), where)
+    weights = checkpoint.weights_of(held(config, image_size), where)
     misfit = f"{where}: does not fit model.name={name}"
     if take_over(network, weights, misfit, may_differ=head_keys(network)):
         say(f"{where}: the head is new, for {num_classes} classes")
@@ -131,37 +133,16 @@ def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
     return network.train()
 
 
-def held(weights: str, name: str) -> dict[str, Any]:
+def held(config: ModelConfig, image_size: int) -> dict[str, Any]:
     """Returns what ``model.weights`` names: published weights of a network, or a file's content.
 
     Raises:
         ConfigError: the published weights cannot be fetched.
         CheckpointError: the file is missing or damaged.
     """
-    if weights == "DEFAULT":
-        return {"model": published(name)}
-    return checkpoint.read_any(Path(weights))
-
-
-def published(name: str) -> dict[str, torch.Tensor]:
-    """Returns the published weights under today's keys.
-
-    Only torchvision's own builder renames the keys of the densenets.
-
-    Raises:
-        ConfigError: they cannot be fetched.
-    """
-    try:
-        weights: dict[str, torch.Tensor] = zoo.get_model(name, weights="DEFAULT").state_dict()
-    except (OSError, RuntimeError) as error:
-        # torch lists every key that does not fit after the first line
-        why = str(error).partition("\n")[0]
-        url = zoo.get_model_weights(name).DEFAULT.url
-        raise ConfigError(
-            f"model.weights=DEFAULT: the weights of {name} cannot be fetched ({why}); use "
-            f"model.weights=null, or put {url} into {torch.hub.get_dir()}/checkpoints"
-        ) from error
-    return {key: value for key, value in weights.items() if not key.startswith("AuxLogits.")}
+    if published.are_meant(config):
+        return {"model": published.weights(config, image_size)}
+    return checkpoint.read_any(Path(str(config.weights)))
 
 
 def take_over(
@@ -211,10 +192,16 @@ def refuse(problems: list[str], text: str) -> None:
 
 
 def head_keys(network: nn.Module) -> set[str]:
-    """Returns the parameters of the last layer, in every network here the classifier's head.
+    """Returns the parameters of the classifier's head: the last layer, or those that timm names.
 
     A network of the user's may have none.
     """
+    # timm's; anything may have that name in a user's
+    facts = getattr(network, "default_cfg", None)
+    layers = (isinstance(facts, dict) and facts.get("classifier")) or ()
+    starts = tuple(f"{name}." for name in ([layers] if isinstance(layers, str) else layers))
+    if found := {key for key, _ in network.named_parameters() if key.startswith(starts)}:
+        return found
     heads = [item for item in network.named_modules() if isinstance(item[1], nn.Linear | nn.Conv2d)]
     return {f"{name}.{key}" for name, head in heads[-1:] for key, _ in head.named_parameters()}
 

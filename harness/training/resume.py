@@ -15,7 +15,7 @@ from harness.runtime import launch
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.folder import log
-from harness.training import checkpoint, models
+from harness.training import checkpoint, models, published
 from harness.training.state import TrainState, check_saved
 from harness.watch.console import say
 
@@ -82,7 +82,8 @@ def find(config: Config, folder: Path) -> Saved | None:
         return None
     if weights == "DEFAULT":
         models.check(config.model, config.data.image_size)
-    return Saved(f"model.weights={printable(weights)}", models.held(weights, config.model.name))
+    where = f"model.weights={printable(weights)}"
+    return Saved(where, models.held(config.model, config.data.image_size))
 
 
 def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Config:
@@ -99,7 +100,7 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
         return config
     where = saved.where
     if "settings" not in saved.state:
-        if evaluating:
+        if evaluating and not published.are_meant(config.model):
             say(
                 f"{where}: holds no settings; data.*, model.name and trainer.precision are those "
                 "of this command"

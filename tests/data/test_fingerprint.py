@@ -32,7 +32,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def splits(source: Source, root: str = "") -> Splits:
-    transform = TrainTransform.from_config(AugmentConfig(), 8, None)
+    transform = TrainTransform.from_config(AugmentConfig(), DataConfig(image_size=8))
     train = ImageDataset(source, transform, DecodeOptions(), 8, 0)
     return Splits(train, train, source.classes, "imagefolder", root)
 

@@ -303,7 +303,12 @@ def test_flips_do_not_depend_on_the_box() -> None:
 def test_settings_reach_the_transform(crop: Crop) -> None:
     """from_config takes every value over, and the result survives the way into a worker."""
     augment = AugmentConfig(crop=crop, scale=(0.2, 0.3), ratio=(0.9, 1.1), pad=2, hflip=0.25)
-    made = TrainTransform.from_config(augment, 24, 28, squash=True, interpolation="bicubic")
+    made = TrainTransform.from_config(
+        augment,
+        DataConfig(
+            image_size=24, eval_resize=28, eval_squash=True, interpolation=Interpolation.bicubic
+        ),
+    )
     assert pickle.loads(pickle.dumps(made)) == TrainTransform(
         24, crop.name, (0.2, 0.3), (0.9, 1.1), 2, 0.25, 28, True, "bicubic"
     )

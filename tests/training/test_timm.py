@@ -1,0 +1,298 @@
+"""Networks of timm's: names, weights, images, and a step of many families.
+
+timm has a dependency group of its own: ``uv run --group timm pytest -m "slow or not slow"
+tests/training/test_timm.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import ran, trained
+from photographs import NAMES, photograph
+
+timm = pytest.importorskip("timm", reason="needs timm: uv sync --group timm")
+
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from timm.data import create_transform, resolve_data_config
+
+from harness import config as schema
+from harness.config import Config, ConfigError, ModelConfig
+from harness.data.transforms import eval_transform_of
+from harness.runtime.distributed import World
+from harness.runtime.errors import CheckpointError
+from harness.runtime.seeding import SampleRng
+from harness.training import models, published
+from harness.training.evaluate import evaluate
+from harness.training.state import state_of
+from harness.training.step import Step
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+Composed = Callable[..., Config]
+CPU = World(0, 1, 0, 1, torch.device("cpu"))
+# a few layers, for images of 160 pixels
+SMALL = "timm/test_resnet.r160_in1k"
+
+
+def test_names_are_timms_own() -> None:
+    """The names read from its source are those that it lists."""
+    assert schema.classifiers("timm") == sorted(f"timm/{name}" for name in timm.list_models())
+
+
+def test_names_are_known_without_importing_it() -> None:
+    """Neither timm nor torch."""
+    told = ran(
+        sys.executable,
+        "-c",
+        "import sys\n"
+        "from harness import config\n"
+        "made = config.Config()\n"
+        "made.model.name = 'timm/resnet18.a1_in1k'\n"
+        "config.check_names(made)\n"
+        "print({'timm', 'torch'} & {*sys.modules})",
+    )
+    assert told.stdout == "set()\n", told.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "message"),
+    [
+        (
+            ModelConfig(name="timm/resnet19"),
+            64,
+            "model.name=timm/resnet19: unknown; did you mean timm/resnet18",
+        ),
+        (
+            ModelConfig(name="timm/resnet18.a1_in2k"),
+            64,
+            "model.name=timm/resnet18.a1_in2k: no such weights; did you mean timm/resnet18.a1_in1k",
+        ),
+        (
+            ModelConfig(name="timm/maxvit_pico_rw_256"),
+            50,
+            "data.image_size=50: model.name=timm/maxvit_pico_rw_256 failed with .*; it is made for",
+        ),
+        (
+            ModelConfig(name="timm/inception_v4"),
+            32,
+            "data.image_size=32: model.name=timm/inception_v4 failed with .*; it is made for 299",
+        ),
+    ],
+    ids=["name", "weights", "fixed size", "too small"],
+)
+def test_what_cannot_be_built(model: ModelConfig, size: int, message: str) -> None:
+    """The line names the setting, and what to use."""
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        models.build(model, 7, image_size=size)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A file as timm publishes it."""
+    torch.manual_seed(3)
+    made = timm.create_model(SMALL.removeprefix("timm/"))
+    path = tmp_path / "model.safetensors"
+    save_file(made.state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def hub(tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub's with that file, and no way to the hub."""
+    model = tmp_path / "hub" / "models--timm--test_resnet.r160_in1k"
+    place = model / "snapshots" / ("0" * 40)
+    place.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0" * 40)
+    shutil.copy(weights, place)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(model.parent))
+    return model.parent
+
+
+def test_weights_are_those_of_the_hubs_cache(hub: Path, weights: Path) -> None:
+    """All but the head, which is new for other classes; all of them for as many."""
+    donor = timm.create_model(SMALL.removeprefix("timm/"), checkpoint_path=str(weights))
+    for classes in (7, 1000):
+        made = models.build(ModelConfig(name=SMALL, weights="DEFAULT"), classes, image_size=96)
+        head = models.head_keys(made)
+        assert head == {"fc.weight", "fc.bias"}
+        state = made.state_dict()
+        for key, value in donor.state_dict().items():
+            if classes == 7 and key in head:
+                assert state[key].shape[0] == 7
+            else:
+                assert torch.equal(state[key], value)
+
+
+def test_weights_of_a_file_of_timms(weights: Path, composed: Composed) -> None:
+    """As published ones, which it is: what they expect of images is followed."""
+    model = ModelConfig(name=SMALL, weights=str(weights))
+    donor = timm.create_model(SMALL.removeprefix("timm/"), checkpoint_path=str(weights))
+    made = models.build(model, 7, image_size=96)
+    assert torch.equal(made.get_parameter("conv1.0.weight"), donor.get_parameter("conv1.0.weight"))
+    typed = (f"model.name={SMALL}", f"model.weights={weights}")
+    data = published.settings(composed(*typed), typed).data
+    assert (data.image_size, data.eval_resize, data.interpolation.name) == (160, 168, "bilinear")
+    assert (data.mean, data.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+@pytest.mark.parametrize("kind", ["damaged", "of another network", "missing", "a pipe"])
+def test_a_file_that_cannot_be_used(tmp_path: Path, weights: Path, kind: str) -> None:
+    """The line names it; nothing waits."""
+    name = SMALL
+    if kind == "damaged":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif kind == "of another network":
+        name = "timm/test_vit.r160_in1k"
+    else:
+        weights.unlink()
+        if kind == "a pipe":
+            os.mkfifo(weights)
+    with pytest.raises(
+        CheckpointError, match=rf"^model\.weights={weights}: cannot be loaded for {name} \("
+    ):
+        models.build(ModelConfig(name=name, weights=str(weights)), 7, image_size=160)
+
+
+def test_weights_that_cannot_be_had(hub: Path) -> None:
+    """One line with the way out."""
+    shutil.rmtree(hub)
+    with pytest.raises(
+        ConfigError,
+        match=r"^model\.weights=DEFAULT: cannot be loaded for timm/test_resnet\.r160_in1k \(.*\); "
+        r"use null, or fetch https://huggingface\.co/timm/test_resnet\.r160_in1k/resolve/main/"
+        r"model\.safetensors and name that file$",
+    ):
+        models.build(ModelConfig(name=SMALL, weights="DEFAULT"), 7, image_size=96)
+
+
+def test_weights_that_nobody_has_published(composed: Composed) -> None:
+    """They are refused before anything is opened."""
+    typed = ("model.name=timm/coatnet_0_224", "model.weights=DEFAULT")
+    with pytest.raises(ConfigError, match="there are none for model.name=timm/coatnet_0_224; use"):
+        published.settings(composed(*typed), typed)
+
+
+def test_positions_go_with_the_size(tmp_path: Path) -> None:
+    """A transformer's weights are brought to other images by timm's loader."""
+    name = "timm/test_vit.r160_in1k"
+    path = tmp_path / "model.safetensors"
+    save_file(timm.create_model(name.removeprefix("timm/")).state_dict(), path)
+    made = models.build(ModelConfig(name=name, weights=str(path)), 7, image_size=96)
+    assert made(torch.zeros(1, 3, 96, 96)).shape == (1, 7)
+
+
+# bilinear and bicubic; a share of 0.875, 0.95, 0.887, 0.9, 1.0; the last one without its sides
+PUBLISHED = (
+    "timm/resnet18.tv_in1k",
+    SMALL,
+    "timm/resnet18.a1_in1k",
+    "timm/cspdarknet53.ra_in1k",
+    "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k",
+    "timm/mixer_b16_224.goog_in21k_ft_in1k",
+    "timm/beit_base_patch16_384.in22k_ft_in22k_in1k",
+    "timm/convnext_base.fb_in22k_ft_in1k_384",
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_evaluation_sees_timms_pixels(name: str, composed: Composed) -> None:
+    """Within a grey level in the mean of ``timm.data.create_transform``'s, on photographs."""
+    typed = (f"model.name={name}", "model.weights=DEFAULT")
+    data = published.settings(composed(*typed), typed).data
+    facts = timm.get_pretrained_cfg(name.removeprefix("timm/")).to_dict()
+    theirs = create_transform(**resolve_data_config(pretrained_cfg=facts), normalize=False)
+    transform = eval_transform_of(data)
+    assert data.interpolation.name == facts["interpolation"]
+    for picture in NAMES:
+        for image in (photograph(picture), photograph(picture).rotate(90, expand=True)):
+            expected = theirs(image).numpy()
+            ours = np.empty((3, data.image_size, data.image_size), np.uint8)
+            transform(np.array(image), SampleRng(0, 0, 0), ours)
+            assert np.abs(ours.astype(int) - expected).mean() <= 0.2
+
+
+def test_all_that_is_published_can_be_followed() -> None:
+    """What timm says of each of its weights are settings that can be used."""
+    filters = set()
+    for name in timm.list_pretrained():
+        size, short, _, interpolation, mean, std = published._timms(f"timm/{name}", None)
+        assert 8 <= size <= short <= 4096 and len(mean) == len(std) == 3
+        assert min(std) > 0 and max(mean) <= 1
+        filters.add(interpolation)
+    assert filters == {"bilinear", "bicubic"}
+
+
+def test_a_run_and_its_evaluation(tmp_path: Path, weights: Path) -> None:
+    """From published weights to a checkpoint, which has all that its evaluation needs."""
+    small = ("data.generate.train_images=32", "data.generate.val_images=16", "loader.batch_size=8")
+    run = trained(
+        tmp_path,
+        f"model={SMALL}",
+        f"model.weights={weights}",
+        "data.image_size=96",
+        "trainer.epochs=1",
+        "run.name=a",
+        *small,
+        HF_HUB_OFFLINE="1",
+    )
+    assert run.returncode == 0, run.stderr
+    assert "data.eval_resize=101 data.mean=[0.5,0.5,0.5] data.std=[0.5,0.5,0.5]" in run.stdout
+    assert "the head is new, for 10 classes" in run.stdout
+    later = trained(tmp_path, "mode=evaluate", "resume=outputs/a", *small)
+    assert later.returncode == 0, later.stderr
+    assert f"model.name={SMALL}" in later.stdout and "data.eval_resize=101" in later.stdout
+    top1 = [re.findall(r"top-1 +([\d.]+) on 16", each.stdout)[-1] for each in (run, later)]
+    assert top1[0] == top1[1]
+
+
+# the smallest network of each of timm's modules but the largest
+FAMILIES = """
+    cait_xxs24_224 coat_tiny convit_tiny convmixer_768_32 cpubone_nano crossvit_tiny_240
+    cs3darknet_focus_s csatv2 cspnext_tiny davit_tiny deit_tiny_patch16_224 densenet121 dla46x_c
+    dpn48b edgenext_xx_small efficientformer_l1 efficientformerv2_s0 efficientvim_m1
+    efficientvit_b0 efficientvit_m0 ese_vovnet19b_slim_dw eva02_tiny_patch14_224 fasternet_t0
+    fastvit_t8 focalnet_tiny_srf gcvit_xxtiny ghostnet_050 gmlp_ti16_224 halonet_h1
+    hardcorenas_b hgnetv2_b0 hiera_tiny_224 hieradet_small hrnet_w18_small iformer_t
+    inception_next_atto inception_v3 lcnet_035 lcnetv2_small legacy_seresnet18 legacy_xception
+    levit_128s lowformer_b0 mobilevit_xxs mvitv2_tiny nest_tiny nextvit_small pit_ti_224
+    poolformerv2_s12 pvt_v2_b0 rdnet_tiny regnetx_002 repghostnet_050 repvit_m1 res2next50
+    resnest14d resnetv2_18 rexnet_100 selecsls42 sequencer2d_s shvit_s1 skresnet18 starnet_s050
+    swiftformer_xs swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 swinv2_tiny_window8_256
+    test_byobnet test_coatnet test_convnext test_efficientnet test_mambaout test_nfnet
+    test_resnet test_vit test_vit_relpos tiny_vit_5m_224 tnt_s_legacy_patch16_224 tresnet_m
+    twins_svt_small visformer_tiny vit_tiny_r_s16_p8_224 vitamin_small_224 volo_d1_224
+    xception41p xcit_nano_12_p8_224
+"""
+
+
+@pytest.mark.parametrize("name", FAMILIES.split())
+def test_a_family_trains_and_evaluates(name: str) -> None:
+    """Its smallest network builds, makes an update and is evaluated, at its own size."""
+    torch.manual_seed(0)
+    name = f"timm/{name}"
+    size = published._facts(name).input_size[-1]
+    network = models.build(ModelConfig(name=name), 5, image_size=size)
+    heads = {key: network.get_parameter(key) for key in models.head_keys(network)}
+    assert heads and {len(value) for value in heads.values()} == {5}
+    before = {key: value.detach().clone() for key, value in network.named_parameters()}
+    config = Config()
+    step = Step(state_of(network, config, CPU.device, 10), config, CPU, 5)
+    images = torch.randn(2, 3, size, size)
+    labels = torch.tensor([1, 3])
+    step(images, labels)
+    assert np.isfinite(step.read().loss)
+    assert any(not torch.equal(value, before[key]) for key, value in network.named_parameters())
+    found = evaluate(network, [(images, labels)], CPU, step.autocast)
+    assert found.images == 2 and np.isfinite(found.loss)
