@@ -37,8 +37,8 @@ _OTHER_NAMES = {
     "data_path": "data.root",
 }
 _LOGGERS = (
-    "there is no such logger; a run writes TensorBoard's event file, metrics.jsonl and "
-    "report.html by itself"
+    "a run writes TensorBoard's event file, metrics.jsonl and report.html by itself; for Weights & "
+    "Biases write watch.wandb=online"
 )
 # names whose answer is more than another name
 _ANSWERS = {

@@ -48,6 +48,7 @@ TunerName = Enum("TunerName", "auto grid")
 OptimName = Enum("OptimName", "sgd adamw")
 ScheduleName = Enum("ScheduleName", "constant step cosine")
 Precision = Enum("Precision", "fp32 fp16 bf16")
+Wandb = Enum("Wandb", "disabled offline online")
 DistName = Enum("DistName", "single spawn torchrun")
 DistBackend = Enum("DistBackend", "auto nccl gloo")
 
@@ -486,6 +487,17 @@ class WatchConfig:
         1.0, "Seconds between two looks at the GPU and the host.", ge=0.1, le=3600.0
     )
     tensorboard: bool = setting(True, "Write TensorBoard's event file.")
+    wandb: Wandb = setting(
+        Wandb.disabled,
+        "Send the figures to Weights & Biases: offline keeps them in the run's folder, for `wandb "
+        "sync`.",
+        no_effect_with=["mode=diagnose", "mode=verify"],
+    )
+    wandb_project: str | None = setting(
+        None,
+        "The project there; null: $WANDB_PROJECT, else its own default.",
+        no_effect_with=["watch.wandb=disabled"],
+    )
 
 
 @dataclass(slots=True)

@@ -93,11 +93,11 @@ GUESSES = [
     ),
     (
         "wandb=true",
-        "wandb: unknown setting; there is no such logger; a run writes TensorBoard's event file",
+        "wandb: unknown setting; a run writes TensorBoard's event file",
     ),
     (
         "logger=wandb",
-        "logger: unknown setting; there is no such logger; a run writes TensorBoard's event file",
+        "logger: unknown setting; a run writes TensorBoard's event file",
     ),
     ("pretrained=true", "pretrained: unknown setting; write model.weights=DEFAULT"),
     ("model.pretrained=true", "model.pretrained: unknown setting; write model.weights=DEFAULT"),

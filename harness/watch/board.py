@@ -28,13 +28,29 @@ _SHEET = 1_024
 Value = float | Spread | None
 
 
+class Writer:
+    """Where else a run's figures go, such as to a service. No call may wait or raise."""
+
+    def scalars(self, step: int, figures: Mapping[str, float]) -> None:
+        """Take figures by tag after ``step`` optimizer updates; they may be not finite."""
+
+    def text(self, tag: str, lines: Sequence[str]) -> None:
+        """Take lines of text."""
+
+    def report(self, report: Mapping[str, Any]) -> None:
+        """Take ``report.json``."""
+
+    def close(self, failed: bool) -> None:
+        """End the run there; this may wait a while."""
+
+
 class Board:
     """Writes a run's figures into its folder; a context manager.
 
     A write that fails (a full disk) costs what it would have written and no more: one warning,
     ``dropped`` counts, files keep whole records only, and once there is room writes succeed again.
     A killed process loses no record. Where the run goes on from a checkpoint, what ``folder`` has
-    of steps after ``resumed_step`` gives way, in TensorBoard too.
+    of steps after ``resumed_step`` gives way, in TensorBoard too. ``writers`` are told too.
     """
 
     def __init__(
@@ -43,11 +59,13 @@ class Board:
         *,
         tensorboard: bool,
         resumed_step: int | None = None,
+        writers: Sequence[Writer] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
         self._step = 0  # the last one logged
         self._folder = folder
+        self._writers = writers
         self._now = now
         self._began = now()
         self._metrics = _Records(folder / "metrics.jsonl", self._failed)
@@ -76,8 +94,8 @@ class Board:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(failed=kind is not None)
 
     def scalars(self, step: int, figures: Mapping[str, Value], *, epoch: int | None = None) -> None:
         """Log figures by tag after ``step`` optimizer updates.
@@ -103,6 +121,8 @@ class Board:
         self._metrics.append(f"{json.dumps(line)}\n".encode())
         if self._events:
             self._events.append(_scalars(step, flat))
+        for writer in self._writers:
+            writer.scalars(step, flat)
 
     def text(self, tag: str, lines: Sequence[str]) -> None:
         """Put lines on TensorBoard's text page, as they are."""
@@ -110,6 +130,8 @@ class Board:
             # Markdown shows what is indented as code
             text = "\n".join(f"    {printable(line)}" for line in lines)
             self._events.append(_event(summary=self._summary.text(tag, text)))
+        for writer in self._writers:
+            writer.text(tag, lines)
 
     def images(self, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
         """Put ``tiles``, uint8 ``[N, 3, S, S]``, on TensorBoard's page of images, as one picture.
@@ -152,7 +174,10 @@ class Board:
 
     def report(self, report: Mapping[str, Any]) -> None:
         """Write ``report.json``, whole or not at all, as ``plain`` gives it."""
-        self.write("report.json", json.dumps(plain(report), indent=2, allow_nan=False))
+        found = plain(report)
+        self.write("report.json", json.dumps(found, indent=2, allow_nan=False))
+        for writer in self._writers:
+            writer.report(found)
 
     def nonfinite(self, window: Mapping[str, Any]) -> None:
         """Write ``nonfinite.json``: the samples among which the loss went wrong."""
@@ -166,8 +191,11 @@ class Board:
         except OSError as error:
             self._failed(path, error)
 
-    def close(self) -> None:
-        """Close the files; a second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close the files and end the writers; a second call does nothing."""
+        for writer in self._writers:
+            writer.close(failed)
+        self._writers = ()
         self._metrics.close()
         self._bad_samples.close()
         if self._events:

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import torch
 
-from harness.config import Config, ConfigError
+from harness.config import Config, ConfigError, Wandb
 from harness.runtime import accelerator, limits
 from harness.runtime.distributed import World
 from harness.watch import console
-from harness.watch.board import Board
+from harness.watch.board import Board, Writer
 from harness.watch.clock import StepClock
 from harness.watch.device import GpuSource, Source, nvml_sees_gpu
 from harness.watch.figures import Window
 from harness.watch.goodput import Course
 from harness.watch.host import HostSource, Sampler
+from harness.watch.wandb_writer import WandbWriter
 
 
 @dataclass(slots=True)
@@ -51,7 +52,13 @@ def watched(
         watch = Watch(StepClock(world.device, slots=slots), Course(began_s))
         watch.course.mark("start")
         if world.is_main:
-            board = Board(folder, tensorboard=config.watch.tensorboard, resumed_step=resumed_step)
+            writers: list[Writer] = []
+            if config.watch.wandb is not Wandb.disabled:
+                writers.append(WandbWriter(folder, config, resumed_step is not None))
+            tensorboard = config.watch.tensorboard
+            board = Board(
+                folder, tensorboard=tensorboard, resumed_step=resumed_step, writers=writers
+            )
             watch.board = stack.enter_context(board)
             # other ranks on this machine would count as others
             cores = limits.measure().cores if world.local_size == 1 else None
