@@ -83,7 +83,7 @@ def refused_flag(arguments: Sequence[str], settings: Sequence[str]) -> str | Non
 
     ``settings`` are the dotted names of all settings.
     """
-    for text, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for text, following in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, _, value = text.partition("=")
         if not flag:
             return f"{text}: settings are written NAME=VALUE"

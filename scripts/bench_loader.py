@@ -35,7 +35,7 @@ from typing import Any
 from harness.runtime import limits
 from scripts.bench_tuner import Results, tell, with_shm
 from scripts.loader_data import jpegs, many_files
-from scripts.loader_page import NORMALISED, UNCACHED, show
+from scripts.loader_page import FILTERS, KINDS, NORMALISED, UNCACHED, show
 from scripts.loader_peers import DECODE, EXAMPLES, PEERS
 from scripts.loader_score import AGAIN, BARE, KEY
 from scripts.loader_turn import FailedError, ask
@@ -116,6 +116,19 @@ def jpeg(s: Setup) -> Iterator[Row]:
     ):
         yield Row(name, "form", common | {"form": form})
     yield Row("pixels", "pixels", {"root": common["root"]}, once=True)
+
+
+def filters(s: Setup) -> Iterator[Row]:
+    """Bilinear and bicubic crops, beside timm's loader."""
+    common = s.jpegs | {"workers": s.workers}
+    for kind in KINDS:
+        for name in FILTERS:
+            told = common | {"interpolation": name, "trains": kind == KINDS[0]}
+            yield Row(f"{kind}, {name}", "filtered", told | {"own": True})
+            if PEERS["timm"].missing() is None:
+                yield Row(f"timm, {kind}, {name}", "filtered", told | {"own": False})
+    told = common | {"interpolation": FILTERS[0], "trains": True, "own": True}
+    yield Row(f"{KINDS[0]}, {FILTERS[0]}{AGAIN}", "filtered", told)
 
 
 def arrays(s: Setup) -> Iterator[Row]:
@@ -221,7 +234,7 @@ def tuner(s: Setup) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
-    part.__name__: part for part in (jpeg, arrays, cache, train, start, index, tuner)
+    part.__name__: part for part in (jpeg, filters, arrays, cache, train, start, index, tuner)
 }
 # 3 of the others
 _ROUNDS = {"jpeg": 4, "train": 2}

@@ -42,6 +42,7 @@ from scripts.loader_peers import (
     endless,
     examples,
     full_decode,
+    timm,
 )
 from scripts.tuner_workloads import cifar_like
 
@@ -166,6 +167,19 @@ def recipe(root: str, workers: int, seconds: float, side: int) -> Found:
 def form(form: str, root: str, workers: int, seconds: float, side: int = 224) -> Found:
     """The window of one of this project's forms on the JPEG files."""
     with probed(feeds(*of_files(root, side), *of_form(form, workers))) as (_, feed):
+        return window(counts(feed), seconds, workers)
+
+
+def filtered(
+    root: str, workers: int, seconds: float, interpolation: str, trains: bool, own: bool
+) -> Found:
+    """The window of this project's threads, or timm's loader, with one filter."""
+    if not own:
+        return window(timm(Path(root), workers, interpolation, trains), seconds, workers)
+    wanted = [*of_files(root), *of_form("threads", workers), f"data.interpolation={interpolation}"]
+    # what an evaluation does, of the same images
+    wanted += [] if trains else ["augment=center"]
+    with probed(feeds(*wanted)) as (_, feed):
         return window(counts(feed), seconds, workers)
 
 

@@ -115,6 +115,23 @@ def jpeg(part: Part) -> Iterator[Piece]:
         )
 
 
+KINDS = ("train", "evaluate")
+FILTERS = ("bilinear", "bicubic")
+
+
+def filters(part: Part) -> Iterator[Piece]:
+    """The same files by threads, bilinear and bicubic, as in training and in evaluation."""
+    first = f"{KINDS[0]}, {FILTERS[0]}"
+    yield [*_cost_rows(part, {}, 1.0, first, None)]
+    yield _control(part, first)
+    for kind in KINDS:
+        plain, cubic = (f"{kind}, {name}" for name in FILTERS)
+        pairs = ((cubic, plain), (plain, f"timm, {plain}"), (cubic, f"timm, {cubic}"))
+        for over, under in (pair for pair in pairs if part.has(*pair)):
+            speed, cost = (part.ratio(over, under, figure) for figure in (rate, cpu_ms))
+            yield f"{over} over {under}: images/s {speed}, CPU {cost}, n = {speed.n}."
+
+
 _ARRAYS = {
     "per item": "PIL, no workers", "per item, workers": "PIL, worker processes",
     "per item, v2": "v2 on tensors, no workers",
@@ -324,7 +341,7 @@ def tuner(part: Part) -> Iterator[Piece]:
 
 
 PAGES: dict[str, Callable[[Part], Iterator[Piece]]] = {
-    page.__name__: page for page in (jpeg, arrays, cache, train, start, index, tuner)
+    page.__name__: page for page in (jpeg, filters, arrays, cache, train, start, index, tuner)
 }
 
 

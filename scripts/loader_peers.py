@@ -123,14 +123,18 @@ def _fast_collate(samples: Sequence[tuple[Image.Image, int]]) -> tuple[Tensor, T
     return images, torch.tensor([label for _, label in samples])
 
 
-def timm(root: Path, workers: int) -> Counts:
-    """Returns timm's ImageNet loader without colour jitter, up to the uint8 batch."""
+def timm(root: Path, workers: int, interpolation: str = "bilinear", trains: bool = True) -> Counts:
+    """Returns timm's ImageNet loader without colour jitter, up to the uint8 batch.
+
+    It ``trains``, or evaluates with a share of 224 / 256.
+    """
     data = import_module("timm.data")
     loader = data.create_loader(
-        data.create_dataset("", root=str(root), split="train", is_training=True), (3, _SIDE, _SIDE),
-        BATCH_SIZE,
-        is_training=True, scale=_SCALE, ratio=_RATIO, color_jitter=0.0, interpolation="bilinear",
-        num_workers=workers, device=torch.device("cpu"), use_multi_epochs_loader=True,
+        data.create_dataset("", root=str(root), split="train", is_training=trains),
+        (3, _SIDE, _SIDE), BATCH_SIZE,
+        is_training=trains, scale=_SCALE, ratio=_RATIO, color_jitter=0.0, crop_pct=_SIDE / 256,
+        interpolation=interpolation, num_workers=workers, device=torch.device("cpu"),
+        use_multi_epochs_loader=True,
     )  # fmt: skip
     return itertools.chain.from_iterable(counted(loader.loader) for _ in itertools.count())
 

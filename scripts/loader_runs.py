@@ -280,7 +280,7 @@ MEASURES: dict[str, Callable[..., Found]] = {
     function.__name__: function
     for function in (
         measures.peer, measures.recipe, measures.form, measures.passes, measures.pixels,
-        measures.per_item, measures.arrays,
+        measures.filtered, measures.per_item, measures.arrays,
         measures.equal, step, training, paced, start, index, index_readers, tuned,
     )
 }  # fmt: skip

@@ -202,6 +202,11 @@ def test_model_takes_every_classifier_of_torchvision(composed: Composed, name: s
     assert composed(*schema.prepared([f"model={name}"])).model.name == name
 
 
+def test_a_command_line_without_a_setting() -> None:
+    """It asks for what conf/ says."""
+    assert schema.prepared([]) == []
+
+
 def test_model_takes_a_name_of_timms(composed: Composed) -> None:
     """As torchvision's; a dot is before the name of weights. A sweep may have several."""
     name = "timm/convnext_tiny.in12k_ft_in1k"

@@ -15,7 +15,7 @@ import torch
 from commands import ran
 from hydra import compose
 
-from harness.config import Config
+from harness.config import Config, prepared
 from harness.watch.bottleneck import Bottleneck
 from harness.watch.figures import Tag
 
@@ -141,13 +141,13 @@ def test_every_command_composes(composed: Callable[..., Config], command: str) -
         if not text.startswith("-") and text != "job"
     ]
     # the launchers are no part of the tools that tests need
-    composed(*(text for text in overrides if not text.startswith("hydra/")))
+    composed(*prepared([text for text in overrides if not text.startswith("hydra/")]))
 
 
 @pytest.mark.parametrize("overrides", OVERRIDES)
 def test_every_setting_composes(composed: Callable[..., Config], overrides: str) -> None:
     """Each setting in backticks exists, and takes its value."""
-    compose("config", overrides=overrides.split())
+    compose("config", overrides=prepared(overrides.split()))
 
 
 def test_commands_are_found() -> None:

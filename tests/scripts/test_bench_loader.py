@@ -106,7 +106,7 @@ def test_the_arguments_name_what_there_is(capsys: pytest.CaptureFixture[str]) ->
     """An unknown part is refused with the known ones."""
     with pytest.raises(SystemExit, match="2"):
         bench_loader.main(["--part", "jpegs"])
-    assert "--part: unknown: jpegs; there are jpeg, arrays," in capsys.readouterr().err
+    assert "--part: unknown: jpegs; there are jpeg, filters, " in capsys.readouterr().err
 
 
 def test_many_files_come_and_go(tmp_path: Path) -> None:
