@@ -15,6 +15,7 @@ never each other)::
     job | hooks         wires the rooms: main_worker is one rank of a run | watches loops that are
                         not ours
     diagnose            runs that tell what bounds training, or which images cannot be read
+    inference           beside it: predictions, exported networks, a network for code of yours
     page | compare      the page of a run, as a file and in TensorBoard | runs side by side
     tuning | training   measure and choose loader settings | step, epoch, evaluation, checkpoint
     feed                which sample comes next, samples to batches, batches to the device
@@ -29,7 +30,8 @@ Tuning knows the step by what times it (``harness.feed.timed.TimedSteps``), whic
 and job passes on.
 
 For a loop of your own: ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock`` and
-``tune``, from here or from the module ``wellfed``. Each is imported when it is asked for.
+``tune``, and ``load`` for what a run has trained, from here or from the module ``wellfed``. Each is
+imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ if TYPE_CHECKING:
     from harness.feed.prefetcher import DataPrefetcher
     from harness.hooks.faster import faster
     from harness.hooks.own import watched, watching
+    from harness.inference.loaded import load
     from harness.tuning.library import tune
     from harness.watch.clock import StepClock
 
-__all__ = ["DataPrefetcher", "StepClock", "faster", "tune", "watched", "watching"]
+__all__ = ["DataPrefetcher", "StepClock", "faster", "load", "tune", "watched", "watching"]
 __version__ = "0.1.0"
 # on ``time.perf_counter``, before anything heavy is imported: when a command began
 BEGAN_S = time.perf_counter()
@@ -54,6 +57,7 @@ _ROOMS = {
     "DataPrefetcher": "feed.prefetcher",
     "StepClock": "watch.clock",
     "faster": "hooks.faster",
+    "load": "inference.loaded",
     "tune": "tuning.library",
     "watched": "hooks.own",
     "watching": "hooks.own",

@@ -37,7 +37,8 @@ class ConfigError(ValueError):
     exit_code = 2
 
 
-Mode = Enum("Mode", "train evaluate diagnose verify")
+Mode = Enum("Mode", "train evaluate diagnose verify predict export")
+Format = Enum("Format", "pt2 onnx")
 OnError = Enum("OnError", "raise skip")
 Crop = Enum("Crop", "random_resized pad center")
 Interpolation = Enum("Interpolation", "bilinear bicubic")
@@ -51,6 +52,10 @@ Precision = Enum("Precision", "fp32 fp16 bf16")
 Wandb = Enum("Wandb", "disabled offline online")
 DistName = Enum("DistName", "single spawn torchrun")
 DistBackend = Enum("DistBackend", "auto nccl gloo")
+
+# what takes a network from a checkpoint for other images, and what does not
+_APPLIED = ["mode=predict", "mode=export"]
+_UNAPPLIED = ["mode=train", "mode=evaluate", "mode=diagnose", "mode=verify"]
 
 
 # before the names of timm's networks
@@ -149,6 +154,7 @@ class DataConfig:
         "Share of the images kept for validation where root has no train and val folders.",
         gt=0.0,
         lt=1.0,
+        no_effect_with=["mode=predict"],
     )
     fraction: float = setting(
         1.0,
@@ -156,7 +162,7 @@ class DataConfig:
         "ones for every seed.",
         gt=0.0,
         le=1.0,
-        no_effect_with=["data=fake"],
+        no_effect_with=["data=fake", "mode=predict"],
     )
     balance: float = setting(
         0.0,
@@ -165,7 +171,7 @@ class DataConfig:
         "augmented differently each time; an epoch stays as long.",
         ge=0.0,
         le=1.0,
-        no_effect_with=["data=fake"],
+        no_effect_with=["data=fake", "mode=predict"],
     )
     exif_orientation: bool = setting(False, "Turn images as their EXIF orientation says.")
     background: tuple[int, int, int] = setting(
@@ -181,6 +187,7 @@ class DataConfig:
         OnError["raise"],
         "What an image that cannot be read does: raise ends the run; skip puts another in its "
         "place, always the same, and lists it in bad_samples.jsonl.",
+        no_effect_with=_APPLIED,
     )
     max_bad_fraction: float = setting(
         0.001,
@@ -190,7 +197,9 @@ class DataConfig:
         no_effect_with=["data.on_error=raise"],
     )
     cache: DataCache = setting(
-        DataCache.none, "Keep decoded pixels: none, in ram (this run) or on disk (next ones too)."
+        DataCache.none,
+        "Keep decoded pixels: none, in ram (this run) or on disk (next ones too).",
+        no_effect_with=_APPLIED,
     )
     cache_gb: float | None = setting(
         None,
@@ -293,7 +302,7 @@ class LoaderConfig:
     autotune: bool = setting(
         False,
         "Search the settings below before training, as tuner= says.",
-        no_effect_with=["mode=evaluate", "mode=diagnose", "mode=verify", "data=fake"],
+        no_effect_with=["mode=evaluate", "mode=diagnose", "mode=verify", "data=fake", *_APPLIED],
     )
     backend: Backend | None = setting(
         None,
@@ -443,7 +452,9 @@ class TrainerConfig:
     )
     channels_last: bool = setting(False, "Keep activations as NHWC.")
     compile: bool = setting(
-        False, "Train by torch.compile; short batches and evaluations run eagerly."
+        False,
+        "Train by torch.compile; short batches and evaluations run eagerly.",
+        no_effect_with=_APPLIED,
     )
     accumulate_steps: int = setting(1, "Batches whose gradients make one optimizer update.", ge=1)
     eval_every_epochs: int = setting(
@@ -523,7 +534,30 @@ class ProfileConfig:
     steps: str | None = setting(
         None,
         "First and last step of a trace in the run folder, such as 10-20; null: none.",
-        no_effect_with=["mode=evaluate", "mode=diagnose", "mode=verify"],
+        no_effect_with=["mode=evaluate", "mode=diagnose", "mode=verify", *_APPLIED],
+    )
+
+
+@dataclass(slots=True)
+class PredictConfig:
+    """What mode=predict writes."""
+
+    top_k: int = setting(
+        5,
+        "Classes for each image, the most probable first; at most all there are.",
+        ge=1,
+        no_effect_with=[*_UNAPPLIED, "mode=export"],
+    )
+
+
+@dataclass(slots=True)
+class ExportConfig:
+    """What mode=export writes."""
+
+    format: Format = setting(
+        Format.pt2,
+        "pt2: a program of torch.export; onnx needs the packages of the extra onnx.",
+        no_effect_with=[*_UNAPPLIED, "mode=predict"],
     )
 
 
@@ -533,8 +567,8 @@ class Config:
 
     mode: Mode = setting(
         Mode.train,
-        "train, evaluate what model.weights or resume names, diagnose what bounds training, or "
-        "verify that every image can be read.",
+        "train; evaluate, predict with or export what model.weights or resume names; diagnose what "
+        "bounds training; or verify that every image can be read.",
     )
     seed: int = setting(0, "Seed of everything random.", ge=0, le=2**32 - 1)
     device: str = setting("auto", "auto (cuda, else cpu), cpu, cuda, cuda:N or mps.")
@@ -557,6 +591,8 @@ class Config:
     watch: WatchConfig = field(default_factory=WatchConfig)
     dist: DistConfig = field(default_factory=DistConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    predict: PredictConfig = field(default_factory=PredictConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
 
 
 # settings that cannot go together, as they are typed; the first one is named
@@ -581,6 +617,15 @@ _CONTRADICTIONS = {
     "mode=evaluate model.weights=null resume=null": (
         "nothing to evaluate; write model.weights=PATH or resume=PATH"
     ),
+    "mode=predict model.weights=null resume=null": (
+        "no network to predict with; write model.weights=PATH or resume=PATH"
+    ),
+    "mode=export model.weights=null resume=null": (
+        "nothing to export; write model.weights=PATH or resume=PATH"
+    ),
+    "mode=predict data.root=null": "nothing to predict; write data.root=FOLDER or data.root=FILE",
+    "mode=export dist=spawn": "one process exports; use dist=single",
+    "mode=export dist=torchrun": "one process exports; use dist=single",
     "resume=": "empty; use null, auto or a path",
 }
 
@@ -1043,6 +1088,8 @@ _HELP = """train.py: train an image classifier on a feed that keeps the device b
 
   python train.py loader.autotune=true                  the generated data set, tuned.
   python train.py data=imagefolder data.root=FOLDER     your own images.
+  python train.py mode=predict resume=RUN data.root=FOLDER   the classes of other images.
+  python train.py mode=export resume=RUN                the network as one file.
   python train.py -m loader.num_workers=0,1,2           one run for each value.
   python train.py page multirun/DATE/TIME               one page for all runs of a sweep.
   python train.py compare outputs/first outputs/second  runs side by side, as a table.

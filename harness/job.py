@@ -164,6 +164,8 @@ def main_worker(local_rank: int, job: Job) -> None:
             job = replace(job, config=published.settings(config, job.overridden))
         if config.mode is Mode.verify:
             _verify(world, job)
+        elif config.mode in (Mode.predict, Mode.export):
+            _apply(world, job)
         else:
             _wire(world, job)
 
@@ -243,6 +245,24 @@ def _verify(world: World, job: Job) -> None:
     splits = datasets.load(data, config.augment, config.seed, world.gathered)
     feeds = Feeds(splits, config, world)
     verify(feeds, feeds.settings(limits.measure(world.local_size)), job.folder)
+
+
+def _apply(world: World, job: Job) -> None:
+    """Predicts with the network of a checkpoint, or exports it."""
+    from harness.inference.export import export
+    from harness.inference.predict import predict
+    from harness.runtime import seeding
+    from harness.training import resume
+
+    saved = resume.find(job.config, job.folder)
+    # find raises where there is nothing
+    assert saved is not None
+    config = resume.settings(job.config, saved, job.overridden)
+    seeding.seed_everything(config.seed, config.trainer.deterministic)
+    if config.mode is Mode.export:
+        export(saved, config, job.folder)
+    else:
+        predict(saved, config, world, job.folder)
 
 
 def run(index: int, job: Job) -> None:

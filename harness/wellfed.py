@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import harness
 
 if TYPE_CHECKING:
-    from harness import DataPrefetcher, StepClock, faster, tune, watched, watching  # noqa: F401
+    from harness import (  # noqa: F401
+        DataPrefetcher,
+        StepClock,
+        faster,
+        load,
+        tune,
+        watched,
+        watching,
+    )
 
 
 # Whatever harness shows: a checkout's environment has a copy of this file, which must not age.

@@ -153,8 +153,8 @@ GUESSES = [
     (
         "mode=eval",
         (
-            "mode: Invalid value 'eval', expected one of [train, evaluate, diagnose, verify]; did "
-            "you mean evaluate?"
+            "mode: Invalid value 'eval', expected one of [train, evaluate, diagnose, verify, "
+            "predict, export]; did you mean evaluate?"
         ),
     ),
     ("hydra/launcher=nope", "hydra/launcher=nope: no such choice; there are: basic"),

@@ -166,7 +166,30 @@ BAD = [
     ("+model._target_=os.system", "model._target_: unknown setting"),
     (
         "mode=training",
-        "mode: Invalid value 'training', expected one of [train, evaluate, diagnose, verify]",
+        "mode: Invalid value 'training', expected one of [train, evaluate, diagnose, verify, "
+        "predict, export]",
+    ),
+    (
+        "mode=predict resume=x",
+        "mode=predict: nothing to predict; write data.root=FOLDER or data.root=FILE",
+    ),
+    (
+        "mode=predict data.root=x",
+        "mode=predict: no network to predict with; write model.weights=PATH or resume=PATH",
+    ),
+    ("mode=export resume=x dist=spawn", "mode=export: one process exports; use dist=single"),
+    (
+        "mode=export resume=x data.cache=ram",
+        "data.cache=ram: has no effect with mode=export; change that, or set it to none",
+    ),
+    (
+        "mode=predict resume=x data.root=x data.on_error=skip",
+        "data.on_error=skip: has no effect with mode=predict",
+    ),
+    ("predict.top_k=3", "predict.top_k=3: has no effect with mode=train"),
+    (
+        "mode=predict resume=x data.root=x export.format=onnx",
+        "export.format=onnx: has no effect with mode=predict",
     ),
     (
         "mode=evaluate",

@@ -261,14 +261,13 @@ def load(
     if data.fraction < 1:
         first = Subset(first, part(first.labels, data.fraction, _SPLIT_SEED))
     # decode, and keep what is decoded
-    options = DecodeOptions(data.exif_orientation, data.background, data.max_pixels)
+    options, centred = as_evaluated(data)
     caches = None
     if data.cache is not DataCache.none:
         caches = open_caches((first, second), data, options, gathered)
     kept, val_kept = caches or (None, None)
     # augment
     transform = TrainTransform.from_config(augment, data)
-    centred = eval_transform_of(data)
     skips = data.on_error is OnError.skip
     images = ImageDataset(first, transform, options, size, seed, kept, skips)
     val_images = ImageDataset(second, centred, options, size, seed, val_kept, skips)
@@ -294,6 +293,12 @@ def _partial(splits: Splits, fraction: float) -> Splits:
     where = f"{whole.where}, of which data.fraction={fraction:g} is used"
     smaller = torch.utils.data.Subset(whole.given, rows.tolist())
     return replace(splits, train=replace(whole, given=smaller, where=where))
+
+
+def as_evaluated(data: DataConfig) -> tuple[DecodeOptions, TrainTransform]:
+    """Returns how an image is decoded, and what it then goes through in evaluation."""
+    options = DecodeOptions(data.exif_orientation, data.background, data.max_pixels)
+    return options, eval_transform_of(data)
 
 
 def _check_settings(data: DataConfig) -> None:

@@ -123,6 +123,11 @@ def decode(data: bytes, options: DecodeOptions) -> np.ndarray:
     return np.asarray(_by_pillow(data, options, pixels))
 
 
+def decode_opened(image: Image.Image, options: DecodeOptions) -> np.ndarray:
+    """Returns the pixels of an ``image`` of Pillow's as ``decode`` would, uint8 ``[H, W, 3]``."""
+    return np.asarray(_turned(_to_rgb(b"", image, options.background), image, options))
+
+
 def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
     """Returns the JPEG ``data``, uint8 ``[H, W, 3]``; None: unusual, ask Pillow.
 
@@ -194,12 +199,7 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
             rgb = Image.fromarray(pixels)
         else:
             rgb = _to_rgb(data, image, options.background)
-        turn = None
-        if options.exif_orientation:
-            # A damaged EXIF block just says nothing of the orientation: the pixels are whole.
-            with suppress(Exception):
-                turn = _TURNS[image.getexif()[ExifTags.Base.Orientation]]
-        return rgb if turn is None else rgb.transpose(turn)
+        return _turned(rgb, image, options)
     except Undecodable:
         raise
     except Exception as error:
@@ -207,6 +207,16 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
         text = str(error) or type(error).__name__
         kind = "truncated file" if "truncated" in text.lower() else "cannot be decoded"
         raise Undecodable(f"{kind}: {text}") from error
+
+
+def _turned(rgb: Image.Image, image: Image.Image, options: DecodeOptions) -> Image.Image:
+    """Returns ``rgb`` as the EXIF block of ``image`` says, if it is to be asked."""
+    turn = None
+    if options.exif_orientation:
+        # A damaged EXIF block just says nothing of the orientation: the pixels are whole.
+        with suppress(Exception):
+            turn = _TURNS[image.getexif()[ExifTags.Base.Orientation]]
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 def _check_size(width: int, height: int, options: DecodeOptions) -> None:
@@ -244,14 +254,14 @@ def _check_rows(data: bytes, image: PngImageFile) -> None:
     raise Undecodable("truncated file: rows of pixels are missing")
 
 
-def _to_rgb(data: bytes, image: ImageFile, background: tuple[int, int, int]) -> Image.Image:
-    """Returns ``image`` in mode RGB.
+def _to_rgb(data: bytes, image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """Returns ``image``, of a file of ``data`` if these are known, in mode RGB.
 
     Raises:
         ValueError: a grey value lies outside the range, so that nothing says what is white.
     """
     image.load()
-    if isinstance(image, PngImageFile):
+    if data and isinstance(image, PngImageFile):
         last = image.crop((0, image.height - 1, *image.size))
         if image.info.get("interlace") or last.getbbox(alpha_only=False) is None:
             _check_rows(data, image)
@@ -281,7 +291,7 @@ def _to_rgb(data: bytes, image: ImageFile, background: tuple[int, int, int]) -> 
         return canvas
     if image.mode == "RGB":
         return image
-    if image.mode == "CMYK" and isinstance(image, _Jpeg) and "adobe" not in image.info:
+    if image.mode == "CMYK" and isinstance(image, JpegImageFile) and "adobe" not in image.info:
         # Pillow takes every CMYK JPEG for one of Adobe's inverted ones
         return ImageChops.invert(image).convert("RGB")
     return image.convert("RGB")

@@ -27,6 +27,8 @@ class ImageDataset:
     cache: PixelCache | None = None
     # whether a sample that cannot be read is replaced
     skips: bool = False
+    # whether black pixels replace it: another one may not be readable either
+    blanks: bool = False
 
     def __len__(self) -> int:
         return len(self.source)
@@ -58,6 +60,9 @@ class ImageDataset:
         Raises:
             BadSample: the sample cannot be read, for any reason.
         """
+        if instead is not None and self.blanks:
+            out[:] = 0
+            return 0
         place = index % len(self) if instead is None else instead
         try:
             # looking into the cache is part of the first stage; cached pixels are not decoded

@@ -112,6 +112,18 @@ class Index:
             return False
 
 
+def listing(root: bytes) -> Index:
+    """Returns an index of all images below ``root``, or of the file ``root``, that is not kept.
+
+    They belong to one class folder, whose name is empty. A file that may not be read is among
+    them: whoever reads it is told.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    return Index(in_memory(_Scan(root, os.path.realpath(root), flat=True).packed()))
+
+
 def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
     """Returns the index of the class folders in ``root``; links stay in it, or in ``limit``.
 
@@ -155,7 +167,7 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
 
 
 class _Scan:
-    """One pass over the class folders in ``root``.
+    """One pass over the class folders in ``root``, or if ``flat`` over the images below it.
 
     Folders' names and images are sorted, the images' paths relative to their folder. Links lead
     to places in ``root`` or in ``limit``, a real path. ``watched`` has the folders by whose
@@ -166,14 +178,15 @@ class _Scan:
         DataError: something cannot be read.
     """
 
-    def __init__(self, root: bytes, limit: bytes) -> None:
+    def __init__(self, root: bytes, limit: bytes, flat: bool = False) -> None:
         self.skipped: Counter[str] = Counter()
         self.watched: dict[bytes, list[int]] = {}
         # also those of a root that is itself a link out of the limit
         self._limits = tuple(os.path.join(path, b"") for path in (limit, os.path.realpath(root)))
         self._unreadable: list[bytes] = []
-        self.folders: list[bytes] = []
-        for entry in self._entries(root):
+        self._flat = flat
+        self.folders = [b""] * flat
+        for entry in () if flat else self._entries(root):
             if entry.is_dir(follow_symlinks=False):
                 self.folders.append(entry.name)
             elif os.path.isdir(entry.path):
@@ -181,7 +194,10 @@ class _Scan:
             else:
                 self.skipped["file beside the class folders"] += 1
         self.folders.sort()
-        self.images = [self._images(os.path.join(root, folder)) for folder in self.folders]
+        if os.path.isfile(root):
+            self.images = [[os.path.basename(root)]]
+        else:
+            self.images = [self._images(os.path.join(root, folder)) for folder in self.folders]
         if self._unreadable:
             names = listed(list(map(os.fsdecode, sorted(self._unreadable))))
             raise DataError(
@@ -211,8 +227,10 @@ class _Scan:
                 try:
                     reason = self._unfit(entry)
                 except OSError:
-                    self._unreadable.append(entry.path)
-                    continue
+                    if not self._flat:
+                        self._unreadable.append(entry.path)
+                        continue
+                    reason = None
                 if reason is not None:
                     self.skipped[reason] += 1
                 elif entry.is_dir(follow_symlinks=False):

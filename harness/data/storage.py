@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from harness.config import ConfigError
-from harness.data.index import Index, listed, open_index
+from harness.data.index import Index, listed, listing, open_index
 from harness.data.mapped import MappedFile, in_memory
 from harness.runtime.errors import BadSample, DataError, is_out_of_memory, printable
 from harness.runtime.files import read_regular
@@ -41,6 +41,9 @@ class Source(Protocol):
 class FolderSource:
     """The images below ``root``, by name, with one folder for each class: ``root/class/**/file``.
 
+    If ``flat``, the images lie anywhere below ``root``, or ``root`` is an image itself. They belong
+    to one class, which has no name.
+
     Hidden entries, everything that is not a regular file, folders named like images, links to
     folders and links that leave both ``root`` and ``within`` (None: no other) are left out and
     counted by reason in ``skipped``. The list of names is remembered (``Index``).
@@ -51,12 +54,22 @@ class FolderSource:
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], within: str | os.PathLike[str] | None = None
+        self,
+        root: str | os.PathLike[str],
+        within: str | os.PathLike[str] | None = None,
+        flat: bool = False,
     ) -> None:
         self.root = os.path.abspath(root)
-        _check_folder(self.root)
-        limit = os.path.realpath(os.fsencode(within or self.root))
-        index = open_index(os.fsencode(self.root), limit, cache_root() / "index")
+        is_file = flat and os.path.isfile(self.root)
+        if not is_file:
+            _check_folder(self.root)
+        if flat:
+            index = listing(os.fsencode(self.root))
+        else:
+            limit = os.path.realpath(os.fsencode(within or self.root))
+            index = open_index(os.fsencode(self.root), limit, cache_root() / "index")
+        if is_file:
+            self.root = os.path.dirname(self.root)
         # not a subclass' own: it has nothing of its state yet
         FolderSource.__setstate__(self, (self.root, index))
         left_out = ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
@@ -68,10 +81,11 @@ class FolderSource:
             what = "no class folders"
             if empty:
                 what = f"no images in {listed(empty)}"
-            raise DataError(
-                f"{self.root}: {what} (left out: {left_out or 'nothing'}); a data set "
-                "has one folder for each class, with its images"
-            )
+            way_out = "a data set has one folder for each class, with its images"
+            if flat:
+                what = "no images"
+                way_out = "choose another folder, or a file"
+            raise DataError(f"{self.root}: {what} (left out: {left_out or 'nothing'}); {way_out}")
 
     def __getstate__(self) -> tuple[str, Index]:
         return self.root, self.index
@@ -92,6 +106,10 @@ class FolderSource:
     def where(self, i: int) -> str:
         """Returns the path; bytes that are not UTF-8 are escaped as by ``os.fsdecode``."""
         return os.fsdecode(self._path(i))
+
+    def name(self, i: int) -> str:
+        """Returns the path below ``root``, with the same escapes."""
+        return os.fsdecode(self.index.path(i))
 
     def read(self, i: int) -> tuple[bytes, int]:
         """Returns the file's bytes and its label.

@@ -183,7 +183,8 @@ class Feeds:
         """Returns the bytes that feeds hold besides their batches: for arrays, both sets."""
         if settings.backend != ARRAYS:
             return 0
-        sets = (self.splits.train, self.splits.val)
+        # a prediction has one set
+        sets = {self.splits.train, self.splits.val}
         return sum(pixel_bytes(dataset) for dataset in sets if isinstance(dataset, ImageDataset))
 
     def _train_order(self) -> Order:

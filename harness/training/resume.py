@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from harness.config import Config, Mode, from_plain, shown, to_plain, walk
 from harness.feed.order import Order, Rest
@@ -30,10 +32,13 @@ _TRAINS = (
     "trainer.accumulate_steps",
     "trainer.epochs",
 )
+# what takes a network from a checkpoint, and trains no more
+_APPLIES = (Mode.evaluate, Mode.predict, Mode.export)
 # of data.*, what is this command's alone
-_COMMANDS = ("data.on_error", "data.max_bad_fraction")
+_COMMANDS = {"data.on_error", "data.max_bad_fraction"}
+_CACHE = {"data.cache", "data.cache_gb", "data.cache_max_side"}
 # of data.*, what a network expects of its images; the rest says which images
-_PIXELS = {
+PIXELS = {
     "data.image_size",
     "data.eval_resize",
     "data.eval_squash",
@@ -54,7 +59,7 @@ class Saved(NamedTuple):
 
 
 def find(config: Config, folder: Path) -> Saved | None:
-    """Returns what ``resume`` names, or in evaluation ``model.weights``.
+    """Returns what ``resume`` names, or where nothing is trained ``model.weights``.
 
     None: training starts from nothing.
 
@@ -62,7 +67,7 @@ def find(config: Config, folder: Path) -> Saved | None:
         CheckpointError: it is missing or damaged.
         ConfigError: there are no published weights of this network, or they cannot be fetched.
     """
-    evaluating = config.mode is Mode.evaluate
+    applies = config.mode in _APPLIES
     if config.resume is not None:
         if config.resume == "auto":
             found = checkpoint.newest(folder / "checkpoints")
@@ -71,14 +76,14 @@ def find(config: Config, folder: Path) -> Saved | None:
         if found is not None:
             record, state = found
             return Saved(printable(str(record.path)), state)
-        if evaluating:
+        if applies:
             raise CheckpointError(
                 f"{printable(str(folder))}: holds no checkpoint; name one with resume=PATH"
             )
         say("resume=auto: no checkpoint yet, starting at epoch 1")
         return None
     weights = config.model.weights
-    if not evaluating or weights is None:
+    if not applies or weights is None:
         return None
     if weights == "DEFAULT":
         models.check(config.model, config.data.image_size)
@@ -86,22 +91,28 @@ def find(config: Config, folder: Path) -> Saved | None:
     return Saved(where, models.held(config.model, config.data.image_size))
 
 
-def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Config:
-    """Returns ``config``; in evaluation, what decides the result is from the checkpoint.
+def settings(
+    config: Config,
+    saved: Saved | None,
+    typed: tuple[str, ...],
+    tell: Callable[[str], None] = say,
+) -> Config:
+    """Returns ``config``; where nothing is trained, what decides the result is the checkpoint's.
 
-    That is what decides pixels, labels and the network. What the command line set (``typed``, as
-    in ``data.image_size=48``) stays. Every difference is printed.
+    That is what decides pixels, labels and the network; for predictions it is not which images
+    there are. What the command line set (``typed``, as in ``data.image_size=48``) stays. Every
+    difference is told by ``tell``.
 
     Raises:
         CheckpointError: the checkpoint's settings cannot be used.
     """
-    evaluating = config.mode is Mode.evaluate
+    applies = config.mode in _APPLIES
     if saved is None:
         return config
     where = saved.where
     if "settings" not in saved.state:
-        if evaluating and not published.are_meant(config.model):
-            say(
+        if applies and not published.are_meant(config.model):
+            tell(
                 f"{where}: holds no settings; data.*, model.name and trainer.precision are those "
                 "of this command"
             )
@@ -113,7 +124,12 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
         raise CheckpointError(f"{where}: its settings cannot be used: {error}") from error
     compared: tuple[str, ...] = ("data.", *_NETWORK)
     kept = set[str]()
-    if evaluating:
+    commands = _COMMANDS
+    if config.mode is Mode.predict:
+        commands = _of_data(config)
+    elif config.mode is Mode.export:
+        commands = _COMMANDS | _CACHE
+    if applies:
         kept = _chosen(config, trained, typed)
     else:
         compared += _TRAINS
@@ -122,10 +138,10 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
     taken = []
     for path, ours, _ in walk(config):
         value = theirs[path]
-        if ours == value or not path.startswith(compared) or path in _COMMANDS:
+        if ours == value or not path.startswith(compared) or path in commands:
             continue
-        if not evaluating or path in kept:
-            say(f"checkpoint: {path} {shown(value)}, now {shown(ours)}")
+        if not applies or path in kept:
+            tell(f"checkpoint: {path} {shown(value)}, now {shown(ours)}")
             continue
         # a file that somebody gave away must not name what is imported and called here
         if path in ("model.name", "data.name") and ":" in value:
@@ -136,8 +152,8 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
         setattr(attrgetter(group)(used), name, value)
         taken.append(f"{path}={shown(value)}")
     if taken:
-        say(f"from the checkpoint: {' '.join(taken)}")
-    if evaluating:
+        tell(f"from the checkpoint: {' '.join(taken)}")
+    if applies:
         # no file is read: DEFAULT decides how googlenet and inception_v3 are built
         used.model.weights = where
         if trained.model.weights == "DEFAULT":
@@ -152,9 +168,13 @@ def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]
         chosen.add("model.name")
     if chosen & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
         # other images: where they lie is this command's, what the network expects of them stays
-        where = {path for path, _, _ in walk(config) if path.startswith("data.")}
-        chosen |= where - _PIXELS
+        chosen |= _of_data(config)
     return chosen
+
+
+def _of_data(config: Config) -> set[str]:
+    """Returns the settings that say which images there are."""
+    return {path for path, _, _ in walk(config) if path.startswith("data.")} - PIXELS
 
 
 def rest(
@@ -257,9 +277,7 @@ def take_over(
                 f"{_listed(classes)}; {data}choose its data set with data= and data.root="
             )
         if config.mode is Mode.evaluate:
-            weights = checkpoint.weights_of(held, where)
-            misfit = f"{where}: does not fit model.name={config.model.name}"
-            models.take_over(state.network, weights, misfit)
+            fill(state.network, saved, config.model.name)
             if "settings" in held:
                 state.epoch = held["epoch"]
                 state.step = held["step"]
@@ -280,6 +298,16 @@ def take_over(
             "the ranks see different checkpoints; the run folder must be shared by all nodes"
         )
     return state.step if config.resume is not None else None
+
+
+def fill(network: nn.Module, saved: Saved, name: str) -> None:
+    """Puts the weights in ``saved`` into ``network``, which ``model.name`` names.
+
+    Raises:
+        CheckpointError: there are none, or they do not fit.
+    """
+    weights = checkpoint.weights_of(saved.state, saved.where)
+    models.take_over(network, weights, f"{saved.where}: does not fit model.name={name}")
 
 
 def _listed(names: tuple[str, ...]) -> str:

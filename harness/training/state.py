@@ -169,7 +169,8 @@ def check_saved(saved: dict[str, Any], where: str, state: TrainState | None = No
                 if not number and key in ("ranks", "stop", "steps_per_epoch"):
                     raise ValueError("is 0")
             elif key == "classes":
-                list(map(str.isascii, list.copy(value)))
+                # text that a file can hold
+                "".join(list.copy(value)).encode("utf-8", "surrogateescape")
             elif state is not None:
                 _check_part(key, value, state)
         # odd contents may raise anything

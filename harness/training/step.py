@@ -75,10 +75,7 @@ class Step:
             self._weights = torch.tensor(class_weights, dtype=torch.float32, device=world.device)
         self._augment = BatchAugment.from_config(config.augment, config.seed)
         self._mix = Mix.from_config(config.augment, classes, config.seed)
-        precision = config.trainer.precision
-        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if precision is not Precision.fp32:
-            self.autocast = functools.partial(torch.autocast, world.device.type, DTYPES[precision])
+        self.autocast = autocast_of(config.trainer.precision, world.device)
         self.model: nn.Module = state.network
         self._forward: _ForwardTimer | None = None
         if world.size > 1:
@@ -230,6 +227,15 @@ class _ForwardTimer:
             self.passes += 1
             if self.passes:
                 self.seconds += time.perf_counter() - self._began_s
+
+
+def autocast_of(
+    precision: Precision, device: torch.device
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Returns what opens a block whose forward passes are of ``precision``."""
+    if precision is Precision.fp32:
+        return nullcontext
+    return functools.partial(torch.autocast, device.type, DTYPES[precision])
 
 
 def device_batches(

@@ -64,7 +64,7 @@ TRAINED: dict[str, Any] = {
     "trainer.precision": Precision.bf16,
     "trainer.channels_last": False,
 }
-PIXELS = [path for path in TRAINED if path in resume._PIXELS]
+PIXELS = [path for path in TRAINED if path in resume.PIXELS]
 
 
 def set_(config: Config, path: str, value: Any) -> None:

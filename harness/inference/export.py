@@ -1,0 +1,175 @@
+"""mode=export: a trained network as one file that runs without this project."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from contextlib import suppress
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from harness.config import Config, ConfigError, DataCache, DataConfig, Format
+from harness.data import datasets
+from harness.data.storage import spread
+from harness.inference.loaded import network, normalise_of
+from harness.runtime import parts
+from harness.runtime.errors import BadSample, RunError, is_out_of_memory
+from harness.runtime.files import write_whole
+from harness.training import resume
+from harness.watch.board import plain
+from harness.watch.console import say
+
+# images that a file is checked on
+_CHECKED = 16
+# most that logits may differ, as a share of the largest of those that are above 1
+_TOLERANCE = 1e-4
+
+
+class _Whole(nn.Module):
+    """A network behind its normalisation: uint8 ``[N, 3, S, S]`` to logits ``[N, classes]``."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, network: nn.Module, data: DataConfig) -> None:
+        super().__init__()
+        self.network = network
+        shape = (1, 3, 1, 1)
+        self.register_buffer("mean", 255.0 * torch.tensor(data.mean).view(shape))
+        self.register_buffer("scale", 1.0 / (255.0 * torch.tensor(data.std).view(shape)))
+
+    def forward(self, images: Tensor) -> Any:
+        return self.network((images - self.mean) * self.scale)
+
+
+def export(saved: resume.Saved, config: Config, folder: Path) -> None:
+    """Writes the network in ``saved`` into ``folder``, as ``model.pt2`` or ``model.onnx``.
+
+    The file is there only if it gives the logits of the network itself, on images of the data set
+    where they are to be had.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit.
+        ConfigError: the network cannot be exported, or the file gives other logits.
+    """
+    form = config.export.format
+    model, classes = network(saved, config)
+    size = config.data.image_size
+    images, kind = _images(config)
+    program = _program(_Whole(model, config.data).eval(), config)
+    facts = {
+        "classes": list(classes),
+        "input": f"uint8 [N, 3, {size}, {size}], 0..255, RGB; normalisation is inside",
+        "output": f"float32 [N, {len(classes)}], logits",
+        **{path.removeprefix("data."): attrgetter(path)(config) for path in resume.PIXELS},
+        "eval_resize": datasets.as_evaluated(config.data)[1].whole_size(1, 1)[0],
+    }
+    texts = {name: json.dumps(plain(fact)) for name, fact in facts.items()}
+    data, run = (_onnx if form is Format.onnx else _pt2)(program, texts)
+    worst = 0.0
+    # also one by one
+    for some in (images, images[:1]):
+        with torch.no_grad():
+            expected = model(normalise_of(config.data)(some))
+            error = (run(some) - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+        # so that NaN is refused too
+        if not error <= _TOLERANCE:
+            raise ConfigError(
+                f"export.format={form.name}: on {len(some)} {kind} the logits differ by "
+                f"{error:.2g} from the network's, more than {_TOLERANCE:g}; nothing is written"
+            )
+        worst = max(worst, float(error))
+    path = folder / f"model.{form.name}"
+    write_whole(path, data)
+    say(f"exported       {os.path.relpath(path)}, in fp32: {facts['input']}")
+    say(f"checked        on {len(images)} {kind}, logits differ by {worst:.1g} at most")
+
+
+def _images(config: Config) -> tuple[Tensor, str]:
+    """Returns images, uint8 ``[N, 3, S, S]``, and what they are."""
+    data = replace(config.data, cache=DataCache.none)
+    if data.name.startswith("cifar"):
+        # what is not there is not fetched for this
+        data.download = False
+    size = data.image_size
+    found = []
+    why = "its images cannot be read"
+    try:
+        dataset: Any = datasets.load(data, config.augment, config.seed).val
+        for i in spread(len(dataset), _CHECKED):
+            # data=fake has no images
+            with suppress(BadSample, AttributeError):
+                image = np.zeros((3, size, size), np.uint8)
+                dataset.fill(0, i, image)
+                found.append(image)
+    except (RunError, ConfigError) as error:
+        why = str(error)
+    if found:
+        return torch.from_numpy(np.stack(found)), f"images of data={data.name}"
+    say(f"no images of data={data.name} ({why}): generated noise takes their place")
+    noise = np.random.default_rng(0).integers(0, 256, (_CHECKED, 3, size, size), np.uint8)
+    return torch.from_numpy(noise), "generated images"
+
+
+def _program(whole: nn.Module, config: Config) -> ExportedProgram:
+    """Returns ``whole`` as a program of any number of images.
+
+    Raises:
+        ConfigError: torch cannot make one.
+    """
+    size = config.data.image_size
+    # made of one image, a program would be for one alone
+    images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
+    try:
+        return torch.export.export(whole, (images,), dynamic_shapes=({0: Dim("batch", min=1)},))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"model.name={config.model.name}: torch.export can make no program of the network for "
+            "any number of images; its code may not depend on that number, nor branch by what is "
+            f"in the images: {parts.told(error)}"
+        ) from error
+
+
+def _pt2(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
+    """Returns the bytes of a file with ``program`` and ``texts``, and what runs the file."""
+    file = io.BytesIO()
+    torch.export.save(program, file, extra_files=texts)
+    data = file.getvalue()
+    return data, torch.export.load(io.BytesIO(data)).module()
+
+
+def _onnx(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
+    """As ``_pt2``; the names of what goes in and comes out are ``images`` and ``logits``.
+
+    Raises:
+        ConfigError: packages are missing, the network has no form in ONNX, or is too large.
+    """
+    try:
+        from onnxruntime import InferenceSession, SessionOptions
+
+        names: Any = {"input_names": ["images"], "output_names": ["logits"]}
+        made: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+        made.model.metadata_props.update(texts)
+        data = made.model_proto.SerializeToString()
+        options = SessionOptions()
+        # else one for each core of the machine
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"export.format=onnx: {parts.told(error)}; its packages come by pip install -e "
+            '".[onnx]" or uv sync --extra onnx; export.format=pt2 needs none'
+        ) from error
+    return data, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])

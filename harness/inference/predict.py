@@ -1,0 +1,126 @@
+"""mode=predict: the classes of every image in a folder, or of one file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from harness.config import Config
+from harness.data.datasets import Splits, as_evaluated
+from harness.data.images import ImageDataset
+from harness.data.storage import FolderSource
+from harness.feed.forms import Feeds
+from harness.feed.interface import Failure
+from harness.inference.loaded import network
+from harness.runtime import limits, signals
+from harness.runtime.distributed import World
+from harness.runtime.errors import DataError
+from harness.runtime.files import write_whole
+from harness.training.resume import Saved
+from harness.training.step import autocast_of, device_batches
+from harness.watch.board import BAD_SAMPLES, Board, plain
+from harness.watch.console import progress, say
+
+
+def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
+    """Predicts the images in ``data.root`` with the network in ``saved``.
+
+    Every rank calls this, and predicts its share. At the end the first rank writes into ``folder``:
+    ``predictions.csv``, ``predictions.jsonl`` and the list of images that cannot be read.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit.
+        DataError: there is no image, or none can be read.
+        Interrupted: a signal was heard.
+    """
+    model, classes = network(saved, config)
+    source = FolderSource(Path(str(config.data.root)).expanduser(), flat=True)
+    options, centred = as_evaluated(config.data)
+    size = config.data.image_size
+    dataset = ImageDataset(source, centred, options, size, seed=0, skips=True, blanks=True)
+    feeds = Feeds(Splits(dataset, dataset, classes, "", ""), config, world)
+    top_k = min(config.predict.top_k, len(classes))
+    places, best, failures = zip(*world.gathered(_share(feeds, model, top_k)), strict=True)
+    bad = sorted(failure for each in failures for failure in each)
+    name = os.path.relpath(folder)
+    if world.is_main:
+        with Board(folder, tensorboard=False) as board:
+            for failure in bad:
+                board.bad_sample("prediction", failure.sample, failure.where, failure.reason)
+    count = len(source) - len(bad)
+    if not count:
+        raise DataError(
+            f"none of {len(source)} images can be read, the first is {bad[0].where}: "
+            f"{bad[0].reason}; all are listed in {name}/{BAD_SAMPLES}"
+        )
+    if world.is_main:
+        rows = np.concatenate(best)[np.argsort(np.concatenate(places))]
+        _write(folder, source, classes, rows, {failure.sample for failure in bad})
+    say(f"predicted      {count} of {len(source)} images")
+    if bad:
+        say(f"bad samples    {len(bad)} cannot be read; they are listed in {BAD_SAMPLES}")
+    say(f"predictions    {name}/predictions.csv, {name}/predictions.jsonl")
+
+
+def _share(
+    feeds: Feeds, model: nn.Module, top_k: int
+) -> tuple[np.ndarray, np.ndarray, list[Failure]]:
+    """Returns what this rank predicts.
+
+    The places of its images, int64 ``[N]``; float32 ``[N, 2 * top_k]``, the highest probabilities
+    and behind them their classes; the images that could not be read, whose rows mean nothing.
+    """
+    config = feeds.config
+    device = feeds.world.device
+    model = model.to(device)
+    autocast = autocast_of(config.trainer.precision, device)
+    settings = feeds.val_settings(feeds.settings(limits.measure(feeds.world.local_size)))
+    # on the device until the end, when the host waits for them
+    best = [torch.zeros(0, 2 * top_k, device=device)]
+    with (
+        closing(feeds.val(settings)) as feed,
+        closing(device_batches(feed, config, device)) as batches,
+        progress("predicting", len(feed), "batches") as bar,
+        torch.no_grad(),
+    ):
+        for images, _ in bar.over(batches):
+            with autocast():
+                logits: Tensor = model(images)
+            # numbers of classes are exact in float32 up to 2**24
+            best.append(torch.cat(logits.float().softmax(1).topk(top_k), dim=1))
+            signals.check()
+    places = [np.zeros(0, np.int64), *feed.order.batches(0)]
+    return np.concatenate(places), torch.cat(best).cpu().numpy(), list(feed.replaced)
+
+
+def _write(
+    folder: Path, source: FolderSource, classes: tuple[str, ...], rows: np.ndarray, bad: set[int]
+) -> None:
+    """Writes ``rows``, one for each image of ``source``, but for the ``bad`` ones."""
+    text = io.StringIO()
+    sheet = csv.writer(text, lineterminator="\n")
+    ranks = range(1, rows.shape[1] // 2 + 1)
+    heads = [f"{name}_{i}" for name in ("class", "probability") for i in ranks]
+    sheet.writerow(["path", *heads])
+    lines = []
+    for place, row in enumerate(rows):
+        if place in bad:
+            continue
+        values, labels = np.split(row, 2)
+        path = source.name(place)
+        names = [classes[int(label)] for label in labels]
+        # the fewest digits that give the same float32
+        shown = plain([float(str(value)) for value in values])
+        sheet.writerow([path, *names, *shown])
+        lines.append(json.dumps({"path": path, "classes": names, "probabilities": shown}) + "\n")
+    for form, content in (("csv", text.getvalue()), ("jsonl", "".join(lines))):
+        # names that are not UTF-8 keep their bytes
+        write_whole(folder / f"predictions.{form}", content.encode("utf-8", "surrogateescape"))
