@@ -212,7 +212,8 @@ class Cursor:
 class ProbeOrder:
     """Endless batches of ``order``, from epochs that training never sees; moves ``cursor``.
 
-    Probes that share a cursor ask for every sample once before they ask for any sample again.
+    Probes that share a cursor go on with its epochs where the one before has stopped: they ask for
+    every sample once before they ask for any sample again, if ``order`` does.
 
     Attributes:
         again: repeat what the cursor has seen, and leave the cursor alone.

@@ -37,6 +37,9 @@ class Writer:
     def text(self, tag: str, lines: Sequence[str]) -> None:
         """Take lines of text."""
 
+    def images(self, step: int, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
+        """Take images, uint8 ``[N, 3, H, W]``, each with its text."""
+
     def report(self, report: Mapping[str, Any]) -> None:
         """Take ``report.json``."""
 
@@ -149,6 +152,8 @@ class Board:
             labels = [text.encode("ascii", "replace").decode()[: side // 6] for text in texts]
             drawn = self._summary.image_boxes(tag, large, boxes, dataformats="NCHW", labels=labels)
             self._events.append(_event(step=self._step, summary=drawn))
+        for writer in self._writers:
+            writer.images(self._step, tag, tiles, texts)
 
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
         """Make the run a row of TensorBoard's HParams page.

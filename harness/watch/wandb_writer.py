@@ -9,6 +9,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+import numpy as np
+
 from harness.config import Config, Wandb, to_plain
 from harness.runtime.errors import printable, words
 from harness.runtime.files import read_regular, write_whole
@@ -44,6 +46,19 @@ class WandbWriter(Writer):
     def text(self, tag: str, lines: Sequence[str]) -> None:
         """As in ``Writer``."""
         self._tasks.put(lambda run: run.summary.update({f"text/{tag}": "\n".join(lines)}))
+
+    def images(self, step: int, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
+        """As in ``Writer``."""
+
+        def send(run: Any) -> None:
+            import wandb
+
+            captioned = zip(tiles.transpose(0, 2, 3, 1), texts, strict=True)
+            found = [wandb.Image(tile, caption=text) for tile, text in captioned]
+            if step >= run.step:
+                run.log({tag: found}, step=step)
+
+        self._tasks.put(send)
 
     def report(self, report: Mapping[str, Any]) -> None:
         """As in ``Writer``."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import samples
 import torch
+from emulated import Gpu
+from emulator import emulated
 from scipy import stats
 
 from harness.config import AugmentConfig, Backend, Config, ConfigError, Crop, LoaderConfig
@@ -17,11 +25,14 @@ from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
 from harness.data.storage import ArraySource, Source
 from harness.data.transforms import TrainTransform
+from harness.feed.arrays import ArrayFeed
 from harness.feed.forms import Feeds
 from harness.feed.interface import HostBatch
 from harness.feed.order import Balance, Cursor, Order, ProbeOrder, Rest
+from harness.feed.pixels import InMemoryImages
 from harness.runtime.distributed import World
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 # 30 images, of a class that is never seen, a rare one, and two others
 SIZES = (0, 2, 9, 19)
@@ -192,6 +203,21 @@ def test_every_form_makes_the_same_batches(skips: bool) -> None:
     assert bad == ({FIRST_RARE} if skips else set())
 
 
+@pytest.mark.parametrize("skips", [False, True], ids=["whole", "one cannot be read"])
+def test_a_device_s_way_makes_the_same_batches(skips: bool) -> None:
+    """Images that lie in a GPU's memory are drawn and cut there as on the host."""
+    feeds = feeds_of("arrays", skips=skips)
+    images = feeds.splits.train
+    assert isinstance(images, ImageDataset)
+    settings = replace(samples.settings(0, batch_size=6), backend="arrays")
+    with emulated(Gpu()) as gpu:
+        held = InMemoryImages(images, gpu.device)
+        feed = ArrayFeed(images, feeds._train_order(), settings, held, 1)
+        assert feed.on_device
+        samples.assert_same(samples.passes(feed), passed("threads", 0, skips=skips))
+        feed.close()
+
+
 def test_an_image_that_comes_again_is_augmented_differently() -> None:
     """The ten draws of two images are not ten times the same two crops."""
     batches = passed("threads", 0)[:5]
@@ -267,3 +293,64 @@ def test_a_made_up_set_has_nothing_to_balance(composed) -> None:  # type: ignore
         composed("data=fake", "data.balance=1")
     digits = load(composed("data=digits", "data.balance=1").data, AugmentConfig(), 0)
     assert digits.labels is not None and len(digits.labels) == len(digits.train)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_runs_of_one_two_and_three_ranks_read_the_same(tmp_path: Path) -> None:
+    """In the processes of whole runs, also one that goes on within the epoch on other ranks."""
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent("""
+        import os, torch
+
+        class Noted(torch.utils.data.Dataset):
+            classes = ("a", "b", "c")
+            targets = [0] * 60 + [1] * 25 + [2] * 11
+
+            def __init__(self, file):
+                self.file = file
+
+            def __len__(self):
+                return 96
+
+            def __getitem__(self, i):
+                if self.file:
+                    with open(self.file, "a") as file:
+                        file.write(f"{i} {float(torch.rand(())):.9f}\\n")
+                return torch.rand(3, 16, 16), self.targets[i]
+
+        def open_splits(data, seed):
+            return Noted(os.environ["NOTED"]), Noted(None)
+        """)
+    )
+    seen = {}
+    for name, ranks, more in (
+        ("1", 1, ""),
+        ("2", 2, ""),
+        ("3", 3, ""),
+        ("parts", 2, "trainer.max_steps=3"),
+        ("parts", 3, ""),
+    ):
+        words = f"data=own data.name=mine:open_splits data.image_size=16 data.balance=1 {more}"
+        words += f" loader.batch_size={24 // ranks} loader.num_workers=0 device=cpu run.name={name}"
+        words += f" trainer.epochs=1 resume=auto dist=spawn dist.nprocs={ranks}"
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *words.split()],
+            cwd=tmp_path,
+            env={**os.environ, "NOTED": str(tmp_path / name)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / name).read_text().splitlines()
+        # the first sample is read by every rank beforehand, to find mistakes of the transforms
+        seen[name] = Counter(line for line in lines if line != lines[0])
+    # a sample's random numbers tell its draws apart
+    assert sorted(seen["1"].values()) == [1] * seen["1"].total()
+    assert seen["1"].total() >= 95
+    places = [int(line.split()[0]) for line in seen["1"]]
+    assert 31 <= sum(place >= 85 for place in places) <= 33
+    assert seen["1"] == seen["2"] == seen["3"]
+    # what was made ahead when the first part ended is made again
+    assert seen["parts"].keys() == seen["1"].keys()

@@ -52,7 +52,8 @@ def test_an_offline_run_and_its_going_on(tmp_path: Path) -> None:
     name = (tmp_path / "outputs" / "x" / "wandb_id").read_bytes()
     for record in (first, second):
         assert name in record
-        for text in (b"train/loss", b"val/top1", b"global_batch_size", b"${oc.env:SECRET}/data"):
+        figures = (b"train/loss", b"val/top1", b"val/mistakes", b"global_batch_size")
+        for text in (*figures, b"${oc.env:SECRET}/data"):
             assert text in record, text
         assert str(tmp_path / "hidden").encode() not in record
     assert "WARNING" not in (tmp_path / "outputs" / "x" / "train.log").read_text()

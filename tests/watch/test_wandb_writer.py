@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +40,7 @@ class Service(ModuleType):
         self.summary: dict[str, Any] = {}
         self.ended: list[int] = []
         self.Settings = SimpleNamespace
+        self.Image = lambda pixels, caption: (pixels.shape, caption)
 
     def setup(self, settings: Any) -> None:
         self.trouble("setup")
@@ -85,16 +87,21 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_figures_text_and_report_arrive(service: Service, tmp_path: Path) -> None:
-    """Windows as history, text and the report as summary; the run has the folder's name and all
-    settings, its files are in the folder, and it ends well.
+def test_figures_images_text_and_report_arrive(service: Service, tmp_path: Path) -> None:
+    """Windows and images as history, text and the report as summary; the run has the folder's name
+    and all settings, its files are in the folder, and it ends well.
     """
     with board(tmp_path) as written:
         written.scalars(10, {"train/loss": 0.5, "val/top1": None})
         written.scalars(10, {"val/top1": 0.25}, epoch=1)
+        written.images("val/mistakes", np.zeros((2, 3, 4, 5), np.uint8), ["cat", "dog"])
         written.text("verdict", ["Storage-bound.", "Try: threads."])
         written.report({"top1": 0.25, "verdict": {"bottleneck": "storage"}})
-    assert service.logged == [(10, {"train/loss": 0.5}), (10, {"val/top1": 0.25})]
+    assert service.logged == [
+        (10, {"train/loss": 0.5}),
+        (10, {"val/top1": 0.25}),
+        (10, {"val/mistakes": [((4, 5, 3), "cat"), ((4, 5, 3), "dog")]}),
+    ]
     assert service.summary == {
         "text/verdict": "Storage-bound.\nTry: threads.",
         "top1": 0.25,
