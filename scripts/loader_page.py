@@ -361,6 +361,8 @@ NOTES = """## How to read it
   pytorch/examples as normalised floats. All have as many workers or threads as there are cores.
 - Full decode: the same bytes, in memory, decoded whole by simplejpeg in as many threads into a
   buffer that is used again.
+- filters: the same files by the threads form and by timm's loader, whose filter is Pillow's.
+  `evaluate` is a resize of the shorter side to 256 and a centre crop, of the same images.
 - Arrays: 50,000 of 32 x 32 pixels, generated; the recipe is torchvision's for CIFAR-10.
 - cache: the first pass fills it; figures are of the second pass, whole, from its beginning with
   empty buffers. Later: a whole number of passes from the third on. Pixels are compared by the

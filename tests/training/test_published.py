@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torchvision import models as zoo
 
+from harness import job
 from harness.config import Config, ConfigError, Interpolation
 from harness.training import models, published
 
@@ -112,6 +113,17 @@ def test_every_classifier_of_torchvision_says_what_it_expects() -> None:
         assert ([size], [short], squash) == (made.crop_size, made.resize_size, False)
         assert (interpolation, [*mean], [*std]) == (made.interpolation.value, made.mean, made.std)
         assert published._torchvisions(name, 2 * size)[:2] == (2 * size, 2 * short)
+
+
+def test_every_rank_follows_them_before_it_opens_anything(
+    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_globals: None
+) -> None:
+    """Data sets, the tuner, checkpoints and the report have these settings."""
+    seen = []
+    monkeypatch.setattr(job, "_wire", lambda world, given: seen.append(given.config.data))
+    typed = ("model.name=efficientnet_b2", "model.weights=DEFAULT", "device=cpu")
+    job.main_worker(0, job.Job(composed(*typed), tmp_path, typed))
+    assert [data.eval_resize for data in seen] == [288]
 
 
 class Named(nn.Module):
