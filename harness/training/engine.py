@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from harness.config import Config, Mode
 from harness.feed.interface import Feed
@@ -103,7 +102,6 @@ class Engine:
         # no update is under way; no step has ended yet
         self._whole = True
         self._starting = True
-        self._first_batch: list[Tensor] = []
         self._logged_step = self.state.step
         self._begin_epoch()
         steps = config.profile.steps if world.is_main else None
@@ -316,8 +314,6 @@ class Engine:
             for part in range(parts):
                 with clock.waiting(), named("wait for data"):
                     images, labels = next(batches)
-                if self._starting and not part:
-                    self._first_batch = [images[:16].clone(), labels[:16].clone()]
                 self._whole = False
                 # a short batch would be compiled for itself
                 short = len(labels) < self.feed.settings.batch_size
@@ -326,6 +322,11 @@ class Engine:
                 images_seen += len(labels)
             self._whole = True
             clock.step(images_seen)
+        board = self.watch.board
+        if self._starting and board is not None:
+            # once, between two steps: the host waits for the device
+            with self._aside("pictures"):
+                show_batch(images[:16], labels[:16], self.config.data, self.place.classes, board)
         if self._starting and self.watch.sampler is not None:
             self.watch.sampler.restart()
         self._starting = False
@@ -344,11 +345,6 @@ class Engine:
         self._logged_step = now
         clock.settle()
         figures = self.step.read()
-        if self._first_batch and self.watch.board is not None:
-            place = self.place.classes, self.watch.board
-            with self._aside("pictures"):
-                show_batch(self._first_batch, self.config.data, *place)
-        self._first_batch = []
         # of the last update: the schedule has made the step to the next one
         schedule = self.state.schedule
         lr = float(schedule.base_lrs[0]) * schedule.lr_lambdas[0](schedule.last_epoch - 1)

@@ -30,19 +30,16 @@ class Answers:
     probabilities: np.ndarray
     classes: int
 
-    def confused(self) -> list[tuple[int, int, int]]:
-        """Returns the mistakes by kind: true class, given class, images; the most frequent first.
+    def confused(self) -> np.ndarray:
+        """Returns the mistakes by kind, int64 ``[K, 3]``: true class, given class, images.
 
-        Of equally frequent ones, the first by class.
+        The most frequent come first, of equally frequent ones the first by class.
         """
         wrong = self.labels != self.given
         kinds = self.classes * self.labels[wrong] + self.given[wrong]
         found, counts = np.unique(kinds, return_counts=True)
         order = np.argsort(-counts, kind="stable")
-        return [
-            (*divmod(kind, self.classes), count)
-            for kind, count in zip(found[order].tolist(), counts[order].tolist(), strict=True)
-        ]
+        return np.stack((*np.divmod(found, self.classes), counts), axis=1)[order]
 
     def surest(self, most: int) -> np.ndarray:
         """Returns which mistakes have the highest probabilities; of equal ones the first images."""

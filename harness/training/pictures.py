@@ -33,13 +33,12 @@ _UNEVEN = 10
 
 
 def show_batch(
-    batch: Sequence[Tensor], data: DataConfig, classes: Sequence[str], board: Board
+    images: Tensor, labels: Tensor, data: DataConfig, classes: Sequence[str], board: Board
 ) -> None:
-    """Shows a normalised training ``batch`` in ``first_batch.json`` and TensorBoard.
+    """Shows normalised ``images`` of training in ``first_batch.json`` and TensorBoard.
 
     The host waits for the device.
     """
-    images, labels = batch
     mean, std = (np.reshape(each, (3, 1, 1)) for each in (data.mean, data.std))
     pixels = 255 * (images.float().cpu().numpy() * std + mean)
     tiles = pixels.round().clip(0, 255).astype(np.uint8)
@@ -70,8 +69,7 @@ def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:
     _table(board, "classes.csv", classes, zip(*classes.values(), strict=True))
     if len(names) <= _MOST_CLASSES:
         matrix = np.diag(classes["correct"])
-        for label, given, count in kinds:
-            matrix[label, given] = count
+        matrix[kinds[:, 0], kinds[:, 1]] = kinds[:, 2]
         rows = ([name, *row] for name, row in zip(names, matrix.tolist(), strict=True))
         _table(board, "confusion.csv", ["", *names], rows)
         # by share of the true class; a root shows what is seldom
@@ -81,7 +79,7 @@ def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:
     found = {
         "counts": told(splits),
         "classes": classes,
-        "kinds": kinds[:_MOST_KINDS],
+        "kinds": kinds[:_MOST_KINDS].tolist(),
         "mistakes": _mistakes(answers, names, splits.val, board, read),
     }
     board.write("mistakes.json", json.dumps(found))

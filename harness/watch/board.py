@@ -66,7 +66,7 @@ class Board:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
-        self._step = 0  # the last one logged
+        self._step = resumed_step or 0  # the last one logged
         self._folder = folder
         self._writers = writers
         self._now = now
@@ -147,7 +147,8 @@ class Board:
             large = tiles.repeat(scale, 2).repeat(scale, 3)
             side = large.shape[2]
             corners = side * np.stack(np.divmod(np.arange(len(tiles)), 8)[::-1], 1)
-            boxes = np.hstack((corners, corners + side))
+            # with room for letters below the line
+            boxes = np.hstack((corners, corners + side - 4))
             # letters that the font has
             labels = [text.encode("ascii", "replace").decode()[: side // 6] for text in texts]
             drawn = self._summary.image_boxes(tag, large, boxes, dataformats="NCHW", labels=labels)

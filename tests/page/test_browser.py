@@ -67,7 +67,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pages of all kinds of runs."""
     root = tmp_path_factory.mktemp("pages")
     for make in (runs.long_run, runs.cpu_run, runs.interrupted, runs.damaged):
-        write_report(make(root / make.__name__))
+        made = make(root / make.__name__)
+        if make is runs.long_run:
+            runs.add_mistakes(made, ["cat", "dog"])
+        write_report(made)
     write_sweep(runs.sweep(root / "sweep"))
     return root
 
@@ -499,6 +502,8 @@ def look_at_the_tab(browser: webdriver.Chrome, address: str) -> None:
         ),
     )
     assert len(browser.find_elements(By.CSS_SELECTOR, ".detail .spike")) == 4
+    shown = "return [...document.querySelectorAll('.pictures img')].map((one) => one.naturalWidth)"
+    until(browser, lambda: browser.execute_script(shown) == [8, 8])
 
 
 def no_error(browser: webdriver.Chrome) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
 import json
 import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 # the window's last step: ms of its longest step
 SPIKES = {
@@ -352,9 +356,16 @@ def damaged(folder: Path) -> Path:
 
 def with_mistakes(folder: Path, names: Sequence[str], **changes: Any) -> Path:
     """A run with a mistake of each class, taken for the next one, and a first batch."""
-    cpu_run(folder, steps=50)
+    add_mistakes(cpu_run(folder, steps=50), names, **changes)
+    return folder
+
+
+def add_mistakes(folder: Path, names: Sequence[str], **changes: Any) -> None:
+    """Writes what an evaluation and a first batch leave beside the rest of a run."""
     count = len(names)
-    tiny = "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAMCAgMCAgMDAwMEAwMEBQgFBQQEBQoHBwYIDAoMDAsK"
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(file, "JPEG")
+    tiny = base64.b64encode(file.getvalue()).decode()
     classes = {
         "class": [*names],
         "images": [10 + place for place in range(count)],
@@ -373,4 +384,3 @@ def with_mistakes(folder: Path, names: Sequence[str], **changes: Any) -> Path:
     }
     (folder / "mistakes.json").write_text(json.dumps(found | changes))
     (folder / "first_batch.json").write_text(json.dumps([{"label": names[0], "picture": tiny}]))
-    return folder

@@ -68,7 +68,7 @@ def test_confusions_are_scikit_learns() -> None:
     result, answers, logits, labels = evaluated(2, 16)
     matrix = confusion_matrix(labels, logits.argmax(1), labels=range(CLASSES))
     found = np.zeros_like(matrix)
-    kinds = answers.confused()
+    kinds = answers.confused().tolist()
     for label, given, count in kinds:
         found[label, given] = count
     assert np.array_equal(found, matrix - np.diag(matrix.diagonal()))
@@ -105,7 +105,7 @@ def test_answers_change_no_result() -> None:
 def test_no_mistake_is_none() -> None:
     """A network that is always right, or gives no numbers, has nothing that breaks."""
     nothing = Answers(np.arange(3), np.arange(3), np.arange(3), np.ones(3, np.float32), 3)
-    assert nothing.confused() == [] and len(nothing.surest(24)) == 0
+    assert nothing.confused().tolist() == [] and len(nothing.surest(24)) == 0
     odd = Answers(np.arange(2), np.arange(2), np.zeros(2, int), np.full(2, np.nan, np.float32), 2)
     assert odd.surest(24).tolist() == [1]
 

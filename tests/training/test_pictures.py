@@ -172,7 +172,7 @@ def test_the_first_batch_is_shown_as_the_network_sees_it(
         (mixed, ["70% a\\n + 30% b", "100% a\\n", "75% b + 25% a\\n", "100% b"]),
     ):
         with Board(tmp_path, tensorboard=False) as board:
-            pictures.show_batch([images, labels], data, ("a\n", "b"), board)
+            pictures.show_batch(images, labels, data, ("a\n", "b"), board)
         found = json.loads((tmp_path / "first_batch.json").read_text())
         assert [row["label"] for row in found] == expected
     assert np.array_equal(seen[0], pixels) and seen[0].dtype == np.uint8
