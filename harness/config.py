@@ -401,6 +401,11 @@ class OptimConfig:
 
     name: OptimName = setting(OptimName.sgd, "Which optimizer.")
     lr: float = setting(0.1, "Peak learning rate.", ge=0.0)
+    lr_per: int | None = setting(
+        None,
+        "Images of an update for which lr is meant: the rate is lr * images / lr_per; null: lr.",
+        ge=1,
+    )
     momentum: float = setting(0.9, "Momentum (sgd).", ge=0.0, lt=1.0)
     nesterov: bool = setting(False, "Nesterov momentum (sgd).")
     betas: tuple[float, float] = setting(
@@ -421,6 +426,31 @@ class OptimConfig:
         "classes' order; balanced: images / (classes * images of the class), as scikit-learn's; "
         "null: all are 1.",
         no_effect_with=["data=fake"],
+    )
+    freeze: str | None = setting(
+        None,
+        "What is not trained: all_but_head, or a regular expression with which the names of "
+        "parameters begin, such as layer1; null: nothing.",
+    )
+    freeze_epochs: int | None = setting(
+        None,
+        "Epochs after which all is trained; null: the whole run trains without what freeze names.",
+        ge=1,
+        no_effect_with=["optim.freeze=null"],
+    )
+    layer_decay: float | None = setting(
+        None,
+        "Factor on the learning rate from each block to the one before, the head having lr; null: "
+        "all have lr.",
+        gt=0.0,
+        le=1.0,
+    )
+    ema_decay: float | None = setting(
+        None,
+        "Decay of a moving average of the weights, taken in after each update, which is evaluated "
+        "in their place; null: none.",
+        gt=0.0,
+        lt=1.0,
     )
 
 
@@ -446,6 +476,17 @@ class TrainerConfig:
     epochs: int = setting(10, "Passes over the training set.", ge=1)
     max_steps: int | None = setting(
         None, "Stop after so many optimizer updates; null: at the last epoch's end.", ge=1
+    )
+    max_hours: float | None = setting(
+        None,
+        "Hours after which this command evaluates, saves and ends, counted from its start, without "
+        "what was trained before a resume; null: no limit.",
+        gt=0.0,
+    )
+    patience_epochs: int | None = setting(
+        None,
+        "Stop after so many evaluated epochs in a row without a better top-1; null: never.",
+        ge=1,
     )
     precision: Precision = setting(
         Precision.fp32, "fp32, or autocast to fp16 (with a gradient scaler) or bf16."

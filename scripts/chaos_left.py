@@ -34,7 +34,8 @@ def digest(folder: Path) -> str:
     """One digest of everything in the newest checkpoint of ``folder`` that a run's past decides."""
     state = checkpoint.read(folder)[1]
     found = hashlib.sha256()
-    for part in _leaves({key: state[key] for key in _STATE}):
+    averaged = {"ema"} & state.keys()
+    for part in _leaves({key: state[key] for key in (*_STATE, *averaged)}):
         found.update(
             part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode()
         )

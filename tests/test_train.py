@@ -659,9 +659,14 @@ def test_every_experiment_runs_a_step(
     composed: Composed, cifar: tuple[str, str], tmp_path: Path, name: str
 ) -> None:
     """Each experiment composes, and makes one update on a small stand-in for its data."""
+    imagenet = imagenet_overrides(tmp_path)
     needs = {
         "cifar10_resnet18": cifar_overrides(cifar, tmp_path),
-        "imagenet_resnet50": imagenet_overrides(tmp_path),
+        "cifar10_long": cifar_overrides(cifar, tmp_path),
+        "imagenet_resnet50": imagenet,
+        "imagenet_resnet50_v2": (*imagenet, "data.image_size=64"),
+        # no weights are fetched
+        "finetune": ("data=digits", "model=small", "model.weights=null"),
     }
     config = composed(
         f"experiment={name}", "trainer.max_steps=1", "loader.num_workers=0", *needs.get(name, ())

@@ -159,11 +159,14 @@ def read_any(path: Path) -> dict[str, Any]:
 
 
 def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
-    """Returns the network's weights in what a file holds.
+    """Returns the network's weights in what a file holds: their average, if it has one of ours.
 
     Raises:
         CheckpointError: ``where``, which names the file, has none.
     """
+    averaged = state.get("ema")
+    if isinstance(averaged, dict) and "n_averaged" in averaged:
+        state = {key: value for key, value in averaged.items() if key != "n_averaged"}
     # ours and most others'; pytorch/examples'
     for key in ("model", "state_dict"):
         if isinstance(state.get(key), dict):

@@ -51,6 +51,7 @@ class Engine:
 
     Attributes:
         status: completed, idle (there was nothing left to train), interrupted or failed.
+        stopped: why a completed run ended before its last epoch or step.
         evaluation: the last one, if there was one.
         answers: all that the network gave in it.
         skipped: updates left out for a non-finite gradient.
@@ -80,6 +81,7 @@ class Engine:
         self.watch = watch
         self.place = place
         self.status = "failed"
+        self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
         self.answers: Answers | None = None
         self.skipped = 0
@@ -98,7 +100,8 @@ class Engine:
         # what the feed's workers did up to the last window
         self._worked: StageTotals | None = None
         self._looked_s = time.perf_counter()
-        self._boundary = Boundary(config, world, self.state.step)
+        began_s = watch.course.began_s
+        self._boundary = Boundary(config, world, self.state.step, began_s=began_s)
         # no update is under way; no step has ended yet
         self._whole = True
         self._starting = True
@@ -119,12 +122,12 @@ class Engine:
                 self._save(evaluation)
             elif state.is_done(trainer):
                 say(
-                    f"nothing left to train after step {state.step}: raise trainer.epochs or "
-                    "trainer.max_steps"
+                    f"nothing left to train after step {state.step}: raise trainer.epochs, "
+                    "trainer.max_steps or trainer.patience_epochs"
                 )
                 self.status = "idle"
                 return
-            while not state.is_done(trainer):
+            while not self._ends():
                 epoch = state.epoch
                 due = self._train_epoch(epoch)
                 if evaluation is not None:
@@ -137,14 +140,21 @@ class Engine:
                 else:
                     say(f"epoch {epoch + 1}: training: {self._epoch}")
                 every = self.config.checkpoint.every_epochs
-                if due or state.is_done(trainer) or (epoch + 1) % every == 0:
+                if due or self._ends() or (epoch + 1) % every == 0:
                     self._save(evaluation)
+            if not state.is_done(trainer):
+                self.stopped = f"trainer.max_hours={trainer.max_hours} are over"
+            elif state.stale == trainer.patience_epochs:
+                self.stopped = f"top-1 has not risen for {state.stale} epochs"
             if self.world.size > 1:
                 # what tells this rank from the others
                 total = self.watch.clock.total()
                 own = RankFigures.of(self.world.rank, total, self.step.forward_ms)
                 self.ranks = tuple(self.world.gathered(own))
             self.status = "completed"
+
+    def _ends(self) -> bool:
+        return self._boundary.is_over or self.state.is_done(self.config.trainer)
 
     def evaluate_only(self) -> None:
         """Evaluates what the state holds."""
@@ -160,11 +170,11 @@ class Engine:
         name = "evaluation"
         if self.config.mode is Mode.train:
             name = f"epoch {epoch + 1}"
-            if not self.state.is_done(self.config.trainer):
+            if not self._ends():
                 # the feed can begin again only once its pass has ended
                 self.train_batches.close()
                 self.feed.prime(self.state.epoch)
-        network = self.state.network
+        network = self.state.evaluated
         bar = progress(f"{name}: evaluating", len(self.val_feed), "batches")
         # a graph of its own would be compiled while training waits, for longer than a pass without
         # gradients lasts
@@ -177,8 +187,13 @@ class Engine:
             self.answers = tally.answers(self.world, self.val_feed.order.batches(0))
             self.val_batches.close()
             self.val_feed.close()
-        self.state.pending = False
-        self.state.best_top1 = max(result.top1, self.state.best_top1 or 0.0)
+        state = self.state
+        state.pending = False
+        if state.best_top1 is None or result.top1 > state.best_top1:
+            state.best_top1 = result.top1
+            state.stale = 0
+        elif state.samples == 0:
+            state.stale += 1
         self.evaluation = result
         figures = {
             Tag.VAL_TOP1: result.top1,
@@ -250,7 +265,7 @@ class Engine:
         state = self.state
         config = self.config.trainer
         self.feed.set_epoch(epoch)
-        state.network.train()
+        self.step.begin_epoch()
         self.watch.clock.start_epoch()
         batches = iter(self.train_batches)
         count = len(self.feed)
@@ -266,10 +281,8 @@ class Engine:
         due = False
         if self._starting:
             images = self.feed.settings.batch_size * self.world.size * config.accumulate_steps
-            say(
-                f"training: {steps} steps in epoch {epoch + 1}, {images} images each; "
-                "first step ..."
-            )
+            of = f"{steps} steps in epoch {epoch + 1}, {images} images each"
+            say(f"training: {of}; first step ...")
         with progress(f"epoch {epoch + 1}/{config.epochs}", steps, "steps") as bar:
             for steps_left in range(steps, 0, -1):
                 if warm_up is not None and warm_up.due(steps_left):
@@ -290,6 +303,8 @@ class Engine:
                 # between two steps: log and save what is due, and hear signals
                 self.saves.check()
                 signum, due = self._boundary.ask(state.step)
+                if self._boundary.is_over:
+                    state.pending = last = True
                 if last or due or signum or state.step % self.config.watch.window_steps == 0:
                     with named("close window"):
                         bar.note(str(self._close_window(epoch)))
@@ -299,6 +314,8 @@ class Engine:
                 # the evaluation comes before the checkpoint of an epoch's end
                 if due and not last:
                     self._save(None)
+                if last:
+                    break
         return due
 
     def _begin_epoch(self) -> None:

@@ -115,7 +115,8 @@ class Reporter:
         self.write_page(engine.place.folder)
         if engine.status == "completed":
             self._close(engine, report)
-            return
+            if engine.stopped is None or engine.state.is_done(self.config.trainer):
+                return
         saved = records(engine.place.folder / "checkpoints")
         if saved or engine.status == "interrupted":
             self._stand(engine, saved)
@@ -161,6 +162,7 @@ class Reporter:
             "ranks": engine.ranks or None,
             "goodput": engine.watch.course.goodput(total),
             "turns_ms": engine.turns_ms or None,
+            "stopped": engine.stopped,
             "loader": settings,
             "tuning": self.tuning and self.tuning(total),
             "cache": self.cache and self.cache.stats(),
@@ -211,6 +213,8 @@ class Reporter:
             if settled := tuning.get("settled"):
                 say(f"next time      {settled}")
             say(f"verdict        {report['verdict'].sentence}", stands_out=True)
+        if engine.stopped:
+            say(f"stopped        {engine.stopped}")
         if bad := report.get("bad_samples"):
             say(f"bad samples    {bad} replaced by others; they are listed in {BAD_SAMPLES}")
         if self.cache is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -45,10 +46,19 @@ class Place:
 
 
 class Boundary:
-    """What all ranks agree on between two steps: to end at a signal, to save."""
+    """What all ranks agree on between two steps: to end at a signal, to save, that time is over.
+
+    Attributes:
+        is_over: whether ``trainer.max_hours`` have passed since ``began_s`` on the clock ``now``.
+    """
 
     def __init__(
-        self, config: Config, world: World, step: int, now: Callable[[], float] = time.monotonic
+        self,
+        config: Config,
+        world: World,
+        step: int,
+        now: Callable[[], float] = time.perf_counter,
+        began_s: float = 0.0,
     ) -> None:
         self._config = config
         self._world = world
@@ -58,6 +68,8 @@ class Boundary:
         self._asked_s = now()
         self._next = step + 1
         self._saved_s = now()
+        self._ends_s = began_s + 3600 * (config.trainer.max_hours or math.inf)
+        self.is_over = False
 
     def ask(self, step: int) -> tuple[int, bool]:
         """Returns the number of a signal, or 0, and whether to save, after ``step`` updates.
@@ -68,21 +80,27 @@ class Boundary:
         wanted = self._config.checkpoint
         signum = signals.received()
         due = False
+        is_over = self._now() >= self._ends_s
         if wanted.enabled and wanted.every_minutes is not None:
             due = self._now() - self._saved_s >= 60 * wanted.every_minutes
         # ranks must not part: what one of them knows waits for all
         if self._world.size > 1 and step < self._next:
             signum = 0
             due = False
+            is_over = False
         elif self._world.size > 1:
             step_s = (self._now() - self._asked_s) / max(1, step - self._asked)
-            heard, saves, step_s = self._world.largest(signum, due, max(1e-6, step_s))
+            heard, saves, over, step_s = self._world.largest(
+                signum, due, is_over, max(1e-6, step_s)
+            )
             signum = int(heard)
             due = bool(saves)
+            is_over = bool(over)
             self._asked = step
             self._asked_s = self._now()
             window = self._config.watch.window_steps
             self._next = step + max(1, min(window - step % window, int(1 / step_s)))
+        self.is_over = is_over
         if due:
             self._saved_s = self._now()
         # all ranks count alike

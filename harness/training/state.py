@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from harness.config import (
     Config,
-    OptimConfig,
-    OptimName,
+    ConfigError,
+    Mode,
     Precision,
-    ScheduleConfig,
-    ScheduleName,
     TrainerConfig,
 )
+from harness.runtime import parts
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.files import typed
 from harness.runtime.seeding import random_state, restore_random_state
 from harness.training import models
+from harness.training.average import Average
 from harness.training.checkpoint import is_plain, weights_of
+from harness.training.optimizer import (
+    FiniteCheck,
+    fill_momentum,
+    frozen_names,
+    lr_factor,
+    make_optimizer,
+)
+from harness.watch.console import say
 
 # what a run goes on with
 _NEEDED = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
@@ -38,10 +47,11 @@ _COUNTS = {
     "samples": int,
     "pending": bool,
     "best_top1": float | None,
+    "stale": int,
 }
 _TYPES = _COUNTS | {"length": int, "ranks": int, "stop": int, "steps_per_epoch": int}
 # where a run stands within an epoch; checkpoints of schema 1 have none of these
-_POSITION = _TYPES.keys() - {"epoch", "step"}
+_POSITION = _TYPES.keys() - {"epoch", "step", "stale"}
 
 
 @dataclass(slots=True)
@@ -57,7 +67,10 @@ class TrainState:
         samples: of the epoch that was begun, taken by all ranks together.
         pending: whether the evaluation that follows the last step is still to be made.
         best_top1: of all evaluations, 0..1.
+        stale: evaluations at an epoch's end since ``best_top1`` rose.
         steps_per_epoch: optimizer updates in a whole epoch; the schedule counts by them.
+        average: of the weights, if one is wanted.
+        frozen: names of parameters and buffers that do not change in the first ``freeze_epochs``.
     """
 
     network: nn.Module
@@ -69,16 +82,51 @@ class TrainState:
     samples: int = 0
     pending: bool = False
     best_top1: float | None = None
+    stale: int = 0
     steps_per_epoch: int = 1
+    average: Average | None = None
+    frozen: Collection[str] = ()
+    freeze_epochs: float = math.inf
 
     def is_done(self, config: TrainerConfig) -> bool:
-        """Whether trainer.epochs or trainer.max_steps ends the run here."""
-        return self.epoch >= config.epochs or self.step >= (config.max_steps or math.inf)
+        """Whether the last epoch or step, or trainer.patience_epochs, ends the run here."""
+        return (
+            self.epoch >= config.epochs
+            or self.step >= (config.max_steps or math.inf)
+            or self.stale >= (config.patience_epochs or math.inf)
+        )
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The network that is evaluated: the average, if there is one."""
+        return self.network if self.average is None else self.average.module
+
+    def train(self) -> bool:
+        """Has the network train as its epoch wants; returns whether that changes what is trained.
+
+        Frozen parameters get no gradient; norms with frozen statistics work as in evaluation.
+        """
+        self.network.train()
+        freezes = self.epoch < self.freeze_epochs
+        changed = False
+        for name in self.frozen:
+            path, _, key = name.rpartition(".")
+            module = self.network.get_submodule(path)
+            tensor = getattr(module, key)
+            if isinstance(tensor, nn.Parameter):
+                changed |= tensor.requires_grad is freezes
+                tensor.requires_grad_(not freezes)
+            elif freezes:
+                module.training = False
+        fill_momentum(self.optimizer)
+        return changed
 
     def to_dict(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Returns the state as tensors and plain containers, with ``facts`` about the run."""
+        averaged = {} if self.average is None else {"ema": self.average.state_dict()}
         return {
             **facts,
+            **averaged,
             **{name: getattr(self, name) for name in (*_COUNTS, "steps_per_epoch")},
             "model": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -100,23 +148,30 @@ class TrainState:
         """
         check_saved(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
+        averaged = saved.get("ema")
+        if self.average is not None and averaged is not None:
+            problems += models.differences(self.average.state_dict(), averaged)
         ours = self.optimizer.state_dict()["param_groups"]
         theirs = saved["optimizer"]["param_groups"]
         if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
-            problems.append("the optimizer's parameter groups differ (optim.decay_norm_and_bias)")
+            problems.append(
+                "the optimizer's parameter groups differ (optim.decay_norm_and_bias, layer_decay)"
+            )
         elif {*itertools.chain(*ours)} != {*itertools.chain(*theirs)}:
             problems.append("the optimizer is of another kind (optim)")
         models.refuse(problems, f"{where}: does not fit this run")
 
         # nothing below refuses what was checked
         self.network.load_state_dict(saved["model"])
+        if self.average is not None:
+            self.average.take_over(self.network, averaged)
         self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": ours})
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
                 # the fused kernels want equal strides
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        _fill_momentum(self.optimizer)
+        fill_momentum(self.optimizer)
         schedule = self.schedule
         schedule.last_epoch = saved["schedule"]["last_epoch"]
         if saved.get("steps_per_epoch", self.steps_per_epoch) != self.steps_per_epoch:
@@ -191,6 +246,9 @@ def _check_part(key: str, value: Any, state: TrainState) -> None:
             # torch keeps whole numbers in 32 bits
             if number != fresh and not 0 < number < (2**31 if type(fresh) is int else math.inf):
                 raise ValueError(f"odd {name}")
+    elif key == "ema":
+        if not all(map(is_plain, value.values())):
+            raise ValueError("holds no weights of a network")
     elif key == "settings":
         typed(str, value["trainer"]["precision"])
     elif key == "random":
@@ -229,7 +287,7 @@ def make_state(
     No weights are read if the caller fills the network (``filled``).
 
     Raises:
-        ConfigError: the network's name or its published weights.
+        ConfigError: the network's name or its published weights, or what is to be frozen.
         CheckpointError: the file that ``model.weights`` names.
     """
     size = config.data.image_size
@@ -240,14 +298,26 @@ def make_state(
     if config.trainer.compile:
         # else a second size would make torch serve all sizes by one slower graph
         network.compile(dynamic=False)
+    optim = config.optim
+    if optim.lr_per is not None:
+        images = config.loader.batch_size * config.trainer.accumulate_steps * world.size
+        lr = optim.lr * images / optim.lr_per
+        of = f"optim.lr={optim.lr} for {optim.lr_per} images, and an update has {images}"
+        say(f"learning rate {lr:.4g}: {of}")
+        config = replace(config, optim=replace(optim, lr=lr))
     return state_of(network, config, world.device, steps_per_epoch)
 
 
 def state_of(
     network: nn.Module, config: Config, device: torch.device, steps_per_epoch: int
 ) -> TrainState:
-    """Returns the state of a run that trains ``network``, which lies on ``device``."""
-    optimizer = make_optimizer(network, config.optim)
+    """Returns the state of a run that trains ``network``, which lies on ``device``.
+
+    Raises:
+        ConfigError: what is to be frozen, or a network that cannot be copied to be averaged.
+    """
+    optim = config.optim
+    optimizer = make_optimizer(network, optim)
     schedule = LambdaLR(
         optimizer,
         lambda step: lr_factor(step, config.schedule, config.trainer.epochs, steps_per_epoch),
@@ -256,91 +326,24 @@ def state_of(
     scaler: GradScaler = FiniteCheck(device)
     if config.trainer.precision is Precision.fp16:
         scaler = GradScaler(device.type)
-    return TrainState(network, optimizer, schedule, scaler, steps_per_epoch=steps_per_epoch)
-
-
-class FiniteCheck(GradScaler):
-    """Leaves out non-finite updates on the device, cheaper than a scaler of scale 1.
-
-    The optimizer must take ``found_inf``, as torch's fused ones do.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device.type, init_scale=1.0)
-        self._one = torch.ones((), device=device)
-
-    def scale(self, outputs: Any) -> Any:
-        """Returns ``outputs`` as they are."""
-        return outputs
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Notes whether a gradient is not finite."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is not None:
-                    by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        self._found = torch.zeros_like(self._one)
-        for gradients in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
-
-    def step(self, optimizer: Any) -> None:
-        """Updates, if all gradients that ``unscale_`` has seen were finite."""
-        optimizer.found_inf = self._found
-        optimizer.step()
-        del optimizer.found_inf
-
-    def update(self, new_scale: Any = None) -> None:
-        """The scale stays 1."""
-
-
-def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
-    """Returns the optimizer over ``network``'s parameters.
-
-    Norms and biases (every parameter with fewer than two dimensions) have no weight decay unless
-    ``optim.decay_norm_and_bias`` says so. The optimizer is always the fused form, which can skip an
-    update on the device.
-    """
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": parameters}]
-    if not config.decay_norm_and_bias:
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2]},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
-    if config.name is OptimName.adamw:
-        return AdamW(groups, betas=config.betas, eps=config.eps, **common)
-    optimizer = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
-    _fill_momentum(optimizer)
-    return optimizer
-
-
-def _fill_momentum(optimizer: Optimizer) -> None:
-    """Gives each parameter of SGD that has no momentum yet one of zeros."""
-    # torch makes the buffers unfilled at the first update, and leaves them so if that is skipped;
-    # where some parameters have one and others none, the update ends with an error
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("momentum") else ():
-            state = optimizer.state[parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:
-    """Returns the share of ``optim.lr`` that update number ``step`` (from 0) uses.
-
-    Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR``
-    stepped once per epoch; ``cosine`` falls from the end of the warm-up to ``final_fraction`` at
-    the last update (SGDR, arXiv 1608.03983).
-    """
-    warmup = config.warmup_epochs * steps_per_epoch
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if config.name is ScheduleName.step:
-        return float(config.gamma ** (step // steps_per_epoch // config.step_epochs))
-    if config.name is ScheduleName.cosine:
-        done = min(1.0, (step - warmup) / max(1.0, epochs * steps_per_epoch - warmup))
-        fall = 1 - config.final_fraction
-        return config.final_fraction + fall * (1 + math.cos(math.pi * done)) / 2
-    return 1.0
+    state = TrainState(network, optimizer, schedule, scaler, steps_per_epoch=steps_per_epoch)
+    if optim.ema_decay is not None and config.mode is Mode.train:
+        try:
+            state.average = Average(network, optim.ema_decay)
+        except Exception as error:
+            raise ConfigError(
+                f"optim.ema_decay={optim.ema_decay}: the network of model.name={config.model.name} "
+                f"cannot be copied: {parts.told(error)}"
+            ) from error
+        updates = config.trainer.epochs * steps_per_epoch
+        left = optim.ema_decay**updates
+        if left > 0.1:
+            say(
+                f"optim.ema_decay={optim.ema_decay}: after {updates} updates {left:.0%} of the "
+                "average are still the weights of the start; lower it"
+            )
+    if optim.freeze is not None:
+        state.frozen = frozen_names(network, optim.freeze, config.model.name)
+        state.freeze_epochs = optim.freeze_epochs or math.inf
+    state.train()
+    return state

@@ -76,14 +76,13 @@ class Step:
         self._augment = BatchAugment.from_config(config.augment, config.seed)
         self._mix = Mix.from_config(config.augment, classes, config.seed)
         self.autocast = autocast_of(config.trainer.precision, world.device)
-        self.model: nn.Module = state.network
+        self._world = world
+        state.train()
+        self.model: nn.Module = self._wrapped()
         self._forward: _ForwardTimer | None = None
-        if world.size > 1:
-            own = accelerator.of(world.device)
-            places = None if own.place is None else [own.place]
-            self.model = DistributedDataParallel(state.network, device_ids=places)
-            if own.kind == "cpu" and not config.trainer.compile:
-                self._forward = _ForwardTimer(state.network)
+        is_cpu = accelerator.of(world.device).kind == "cpu"
+        if world.size > 1 and is_cpu and not config.trainer.compile:
+            self._forward = _ForwardTimer(state.network)
         # on the device, until they are read together
         self._losses: list[Tensor] = []
         self._found_inf: list[Tensor] = []
@@ -91,6 +90,21 @@ class Step:
         # the scaler sets it for the time of the update: 0.0 or 1.0
         state.optimizer.register_step_pre_hook(
             lambda optimizer, *_: self._found_inf.append(optimizer.found_inf)
+        )
+
+    def begin_epoch(self) -> None:
+        """Has the network train what its epoch wants; several ranks must do it together."""
+        if self.state.train():
+            # DDP's hooks are on what was trained when it was made; the former one must go first
+            self.model = self.state.network
+            self.model = self._wrapped()
+
+    def _wrapped(self) -> nn.Module:
+        if self._world.size == 1:
+            return self.state.network
+        place = accelerator.of(self._device).place
+        return DistributedDataParallel(
+            self.state.network, device_ids=None if place is None else [place]
         )
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
@@ -124,6 +138,8 @@ class Step:
             # fused optimizers leave the update out on the device where a gradient is not finite
             state.scaler.step(state.optimizer)
             state.scaler.update()
+            if state.average is not None:
+                state.average.update(state.network, self._found_inf[-1])
             state.optimizer.zero_grad(set_to_none=True)
             state.schedule.step()
             state.step += 1

@@ -43,15 +43,17 @@ class StepTrials(TimedSteps):
 
         Learning rates are 0 inside: repeated steps on one batch could diverge to NaN, whose timing
         is not representative; an update costs the same at any rate. The copy of the state lies in
-        host memory.
+        host memory. An average of the weights stands still.
         """
         state = self._step.state
         step = state.step
         parts = (state.network, state.optimizer, state.schedule, state.scaler)
         snapshot = Snapshot(parts, state.device)
         self._made = 0
+        average = state.average
+        state.average = None
         try:
-            state.network.train()
+            state.train()
             # LambdaLR multiplies them
             state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]
             for group in state.optimizer.param_groups:
@@ -60,6 +62,7 @@ class StepTrials(TimedSteps):
         finally:
             snapshot.restore()
             state.step = step
+            state.average = average
             # a step that failed may have left figures
             self._step.forget()
 

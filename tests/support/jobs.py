@@ -273,3 +273,47 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
         "error": error,
     }
     (folder / f"{local_rank}.json").write_text(json.dumps(found))
+
+
+def thaw(local_rank: int, job: tuple[Config, Path]) -> None:
+    """Trains two epochs, the first with a head alone; leaves in a file what came of it."""
+    import torch
+    from torch import nn
+
+    from harness.runtime.distributed import World, joined
+    from harness.training.state import state_of
+    from harness.training.step import Step
+
+    config, folder = job
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 5))
+
+    with joined(local_rank, config) as world:
+        step = Step(state_of(network(), config, world.device, 3), config, world, 5)
+        first = [p.detach().clone() for p in step.state.network[0].parameters()]
+        images = torch.arange(48.0).reshape(8, 6).sin()
+        own = slice(4 * world.rank, 4 * world.rank + 4)
+        for epoch in range(2):
+            step.state.epoch = epoch
+            step.begin_epoch()
+            for _ in range(3):
+                step(images[own], torch.arange(8)[own] % 5)
+            if epoch == 0:
+                frozen = all(map(torch.equal, first, step.state.network[0].parameters()))
+        alone = Step(
+            state_of(network(), config, world.device, 3), config, World(0, 1, 0, 1, world.device), 5
+        )
+        for epoch in range(2):
+            alone.state.epoch = epoch
+            alone.begin_epoch()
+            for _ in range(3):
+                alone(images, torch.arange(8) % 5)
+        both = [
+            (*s.state.network.parameters(), *s.state.evaluated.parameters()) for s in (step, alone)
+        ]
+        like_one = all(map(torch.allclose, *both))
+        weights = [tensor.tolist() for tensor in both[0]]
+    found = {"frozen": frozen, "like_one": like_one, "weights": weights}
+    (folder / f"{local_rank}.json").write_text(json.dumps(found))

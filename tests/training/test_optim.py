@@ -10,13 +10,17 @@ from torch import nn
 
 from harness.config import (
     Config,
+    ModelConfig,
     OptimConfig,
     OptimName,
     ScheduleConfig,
     ScheduleName,
     TrainerConfig,
 )
-from harness.training.state import lr_factor, make_optimizer, state_of
+from harness.runtime.distributed import World
+from harness.training import models
+from harness.training.optimizer import depths, lr_factor, make_optimizer
+from harness.training.state import make_state, state_of
 
 
 def network() -> nn.Module:
@@ -103,3 +107,63 @@ def test_schedule_sets_the_optimizers_rate() -> None:
         state.schedule.step()
     assert seen[0] == pytest.approx(0.2)
     assert seen[-1] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "first", "last"),
+    [
+        ("small", 7, ["0.weight", "1.weight", "1.bias"], "18.weight"),
+        ("resnet18", 10, ["conv1.weight", "bn1.weight", "bn1.bias"], "fc.weight"),
+        ("convnext_tiny", 23, ["features.0.0.weight", "features.0.0.bias"], "classifier.2.weight"),
+        ("vit_b_16", 14, ["class_token", "conv_proj.weight"], "heads.head.weight"),
+        ("swin_t", 17, ["features.0.0.weight", "features.0.0.bias"], "head.weight"),
+        ("densenet121", 63, ["features.conv0.weight"], "classifier.weight"),
+        ("googlenet", 13, ["conv1.conv.weight"], "fc.weight"),
+    ],
+)
+def test_blocks_are_told_apart(name: str, blocks: int, first: list[str], last: str) -> None:
+    """Each block of the field's networks has a number, from the stem to the head."""
+    with torch.device("meta"):
+        model = models.build(ModelConfig(name=name), 7, image_size=224)
+    found = depths(model)
+    assert found.keys() == {*model.parameters()}
+    assert sorted({*found.values()}) == [*range(1, blocks + 1)]
+    assert [key for key, p in model.named_parameters() if found[p] == 1][: len(first)] == first
+    assert found[model.get_parameter(last)] == blocks
+    numbers = [found[p] for p in model.parameters()]
+    assert numbers == sorted(numbers)
+
+
+def test_layer_decay_lowers_the_rate_from_block_to_block() -> None:
+    """The head has optim.lr, each block before it a share of the next one's; none is lost."""
+    model = network()
+    config = OptimConfig(lr=0.2, layer_decay=0.5, weight_decay=0.1)
+    groups = make_optimizer(model, config).param_groups
+    assert [(group["lr"], len(group["params"])) for group in groups] == [
+        (0.2, 1), (0.2, 1), (0.1, 1), (0.1, 3),
+    ]  # fmt: skip
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.1, 0.0]
+    state = state_of(
+        model,
+        Config(optim=config, schedule=ScheduleConfig(name=ScheduleName.cosine)),
+        torch.device("cpu"),
+        4,
+    )
+    state.optimizer.step()
+    for _ in range(20):
+        state.schedule.step()
+    rates = [group["lr"] for group in state.optimizer.param_groups]
+    assert rates == pytest.approx([0.1, 0.1, 0.05, 0.05])
+
+
+def test_the_rate_may_be_for_a_number_of_images(capsys: pytest.CaptureFixture[str]) -> None:
+    """optim.lr_per counts the images of an update, over batches and ranks, and a line says it."""
+    config = Config(optim=OptimConfig(lr=0.1, lr_per=256))
+    config.loader.batch_size = 64
+    config.trainer.accumulate_steps = 2
+    world = World(0, 4, 0, 4, torch.device("cpu"))
+    state = make_state(config, 3, world, 4)
+    assert state.schedule.base_lrs == pytest.approx([0.2, 0.2])
+    assert config.optim.lr == 0.1
+    said = capsys.readouterr().out
+    assert "learning rate 0.2: optim.lr=0.1 for 256 images, and an update has 512" in said

@@ -29,7 +29,7 @@ class Ranks:
     size = 2
 
     def __init__(self) -> None:
-        self.other: tuple[float, ...] = (0, 0, 0.0)
+        self.other: tuple[float, ...] = (0, 0, 0, 0.0)
         self.asked = 0
 
     def largest(self, *values: float) -> list[float]:
@@ -94,7 +94,7 @@ def test_ranks_ask_each_other_soon_enough(config: Config, step_s: float, asked: 
     ranks = Ranks()
     found = []
     now = 0.0
-    ranks.other = (0, 0, step_s)
+    ranks.other = (0, 0, 0, step_s)
     boundary = Boundary(config, ranks, 0, lambda: now)  # type: ignore[arg-type]
     for step in range(1, 21):
         now += min(step_s, 0.01)
@@ -109,8 +109,31 @@ def test_a_rank_hears_of_the_others(config: Config) -> None:
     """A signal or a save that another rank tells of is this one's as well."""
     ranks = Ranks()
     boundary = Boundary(config, ranks, 0)  # type: ignore[arg-type]
-    ranks.other = (12, 1, 0.0)
+    ranks.other = (12, 1, 1, 0.0)
     assert boundary.ask(1) == (12, True)
+    assert boundary.is_over
+
+
+def test_the_time_of_a_command_is_over_for_all_ranks_at_once(config: Config) -> None:
+    """trainer.max_hours counts from the command's start; several ranks end where they ask."""
+    config.trainer.max_hours = 1.0
+    now = 100.0
+    alone = Boundary(config, CPU, 0, lambda: now, began_s=50.0)
+    ranks = Ranks()
+    together = Boundary(config, ranks, 0, lambda: now, began_s=50.0)  # type: ignore[arg-type]
+    together.ask(1)
+    found = []
+    for step, now in ((2, 3649.0), (3, 3650.0)):  # noqa: B007
+        alone.ask(step)
+        found.append(alone.is_over)
+    assert found == [False, True]
+    asked = ranks.asked
+    ends = []
+    while not together.is_over:
+        step += 1
+        together.ask(step)
+        ends.append(step)
+    assert ranks.asked == asked + 1 and ends[-1] <= config.watch.window_steps
 
 
 @pytest.fixture

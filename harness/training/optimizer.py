@@ -1,0 +1,169 @@
+"""What of a network is trained, by which optimizer, at which learning rate."""
+
+from __future__ import annotations
+
+import math
+import re
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import SGD, AdamW, Optimizer
+
+from harness.config import ConfigError, OptimConfig, OptimName, ScheduleConfig, ScheduleName
+from harness.runtime.errors import printable
+from harness.training import models
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
+    """Returns the optimizer over ``network``'s parameters, those at the full rate first.
+
+    Norms and biases (every parameter with fewer than two dimensions) have no weight decay unless
+    ``optim.decay_norm_and_bias`` says so. The optimizer is always the fused form, which can skip an
+    update on the device. What is frozen later has no state as long as it has no gradient.
+    """
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    rates = dict.fromkeys(parameters, config.lr)
+    if config.layer_decay is not None:
+        depth = depths(network)
+        last = max(depth.values())
+        rates = {p: config.lr * config.layer_decay ** (last - depth[p]) for p in parameters}
+    groups: list[dict[str, Any]] = []
+    for lr in sorted({*rates.values()}, reverse=True):
+        own = [p for p in parameters if rates[p] == lr]
+        if config.decay_norm_and_bias:
+            groups.append({"params": own, "lr": lr})
+            continue
+        groups.append({"params": [p for p in own if p.ndim >= 2], "lr": lr})
+        plain = [p for p in own if p.ndim < 2]
+        groups.append({"params": plain, "lr": lr, "weight_decay": 0.0})
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
+    if config.name is OptimName.adamw:
+        return AdamW(groups, betas=config.betas, eps=config.eps, **common)
+    return SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
+
+
+def fill_momentum(optimizer: Optimizer) -> None:
+    """Gives each trained parameter of SGD that has no momentum yet one of zeros."""
+    # torch makes the buffers unfilled at the first update, and leaves them so if that is skipped;
+    # where some parameters have one and others none, the update ends with an error
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            if parameter.requires_grad and "momentum_buffer" not in optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def depths(network: nn.Module) -> dict[nn.Parameter, int]:
+    """Returns the number of the block in which each parameter lies, in the network's order.
+
+    A block is what stands in a list of modules, or else a module that has at most half of the
+    parameters. One without weights, such as a norm, belongs to the block before. timm's networks
+    tell their blocks themselves.
+    """
+    if hasattr(network, "group_matcher"):
+        manipulate: Any = import_module("timm.models")
+        matcher: Any = network.group_matcher
+        by_name = manipulate.group_parameters(network, matcher(), reverse=True)
+        return {network.get_parameter(name): depth for name, depth in by_name.items()}
+    half = sum(p.numel() for p in network.parameters()) / 2
+    found: dict[nn.Parameter, int] = {}
+    count = 0
+
+    def visit(module: nn.Module) -> None:
+        nonlocal count
+        children = [*module.children()]
+        own = [*module.parameters()]
+        is_large = sum(p.numel() for p in own) > half
+        if isinstance(module, _CONTAINERS) or (children and is_large):
+            # such as a class token
+            found.update(dict.fromkeys(module.parameters(recurse=False), max(1, count)))
+            for child in children:
+                visit(child)
+            return
+        count += any(p.ndim > 1 for p in own)
+        found.update((p, max(1, count)) for p in own if p not in found)
+
+    visit(network)
+    return found
+
+
+def frozen_names(network: nn.Module, freeze: str, name: str) -> list[str]:
+    """Returns the parameters and buffers of the network ``name`` that ``optim.freeze`` means.
+
+    Raises:
+        ConfigError: it is no regular expression, or means none of the parameters or all of them.
+    """
+    heads = models.head_keys(network)
+    parameters = [key for key, p in network.named_parameters() if p.requires_grad]
+    keys = [*parameters, *(key for key, _ in network.named_buffers())]
+    where = f"optim.freeze={freeze}"
+    try:
+        found = [key for key in keys if re.match(freeze, key)]
+    except re.error as error:
+        raise ConfigError(f"{where}: no regular expression ({error})") from error
+    if freeze == "all_but_head":
+        found = [key for key in keys if key not in heads]
+    trained = [key for key in parameters if key not in found]
+    if not trained or len(trained) == len(parameters):
+        what = "no parameter" if trained else "every parameter"
+        some = printable(", ".join(dict.fromkeys(key.rpartition(".")[0] for key in parameters)))
+        raise ConfigError(f"{where}: means {what} of model.name={name}; its layers: {some[:200]}")
+    return found
+
+
+class FiniteCheck(GradScaler):
+    """Leaves out non-finite updates on the device, cheaper than a scaler of scale 1.
+
+    The optimizer must take ``found_inf``, as torch's fused ones do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device.type, init_scale=1.0)
+        self._one = torch.ones((), device=device)
+
+    def scale(self, outputs: Any) -> Any:
+        """Returns ``outputs`` as they are."""
+        return outputs
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Notes whether a gradient is not finite."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        self._found = torch.zeros_like(self._one)
+        for gradients in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
+
+    def step(self, optimizer: Any) -> None:
+        """Updates, if all gradients that ``unscale_`` has seen were finite."""
+        optimizer.found_inf = self._found
+        optimizer.step()
+        del optimizer.found_inf
+
+    def update(self, new_scale: Any = None) -> None:
+        """The scale stays 1."""
+
+
+def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:
+    """Returns the share of ``optim.lr`` that update number ``step`` (from 0) uses.
+
+    Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR``
+    stepped once per epoch; ``cosine`` falls from the end of the warm-up to ``final_fraction`` at
+    the last update (SGDR, arXiv 1608.03983).
+    """
+    warmup = config.warmup_epochs * steps_per_epoch
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.name is ScheduleName.step:
+        return float(config.gamma ** (step // steps_per_epoch // config.step_epochs))
+    if config.name is ScheduleName.cosine:
+        done = min(1.0, (step - warmup) / max(1.0, epochs * steps_per_epoch - warmup))
+        fall = 1 - config.final_fraction
+        return config.final_fraction + fall * (1 + math.cos(math.pi * done)) / 2
+    return 1.0
