@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling as _signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from harness.config import ConfigError
 from harness.feed.fill import Filler
@@ -281,6 +282,17 @@ class Loader(DataLoader[HostBatch]):
 
     def check_worker_number_rationality(self) -> None:
         """Says nothing: the user or the tuner asked for this number."""
+
+    def _get_iterator(self) -> Any:
+        return _Iterator(self) if self.num_workers else super()._get_iterator()
+
+
+class _Iterator(_MultiProcessingDataLoaderIter):
+    """Torch's, which may be half made where a worker cannot be started."""
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):
+            super().__del__()
 
 
 @dataclass(slots=True)

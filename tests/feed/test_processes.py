@@ -133,12 +133,10 @@ def test_workers_need_open_files(make_feed: MakeFeed, monkeypatch: pytest.Monkey
         list(make_feed(1))
 
 
-# torch's own, of an iterator that is half made
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_workers_that_cannot_start_are_a_loader_error(
     make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit that the second one meets: the system's words, and the first one goes."""
+    """A limit that the second one meets: the system's words alone, and the first one goes."""
     fork = os.fork
     forked: list[int] = []
 
