@@ -231,6 +231,7 @@ BAD = [
     ),
     ("data.mean=[0.5,0.5]", "data.mean=[0.5,0.5]: takes exactly 3 numbers"),
     ("data.mean=[0.5,0.5,nan]", "data.mean=[0.5,0.5,nan]: must be a finite number"),
+    ("optim.betas=\\\\${seed}", "optim.betas=0: takes exactly 2 numbers"),
     ("data.background=[1,{x:1},2]", "data.background=[1,{'x': 1},2]: takes exactly 3 numbers"),
     (f"optim.lr={400 * '9'}", "optim.lr: int too large to convert to float"),
     (f"data.mean=[0.5,0.5,{400 * '9'}]", "data.mean[2]: int too large to convert to float"),
