@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import struct
+from itertools import pairwise
 
 import numpy as np
+
+# bytes; masks of megabytes would take seconds to make
+_BLOCK = 4_096
 
 
 def framed(data: bytes) -> bytes:
@@ -17,13 +21,18 @@ def framed(data: bytes) -> bytes:
 def _checksum(data: bytes) -> bytes:
     """Returns the CRC-32C of four bytes or more, masked as TensorFlow does it.
 
-    The CRC is linear: each of its bits is the parity of some of the bits of ``data``, whose first
-    32 count inverted.
+    The CRC is linear: each of its bits is the parity of some of the bits of a block. What comes
+    before the block, at the beginning 32 ones, is added to its first 32 bits.
     """
-    message = int.from_bytes(data) ^ 0xFFFFFFFF << 8 * len(data) - 32
-    crc = 0
-    for mask in _masks((8 * len(data)).bit_length()):
-        crc = crc << 1 | (message & mask).bit_count() & 1
+    crc = 0xFFFFFFFF
+    # the first block has what is left over, and four bytes at least
+    ends = range((len(data) - 4) % _BLOCK + 4, len(data) + 1, _BLOCK)
+    for start, end in pairwise((0, *ends)):
+        message = int.from_bytes(data[start:end])
+        message ^= int.from_bytes(crc.to_bytes(4, "little")) << 8 * (end - start) - 32
+        crc = 0
+        for mask in _masks((8 * (end - start)).bit_length()):
+            crc = crc << 1 | (message & mask).bit_count() & 1
     crc ^= 0xFFFFFFFF
     return struct.pack("<I", (crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF)
 
