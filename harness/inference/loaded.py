@@ -32,11 +32,15 @@ class Transform:
     Args:
         data: size, normalisation and the like.
         device: where the result is to be.
+
+    Attributes:
+        normalise: turns uint8 ``[N, 3, S, S]`` into floats, on the CPU.
     """
 
     def __init__(self, data: DataConfig, device: torch.device) -> None:
         self._options, self._centred = as_evaluated(data)
-        self._normalise = normalise_of(data)
+        cpu = torch.device("cpu")
+        self.normalise = Normalise(cpu, data.mean, data.std, torch.float32, channels_last=False)
         self._device = device
 
     def __call__(self, image: ImageLike) -> Tensor:
@@ -64,7 +68,7 @@ class Transform:
         pixels = np.empty((self._centred.size, self._centred.size, 3), np.uint8)
         self._centred(given, SampleRng(0, 0, 0), pixels.transpose(2, 0, 1))
         images = torch.from_numpy(pixels[None]).permute(0, 3, 1, 2)
-        return self._normalise(images)[0].to(self._device)
+        return self.normalise(images)[0].to(self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +135,3 @@ def network(saved: resume.Saved, config: Config) -> tuple[nn.Module, tuple[str, 
     built = models.build(config.model, len(classes), image_size=size, filled=True)
     resume.fill(built, saved, config.model.name)
     return built.eval(), classes
-
-
-def normalise_of(data: DataConfig) -> Normalise:
-    """Returns what normalises images on the CPU, in fp32."""
-    return Normalise(torch.device("cpu"), data.mean, data.std, torch.float32, channels_last=False)

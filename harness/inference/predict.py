@@ -43,6 +43,8 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     """
     model, classes = network(saved, config)
     source = FolderSource(Path(str(config.data.root)).expanduser(), flat=True)
+    if len({*world.gathered(source.index.digest())}) > 1:
+        raise DataError(f"data.root={config.data.root}: the ranks see different files there")
     options, centred = as_evaluated(config.data)
     size = config.data.image_size
     dataset = ImageDataset(source, centred, options, size, seed=0, skips=True, blanks=True)
@@ -52,6 +54,8 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     bad = sorted(failure for each in failures for failure in each)
     name = os.path.relpath(folder)
     if world.is_main:
+        # of an attempt that failed
+        (folder / BAD_SAMPLES).unlink(missing_ok=True)
         with Board(folder, tensorboard=False) as board:
             for failure in bad:
                 board.bad_sample("prediction", failure.sample, failure.where, failure.reason)
@@ -81,6 +85,8 @@ def _share(
     config = feeds.config
     device = feeds.world.device
     model = model.to(device)
+    if config.trainer.channels_last:
+        model = model.to(memory_format=torch.channels_last)
     autocast = autocast_of(config.trainer.precision, device)
     settings = feeds.val_settings(feeds.settings(limits.measure(feeds.world.local_size)))
     # on the device until the end, when the host waits for them

@@ -24,6 +24,9 @@ LOGGER = "wellfed"
 # of every room
 log = logging.getLogger(LOGGER)
 
+# what a run may leave that another one would write again
+_LEFT = ("metrics.jsonl", "checkpoints", "predictions.csv", "model.pt2", "model.onnx")
+
 # open for as long as this process owns the folders
 _owned: dict[Path, ExitStack] = {}
 
@@ -180,7 +183,7 @@ def refuse_used(folder: Path) -> None:
     Raises:
         ConfigError: with the ways out.
     """
-    if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
+    if any((folder / name).exists() for name in _LEFT):
         raise ConfigError(
             f"{os.path.relpath(folder)}: holds a run; go on with resume=auto, or set another "
             "run.name"

@@ -85,9 +85,18 @@ def exported(config: Config, network: nn.Module, folder: Path, *classes: str) ->
     return folder / f"model.{config.export.format.name}"
 
 
+def pooled() -> nn.Module:
+    """A small network."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)).eval()
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_program_gives_the_networks_logits(
-    composed: Composed, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    composed: Composed,
+    images: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For any number of uint8 images, normalised inside; facts lie in the file."""
     config = composed(
@@ -95,7 +104,8 @@ def test_a_program_gives_the_networks_logits(
         "data.split_fraction=0.3", "data.image_size=32", "data.mean=[0.1,0.2,0.3]",
         "data.interpolation=bicubic",
     )  # fmt: skip
-    network = small(2).eval()
+    network = pooled()
+    monkeypatch.setattr("harness.training.models.build", lambda *_, **__: network)
     path = exported(config, network, tmp_path / "run", "cat", os.fsdecode(b"\xff"))
     printed = capsys.readouterr().out
     assert "in fp32: uint8 [N, 3, 32, 32], 0..255, RGB; normalisation is inside" in printed
@@ -159,7 +169,7 @@ def test_a_file_with_other_logits_gets_no_name(
     error: float,
 ) -> None:
     """Checked on generated noise where no data set is there, which is said."""
-    network = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    network = pooled()
     monkeypatch.setattr("harness.training.models.build", lambda *_, **__: network)
     whole = module._pt2
 

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 from commands import trained
+from emulator import EmulatedDevice, emulated
 from PIL import Image
 
 import harness
 from harness import job
-from harness.config import Config
+from harness.config import Config, ConfigError
 from harness.inference.predict import predict
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, DataError, Interrupted
+from harness.runtime.folder import refuse_used
 from harness.training import resume
 
 Composed = Callable[..., Config]
@@ -104,14 +106,13 @@ def bad(folder: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("kept_globals")
-@pytest.mark.parametrize("way", ["resume", "model.weights"])
 def test_an_evaluation_repeats_the_runs_result(
-    composed: Composed, first: tuple[Path, dict[str, Any]], tmp_path: Path, way: str
+    composed: Composed, first: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     """From the checkpoint alone: the same top-1 and loss of JPEGs, to the last digit."""
     typed = (
         "mode=evaluate",
-        f"{way}={first[0]}",
+        f"model.weights={first[0]}",
         "trainer.num_threads=1",
         "loader.batch_size=16",
     )
@@ -224,6 +225,8 @@ def test_shares_of_ranks_come_together(
 
     class Rank(World):
         def gathered(self, value: Any) -> list[Any]:
+            if isinstance(value, bytes):
+                return [value]
             shares.append(value)
             return [*shares]
 
@@ -240,6 +243,50 @@ def test_shares_of_ranks_come_together(
         assert bad(folder) == ["cut.png", "empty.jpg", "words.jpg"]
     assert [len(share[0]) for share in shares] == [12, 12, 17]
     check_alike(tmp_path / "1", tmp_path / "3")
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_ranks_that_see_different_files_are_told(
+    composed: Composed,
+    first: tuple[Path, dict[str, Any]],
+    tree: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their shares would not be of one list."""
+    monkeypatch.setattr(World, "gathered", lambda self, value: [value, b"another"])
+    typed = ("mode=predict", f"resume={first[0]}", f"data.root={tree}")
+    with pytest.raises(DataError, match=f"^data.root={tree}: the ranks see different files there"):
+        run(composed(*typed), tmp_path / "run", *typed)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kept_globals")
+def test_an_emulated_gpu_predicts_alike(
+    composed: Composed,
+    first: tuple[Path, dict[str, Any]],
+    tree: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a copy of each batch, on a stream of its own."""
+    typed = ("mode=predict", f"resume={first[0]}", f"data.root={tree}", "loader.num_workers=0")
+    config = composed(*typed, "trainer.num_threads=1")
+    run(config, tmp_path / "cpu", *typed)
+    with emulated(EmulatedDevice(), monkeypatch):
+        run(config, tmp_path / "gpu", *typed)
+    found = [(tmp_path / name / "predictions.csv").read_bytes() for name in ("cpu", "gpu")]
+    assert found[0] == found[1]
+
+
+def test_a_folder_of_predictions_is_not_used_again(tmp_path: Path) -> None:
+    """Nor one with an exported network: what lies there would be gone."""
+    for name in ("predictions.csv", "model.pt2", "model.onnx"):
+        (tmp_path / name).touch()
+        with pytest.raises(ConfigError, match="holds a run; "):
+            refuse_used(tmp_path)
+        (tmp_path / name).unlink()
+    refuse_used(tmp_path)
 
 
 @pytest.mark.slow
