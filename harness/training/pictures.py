@@ -46,16 +46,15 @@ def show_batch(
     for label in labels.tolist():
         if isinstance(label, int):
             texts.append(printable(classes[label]))
-        else:
-            # of two images
-            mixed = sorted(zip(label, classes, strict=True), reverse=True)[:2]
-            shares = [f"{share:.0%} {printable(name)}" for share, name in mixed if share]
-            texts.append(" + ".join(shares))
+            continue
+        # of two images
+        mixed = sorted(zip(label, classes, strict=True), reverse=True)[:2]
+        shares = [f"{share:.0%} {printable(name)}" for share, name in mixed if share]
+        texts.append(" + ".join(shares))
     board.images("train/first_batch", tiles, texts)
-    rows = [
-        {"label": text, "picture": _coded(tile)} for text, tile in zip(texts, tiles, strict=True)
-    ]
-    board.write("first_batch.json", json.dumps(rows))
+    rows = zip(texts, map(_coded, tiles), strict=True)
+    found = [{"label": text, "picture": picture} for text, picture in rows]
+    board.write("first_batch.json", json.dumps(found))
 
 
 def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:

@@ -111,12 +111,18 @@ def test_no_mistake_is_none() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_find_the_same_mistakes(tmp_path: Path) -> None:
-    """Two ranks of a real run write the same tables and pictures as one does."""
+def test_two_ranks_and_every_form_find_the_same_mistakes(tmp_path: Path) -> None:
+    """Two ranks of a real run write the same tables and pictures as one does, in any form."""
     small = ("data=digits", "device=cpu", "watch.tensorboard=false")
     assert trained(tmp_path, *small, "trainer.epochs=1", "run.name=train").returncode == 0
     found = {}
-    for name, how in (("one", ()), ("two", ("dist=spawn", "dist.nprocs=2"))):
+    hows: dict[str, tuple[str, ...]] = {
+        "one": (),
+        "two": ("dist=spawn", "dist.nprocs=2"),
+        "processes": ("loader.backend=processes",),
+        "arrays": ("loader.backend=arrays", "augment.crop=pad"),
+    }
+    for name, how in hows.items():
         again = ("mode=evaluate", "model.weights=outputs/train", f"run.name={name}", *how)
         done = trained(tmp_path, *small, *again)
         assert done.returncode == 0, done.stderr
@@ -129,4 +135,4 @@ def test_two_ranks_find_the_same_mistakes(tmp_path: Path) -> None:
         rows = [line.split(",") for line in tables[1].splitlines()[1:]]
         right = sum(int(row[1 + place]) for place, row in enumerate(rows))
         assert right == round(report["top1"] * report["val_images"])
-    assert found["one"] == found["two"] and len(found["one"][0]) == 24
+    assert all(found[name] == found["one"] for name in hows) and len(found["one"][0]) == 24
