@@ -543,7 +543,7 @@ class WatchConfig:
         Wandb.disabled,
         "Send the figures to Weights & Biases: offline keeps them in the run's folder, for `wandb "
         "sync`.",
-        no_effect_with=["mode=diagnose", "mode=verify"],
+        no_effect_with=["mode=diagnose", "mode=verify", *_APPLIED],
     )
     wandb_project: str | None = setting(
         None,

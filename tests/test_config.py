@@ -135,6 +135,8 @@ BAD = [
         "data=fake optim.class_weights=balanced",
         "optim.class_weights=balanced: has no effect with data=fake",
     ),
+    ("watch.wandb=online mode=verify", "watch.wandb=online: has no effect with mode=verify"),
+    ("watch.wandb_project=x", "watch.wandb_project=x: has no effect with watch.wandb=disabled"),
     (
         "data.balance=0.5 optim.class_weights=balanced",
         "optim.class_weights=balanced: data.balance=0.5 evens out the same classes already",

@@ -55,9 +55,6 @@ class Feeds:
     _balance: Balance | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if strength := self.config.data.balance:
-            labels = self.splits.labels_for(f"data.balance={strength:g}")
-            self._balance = Balance.of(labels, strength)
         if self.config.loader.pin_memory and not accelerator.of(self.world.device).has_streams:
             # accepted, so that a sweep over pin_memory runs anywhere
             log.warning(
@@ -189,6 +186,10 @@ class Feeds:
 
     def _train_order(self) -> Order:
         loader = self.config.loader
+        strength = self.config.data.balance
+        if strength and self._balance is None:
+            labels = self.splits.labels_for(f"data.balance={strength:g}")
+            self._balance = Balance.of(labels, strength)
         order = Order(
             len(self.splits.train),
             loader.batch_size,

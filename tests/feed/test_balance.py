@@ -284,7 +284,7 @@ def test_a_data_set_of_torchs_is_balanced_by_its_targets() -> None:
 def test_a_data_set_without_labels_is_refused(given: Labelled) -> None:
     """The line names the setting and the way out."""
     with pytest.raises(ConfigError, match="data.balance=1: needs the label .* attribute targets"):
-        own_feeds(given)
+        own_feeds(given).steps_per_epoch()
 
 
 def test_a_made_up_set_has_nothing_to_balance(composed) -> None:  # type: ignore[no-untyped-def]
