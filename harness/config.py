@@ -425,6 +425,7 @@ class OptimConfig:
         "Weights of the classes in the training loss, whose mean is over images: a list in the "
         "classes' order; balanced: images / (classes * images of the class), as scikit-learn's; "
         "null: all are 1.",
+        gt=0.0,
         no_effect_with=["data=fake"],
     )
     freeze: str | None = setting(
@@ -730,9 +731,8 @@ def _check_values(c: Config) -> None:
     """Refuses what neither a range nor a list of contradictions can say."""
     jitter = c.augment.color_jitter
     steps = re.fullmatch(r"(\d+)-(\d+)", str(c.profile.steps))
-    weights = c.optim.class_weights
-    listed = weights if isinstance(weights, tuple) else ()
-    is_list = listed and all(type(each) in (int, float) and each > 0 for each in listed)
+    weights = shown(c.optim.class_weights)
+    number = r"\d+(\.\d+)?(e[+-]?\d+)?"
     # torchrun starts a run again in its folder
     is_new = c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ
     for wrong, text in (
@@ -741,9 +741,9 @@ def _check_values(c: Config) -> None:
             f"augment.color_jitter={shown(jitter)}: the last number is of the hue; use at most 0.5",
         ),
         (
-            not is_list and weights not in (None, "balanced"),
-            f"optim.class_weights={shown(weights)}: use null, balanced, or a number above 0 for "
-            "each class, such as [1,2.5]",
+            not re.fullmatch(rf"null|balanced|\[{number}(,{number})*\]", weights),
+            f"optim.class_weights={weights}: use null, balanced, or a number above 0 for each "
+            "class, such as [1,2.5]",
         ),
         (
             weights == "balanced" and c.data.balance > 0,
@@ -1006,6 +1006,21 @@ def _refused(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help")
 
 
+def installed(package: str, wish: str) -> Path:
+    """Returns the first file of an extra's package, which is not imported.
+
+    Raises:
+        ConfigError: it is not installed, and ``wish`` needs it.
+    """
+    found = importlib.util.find_spec(package)
+    # a folder of that name is no package
+    if found is None or found.origin is None:
+        raise ConfigError(
+            f'{wish} needs {package}: pip install "wellfed[{package}]" or uv sync --extra {package}'
+        )
+    return Path(found.origin)
+
+
 def classifiers(package: str = "torchvision") -> list[str]:
     """Returns the names of torchvision's classifiers, or timm's, read from its source.
 
@@ -1014,13 +1029,9 @@ def classifiers(package: str = "torchvision") -> list[str]:
     Raises:
         ConfigError: timm is not installed.
     """
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        raise ConfigError(
-            f'model.name={TIMM}NAME needs timm: pip install "wellfed[timm]" or uv sync --extra timm'
-        )
+    init = installed(package, f"model.name={TIMM}NAME")
     builder = re.compile(r"^@register_model(?:\(\))?\n(?:@.*\n)*def (\w+)\(", re.M)
-    files = Path(found.origin).with_name("models").glob("*.py")
+    files = init.with_name("models").glob("*.py")
     start = TIMM if package == "timm" else ""
     return sorted(
         start + name for file in files for name in builder.findall(file.read_text(encoding="utf-8"))

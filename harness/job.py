@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +64,8 @@ def check(config: Config) -> None:
     schema.check_names(config)
     parts.check("model.name", config.model.name)
     parts.check("data.name", config.data.name)
-    _check_wandb(config)
+    if config.watch.wandb is not Wandb.disabled:
+        schema.installed("wandb", f"watch.wandb={config.watch.wandb.name}")
     resume = config.resume
     weights = config.model.weights
     if resume not in (None, "auto") and not os.path.exists(resume):
@@ -76,24 +76,6 @@ def check(config: Config) -> None:
     if resume is None and weights not in (None, "DEFAULT") and not os.path.exists(weights):
         raise CheckpointError(
             f"model.weights={printable(weights)}: no such file; use null, DEFAULT or a path"
-        )
-
-
-def _check_wandb(config: Config) -> None:
-    """Refuses Weights & Biases where its package is not installed.
-
-    Raises:
-        ConfigError: names the way to install it.
-    """
-    wanted = config.watch.wandb
-    if wanted is Wandb.disabled:
-        return
-    found = find_spec("wandb")
-    # a folder of that name, in which runs have left files, is no package
-    if found is None or found.origin is None:
-        raise ConfigError(
-            f'watch.wandb={wanted.name}: needs wandb: pip install -e ".[wandb]" or uv sync '
-            "--extra wandb"
         )
 
 

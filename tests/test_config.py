@@ -123,13 +123,13 @@ BAD = [
         for given, shown in (
             ("even", "even"),
             ("[]", "[]"),
-            ("[1,0]", "[1,0]"),
             ("[1,[2]]", "[1,[2]]"),
             ("[1,x]", "[1,x]"),
             ("[1,true]", "[1,True]"),
             ("{a:1}", "{'a': 1}"),
         )
     ),
+    ("optim.class_weights=[1,0]", "optim.class_weights=[1,0]: must be > 0.0"),
     ("optim.class_weights=[1,nan]", "optim.class_weights=[1,nan]: must be a finite number"),
     (
         "data=fake optim.class_weights=balanced",

@@ -33,7 +33,7 @@ from harness import app, job
 from harness.config import Config, ConfigError
 from harness.data.datasets import load
 from harness.feed import forms
-from harness.feed.order import Balance, Order
+from harness.feed.order import Order
 from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.runtime.limits import Limits
 from harness.training import checkpoint
@@ -586,7 +586,7 @@ def test_losses_that_stay_nonfinite_end_the_run(
     noted = json.loads((tmp_path / "nonfinite.json").read_text())
     first, last = noted["steps"]
     digits = load(config.data, config.augment, config.seed).labels
-    balance_of = Balance.of(digits, balance) if balance else None
+    balance_of = (digits, balance) if balance else None
     order = Order(1438, config.loader.batch_size, seed=config.seed, balance=balance_of)
     batches = [(batch % 1438).tolist() for batch in order.batches(noted["epoch"] - 1)]
     before = (noted["epoch"] - 1) * len(order)

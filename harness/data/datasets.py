@@ -10,11 +10,10 @@ import hashlib
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from harness.config import (
     AugmentConfig,
@@ -106,19 +105,19 @@ class Splits:
         Raises:
             ConfigError: there are more or fewer classes than weights, or the labels are unknown.
         """
-        wanted = optim.class_weights
+        weights = optim.class_weights
         classes = len(self.classes)
-        if wanted == "balanced":
+        if weights == "balanced":
             labels = self.labels_for("optim.class_weights=balanced")
             counts = np.bincount(labels, minlength=classes)
             # a class without an image has no part in the loss
-            return list(len(labels) / (np.count_nonzero(counts) * counts.clip(1)))
-        if wanted is not None and len(wanted) != classes:
+            weights = len(labels) / (np.count_nonzero(counts) * counts.clip(1))
+        elif weights is not None and len(weights) != classes:
             raise ConfigError(
-                f"optim.class_weights: {len(wanted)} numbers, and {self.name} has {classes} "
+                f"optim.class_weights: {len(weights)} numbers, and {self.name} has {classes} "
                 "classes; give one for each, in their order"
             )
-        return wanted and list(wanted)
+        return weights if weights is None else [*map(float, weights)]
 
     @property
     def reserved_bytes(self) -> int:
@@ -251,7 +250,12 @@ def load(
         first, second = open_own(data, seed, _SPLIT_SEED)
         if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
             assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
-            return _partial(Splits(first, second, first.classes, data.name, root), data.fraction)
+            if data.fraction < 1:
+                raise ConfigError(
+                    f"data.fraction={data.fraction:g}: {data.name} gives a Dataset, not a source; "
+                    "have it return a torch.utils.data.Subset"
+                )
+            return Splits(first, second, first.classes, data.name, root)
     elif data.name in DATASETS:
         first, second = DATASETS[data.name](data)
     else:
@@ -281,18 +285,6 @@ def load(
             f"{change}"
         )
     return Splits(images, val_images, first.classes, data.name, root)
-
-
-def _partial(splits: Splits, fraction: float) -> Splits:
-    """Returns ``splits`` of torch's data sets with ``fraction`` of each class to train on."""
-    whole = splits.train
-    if fraction == 1 or not isinstance(whole, OwnDataset):
-        return splits
-    rows = part(splits.labels_for(f"data.fraction={fraction:g}"), fraction, _SPLIT_SEED)
-    # a sample's number in messages is of the part
-    where = f"{whole.where}, of which data.fraction={fraction:g} is used"
-    smaller = torch.utils.data.Subset(whole.given, rows.tolist())
-    return replace(splits, train=replace(whole, given=smaller, where=where))
 
 
 def as_evaluated(data: DataConfig) -> tuple[DecodeOptions, TrainTransform]:

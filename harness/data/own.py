@@ -133,19 +133,12 @@ class OwnDataset:
     @property
     def labels(self) -> np.ndarray | None:
         """The samples' labels, int64 ``[N]``, by ``targets`` as of torchvision's; None: unknown."""
-        given = self.given
-        rows = np.arange(len(self))
         # a data set of the user's may raise anything
         with suppress(Exception):
-            while isinstance(given, torch.utils.data.Subset):
-                rows = np.asarray(given.indices)[rows]
-                given = given.dataset
-            labels = np.asarray(given.targets)
-            renamed = getattr(given, "target_transform", None) is not None
-            if labels.ndim == 1 and labels.dtype.kind in "iu" and not renamed:
-                labels = labels.astype(np.int64)[rows]
-                if labels.min() >= 0 and labels.max() < len(self.classes):
-                    return labels
+            labels = _targets(self.given)
+            known = labels.dtype.kind in "iu" and labels.shape == (len(self),)
+            if known and 0 <= labels.min() <= labels.max() < len(self.classes):
+                return labels.astype(np.int64)
         return None
 
     def fill(self, epoch: int, index: int, out: np.ndarray, instead: int | None = None) -> int:
@@ -181,6 +174,15 @@ class OwnDataset:
                 "from 0",
             )
         return number
+
+
+def _targets(given: Any) -> np.ndarray:
+    """Returns the labels that ``given`` or what it is a part of has; or raises anything."""
+    if isinstance(given, torch.utils.data.Subset):
+        return _targets(given.dataset)[given.indices]
+    if getattr(given, "target_transform", None) is not None:
+        raise ValueError("labels are others once they are read")
+    return np.asarray(given.targets)
 
 
 def _length(given: Any, where: str) -> int:

@@ -209,6 +209,12 @@ class Subset:
         return self.source.where(int(self.indices[i]))
 
 
+def by_class(labels: np.ndarray, classes: int = 0) -> list[np.ndarray]:
+    """Returns the places of each label, int64 and ascending, of at least ``classes`` labels."""
+    counts = np.bincount(labels, minlength=classes)
+    return np.split(np.argsort(labels, kind="stable"), counts.cumsum()[:-1])
+
+
 def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
     """Splits ``source`` in two by ``seed``; the second part has ``fraction`` of every class.
 
@@ -217,11 +223,8 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
     """
     rng = random.Random(seed)
     chosen = np.zeros(len(source), dtype=bool)
-    by_class = np.split(
-        np.argsort(source.labels, kind="stable"),
-        np.bincount(source.labels, minlength=len(source.classes)).cumsum()[:-1],
-    )
-    for name, members in zip(source.classes, by_class, strict=True):
+    places = by_class(source.labels, len(source.classes))
+    for name, members in zip(source.classes, places, strict=True):
         if len(members) < 2:
             raise DataError(
                 f"class {name} has {len(members)} images: too few to split for validation"
@@ -236,12 +239,9 @@ def part(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
 
     Every class keeps an image, and a larger fraction has the images of a smaller one.
     """
-    shuffled = order_rng(seed, 0).permutation(len(labels))
-    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    counts = np.bincount(labels)
-    within = np.arange(len(labels)) - np.repeat(counts.cumsum() - counts, counts)
-    kept = np.maximum(1, np.rint(fraction * counts))
-    return np.sort(by_class[within < np.repeat(kept, counts)])
+    rng = order_rng(seed, 0)
+    kept = [rng.permutation(own)[: max(1, round(fraction * len(own)))] for own in by_class(labels)]
+    return np.sort(np.concatenate(kept))
 
 
 def spread(length: int, most: int) -> list[int]:

@@ -24,7 +24,7 @@ from harness.feed.interface import (
     train_settings,
     val_settings,
 )
-from harness.feed.order import AnyOrder, Balance, Cursor, Order, ProbeOrder, Rest
+from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder, Rest
 from harness.feed.pixels import InMemoryImages, pixel_bytes, why_not_in_memory
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed, noise
@@ -52,7 +52,6 @@ class Feeds:
     cursor: Cursor = field(default_factory=Cursor, init=False)
     # shared by all feeds of one data set
     _pixels: dict[ImageDataset, InMemoryImages] = field(default_factory=dict, init=False)
-    _balance: Balance | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.config.loader.pin_memory and not accelerator.of(self.world.device).has_streams:
@@ -187,9 +186,9 @@ class Feeds:
     def _train_order(self) -> Order:
         loader = self.config.loader
         strength = self.config.data.balance
-        if strength and self._balance is None:
-            labels = self.splits.labels_for(f"data.balance={strength:g}")
-            self._balance = Balance.of(labels, strength)
+        balance = None
+        if strength:
+            balance = self.splits.labels_for(f"data.balance={strength:g}"), strength
         order = Order(
             len(self.splits.train),
             loader.batch_size,
@@ -198,7 +197,7 @@ class Feeds:
             rank=self.world.rank,
             world_size=self.world.size,
             parts=self.config.trainer.accumulate_steps,
-            balance=self._balance,
+            balance=balance,
         )
         if len(order) == 0:
             advice = "lower it"

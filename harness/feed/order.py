@@ -6,10 +6,11 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from harness.data.storage import by_class
 from harness.runtime.seeding import order_rng
 
 
@@ -22,50 +23,41 @@ class Rest:
     stop: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Balance:
-    """Draws as many samples an epoch as there are, more of rare classes and fewer of common ones.
+def balanced(labels: np.ndarray, strength: float, seed: int, epoch: int) -> np.ndarray:
+    """Returns as many draws as there are samples, more of rare classes and fewer of common ones.
 
-    A class's share of an epoch goes by its number of images to the power of 1 - ``strength``: 0.5
-    is the square-root sampling of Mahajan et al. 2018 (arXiv 1805.00932), 1 gives every class the
-    same share. The images of a class take turns, over the epochs too: at an epoch's end none has
-    been drawn more than once oftener than another. A function of (seed, epoch).
+    A class's share goes by its number of samples to the power of 1 - ``strength``: 0.5 is the
+    square-root sampling of Mahajan et al. 2018 (arXiv 1805.00932), 1 gives every class the same
+    share. The samples of a class take turns, over the epochs too: at an epoch's end none has been
+    drawn more than once oftener than another.
 
-    Attributes:
-        length: samples in the data set.
-        members: the samples of each class, int64 ``[N]``.
-        quotas: how many of an epoch's samples are of each class.
+    Args:
+        labels: of the samples, int64 ``[N]``.
+        strength: 0 to 1.
+        seed: the run's.
+        epoch: of the draws, which are a function of seed and epoch.
+
+    Returns:
+        int64 ``[N]``, in random order, as of ``Order.indices``.
     """
-
-    length: int
-    members: tuple[np.ndarray, ...]
-    quotas: tuple[int, ...]
-
-    @classmethod
-    def of(cls, labels: np.ndarray, strength: float) -> Balance:
-        """Returns the balance of samples with ``labels``, int64 ``[N]``."""
-        counts = np.unique(labels, return_counts=True)[1]
-        members = np.split(np.argsort(labels, kind="stable"), counts.cumsum()[:-1])
-        shares = (counts ** (1 - strength)).cumsum()
-        # rounded so that they make up the epoch, and every class has a sample of it
-        ends = np.floor(shares / shares[-1] * len(labels) + 0.5).astype(np.int64)
-        return cls(len(labels), tuple(members), tuple(np.diff(ends, prepend=0).tolist()))
-
-    def indices(self, seed: int, epoch: int) -> np.ndarray:
-        """Returns the draws of an epoch, int64 ``[length]``; see ``Order.indices``."""
-        drawn = []
-        for part, (members, quota) in enumerate(zip(self.members, self.quotas, strict=True), 1):
-            count = len(members)
-            turns, rest = divmod(quota, count)
-            drawn.append(np.add.outer(self.length * np.arange(turns), members).ravel())
-            # the class's turns follow each other, each in an order of its own; what whole turns
-            # leave of the quota begins where the epoch before has stopped
-            turn, first = divmod(epoch * rest, count)
-            for ahead, begin in ((0, first), (1, 0)):
-                end = max(0, first + rest - ahead * count)
-                shuffled = order_rng(seed, turn + ahead, part).permutation(members)
-                drawn.append(self.length * (turns + ahead) + shuffled[begin:end])
-        return order_rng(seed, epoch).permutation(np.concatenate(drawn))
+    length = len(labels)
+    members = [own for own in by_class(labels) if len(own)]
+    shares = np.cumsum([len(own) ** (1 - strength) for own in members])
+    # rounded so that they make up the epoch, and every class has a sample of it
+    ends = np.floor(shares / shares[-1] * length + 0.5).astype(np.int64)
+    drawn = []
+    for part, (own, quota) in enumerate(zip(members, np.diff(ends, prepend=0), strict=True), 1):
+        turns, rest = divmod(int(quota), len(own))
+        drawn.append(np.add.outer(length * np.arange(turns), own).ravel())
+        # what whole turns leave of the quota begins where the epoch before has stopped, in turns
+        # that have an order of their own each
+        turn, first = divmod(epoch * rest, len(own))
+        two = [
+            order_rng(seed, turn + more, part).permutation(own) + (turns + more) * length
+            for more in (0, 1)
+        ]
+        drawn.append(np.concatenate(two)[first : first + rest])
+    return order_rng(seed, epoch).permutation(np.concatenate(drawn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +79,8 @@ class Order:
         shuffle: a new order each epoch, else 0, 1, 2, ...
         drop_last: leave out the last batches if they do not make a whole update.
         parts: global batches of an update.
-        balance: which samples are drawn again or left out in a shuffled epoch; None: each is drawn
-            once.
+        balance: labels and strength by which a shuffled epoch is ``balanced``; None: it has each
+            sample once.
         rest: what is left of one epoch; None: every epoch is whole.
 
     Raises:
@@ -104,7 +96,7 @@ class Order:
     world_size: int = 1
     rest: Rest | None = None
     parts: int = 1
-    balance: Balance | None = None
+    balance: tuple[np.ndarray, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         rest = self.rest
@@ -153,7 +145,7 @@ class Order:
         if not self.shuffle:
             return np.arange(self.length)
         if self.balance is not None:
-            return self.balance.indices(self.seed, epoch)
+            return balanced(*self.balance, self.seed, epoch)
         return order_rng(self.seed, epoch).permutation(self.length)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[np.ndarray]:

@@ -70,9 +70,9 @@ class Step:
         self._config = config
         self._device = world.device
         self._classes = classes
-        self._weights: Tensor | None = None
+        self._weights = None
         if class_weights is not None:
-            self._weights = torch.tensor(class_weights, dtype=torch.float32, device=world.device)
+            self._weights = torch.tensor(class_weights, device=world.device)
         self._augment = BatchAugment.from_config(config.augment, config.seed)
         self._mix = Mix.from_config(config.augment, classes, config.seed)
         self.autocast = autocast_of(config.trainer.precision, world.device)
@@ -122,7 +122,12 @@ class Step:
             with self.autocast(), named("forward"):
                 logits = self.model(images)
                 self._check(logits, len(images))
-                loss = self._loss(logits, labels)
+                if self._weights is not None and labels.ndim == 1:
+                    # Of weighted labels torch's mean is over the batch's weights, so that an image
+                    # counts differently on other ranks. That of shares of classes is over images.
+                    labels = F.one_hot(labels, len(self._weights)).float()
+                smoothing = self._config.optim.label_smoothing
+                loss = F.cross_entropy(logits, labels, self._weights, label_smoothing=smoothing)
             with named("backward"):
                 share = loss
                 if parts > 1:
@@ -143,19 +148,6 @@ class Step:
             state.optimizer.zero_grad(set_to_none=True)
             state.schedule.step()
             state.step += 1
-
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean cross-entropy over images.
-
-        torch divides that of weighted classes by the sum of the batch's weights, and so gives an
-        image another weight on another number of ranks; of mixed labels it is as here.
-        """
-        smoothing = self._config.optim.label_smoothing
-        weights = self._weights
-        if weights is None:
-            return F.cross_entropy(logits, labels, label_smoothing=smoothing)
-        total = F.cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=smoothing)
-        return total / len(labels)
 
     def _check(self, logits: Any, count: int) -> None:
         """Refuses what no loss can be made of: a network's modes may give other things."""

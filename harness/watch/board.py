@@ -31,17 +31,14 @@ Value = float | Spread | None
 class Writer:
     """Where else a run's figures go, such as to a service. No call may wait or raise."""
 
-    def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take figures by tag after ``step`` optimizer updates; they may be not finite."""
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Take values by tag after ``step`` optimizer updates.
 
-    def text(self, tag: str, lines: Sequence[str]) -> None:
-        """Take lines of text."""
+        A value is a figure, maybe not finite, or a list of images, uint8 ``[H, W, 3]``, with texts.
+        """
 
-    def images(self, step: int, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
-        """Take images, uint8 ``[N, 3, H, W]``, each with its text."""
-
-    def report(self, report: Mapping[str, Any]) -> None:
-        """Take ``report.json``."""
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Take ``report.json``, or a text by its tag."""
 
     def close(self, failed: bool) -> None:
         """End the run there; this may wait a while."""
@@ -125,7 +122,7 @@ class Board:
         if self._events:
             self._events.append(_scalars(step, flat))
         for writer in self._writers:
-            writer.scalars(step, flat)
+            writer.log(step, flat)
 
     def text(self, tag: str, lines: Sequence[str]) -> None:
         """Put lines on TensorBoard's text page, as they are."""
@@ -134,7 +131,7 @@ class Board:
             text = "\n".join(f"    {printable(line)}" for line in lines)
             self._events.append(_event(summary=self._summary.text(tag, text)))
         for writer in self._writers:
-            writer.text(tag, lines)
+            writer.summary({f"text/{tag}": "\n".join(lines)})
 
     def images(self, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
         """Put ``tiles``, uint8 ``[N, 3, S, S]``, on TensorBoard's page of images, as one picture.
@@ -154,7 +151,8 @@ class Board:
             drawn = self._summary.image_boxes(tag, large, boxes, dataformats="NCHW", labels=labels)
             self._events.append(_event(step=self._step, summary=drawn))
         for writer in self._writers:
-            writer.images(self._step, tag, tiles, texts)
+            captioned = zip(tiles.transpose(0, 2, 3, 1), texts, strict=True)
+            writer.log(self._step, {tag: list(captioned)})
 
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
         """Make the run a row of TensorBoard's HParams page.
@@ -183,7 +181,7 @@ class Board:
         found = plain(report)
         self.write("report.json", json.dumps(found, indent=2, allow_nan=False))
         for writer in self._writers:
-            writer.report(found)
+            writer.summary(found)
 
     def nonfinite(self, window: Mapping[str, Any]) -> None:
         """Write ``nonfinite.json``: the samples among which the loss went wrong."""

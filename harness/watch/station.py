@@ -14,7 +14,7 @@ from harness.config import Config, ConfigError, Wandb
 from harness.runtime import accelerator, limits
 from harness.runtime.distributed import World
 from harness.watch import console
-from harness.watch.board import Board, Writer
+from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.device import GpuSource, Source, nvml_sees_gpu
 from harness.watch.figures import Window
@@ -52,7 +52,7 @@ def watched(
         watch = Watch(StepClock(world.device, slots=slots), Course(began_s))
         watch.course.mark("start")
         if world.is_main:
-            writers: list[Writer] = []
+            writers = []
             if config.watch.wandb is not Wandb.disabled:
                 writers.append(WandbWriter(folder, config, resumed_step is not None))
             tensorboard = config.watch.tensorboard

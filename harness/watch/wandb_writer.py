@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-import numpy as np
-
 from harness.config import Config, Wandb, to_plain
 from harness.runtime.errors import printable, words
-from harness.runtime.files import read_regular, write_whole
 from harness.runtime.folder import log
 from harness.watch.board import Writer
 from harness.watch.console import say
@@ -21,48 +19,27 @@ from harness.watch.console import say
 # the longest waits for the service at the start and at the end
 _BEGIN_S = 30.0
 _END_S = 15.0
-# in the run's folder: the name of its run in Weights & Biases
-_ID = "wandb_id"
 
 
 class WandbWriter(Writer):
     """A run in Weights & Biases, whose files are in ``folder/wandb``.
 
     What fails there is one warning. A run that goes on from a checkpoint (``goes_on``) goes on with
-    the run that ``folder`` names, if it names one; steps that are there already stay as they are.
+    the last run in ``folder/wandb``, if there is one; steps that it has already stay as they are.
     """
 
     def __init__(self, folder: Path, config: Config, goes_on: bool) -> None:
         self._tasks: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()
-        self._thread = Thread(
-            target=self._work, args=(folder, config, goes_on), name="wandb", daemon=True
-        )
+        self._thread = Thread(target=self._work, args=(folder, config, goes_on), daemon=True)
         self._thread.start()
 
-    def scalars(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         """As in ``Writer``."""
-        self._tasks.put(lambda run: step < run.step or run.log(dict(figures), step=step))
+        self._tasks.put(lambda run: step < run.step or run.log(_shown(values), step=step))
 
-    def text(self, tag: str, lines: Sequence[str]) -> None:
+    def summary(self, values: Mapping[str, Any]) -> None:
         """As in ``Writer``."""
-        self._tasks.put(lambda run: run.summary.update({f"text/{tag}": "\n".join(lines)}))
-
-    def images(self, step: int, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
-        """As in ``Writer``."""
-
-        def send(run: Any) -> None:
-            import wandb
-
-            captioned = zip(tiles.transpose(0, 2, 3, 1), texts, strict=True)
-            found = [wandb.Image(tile, caption=text) for tile, text in captioned]
-            if step >= run.step:
-                run.log({tag: found}, step=step)
-
-        self._tasks.put(send)
-
-    def report(self, report: Mapping[str, Any]) -> None:
-        """As in ``Writer``."""
-        self._tasks.put(lambda run: run.summary.update(report))
+        self._tasks.put(lambda run: run.summary.update(values))
 
     def close(self, failed: bool) -> None:
         """As in ``Writer``."""
@@ -75,16 +52,13 @@ class WandbWriter(Writer):
     def _work(self, folder: Path, config: Config, goes_on: bool) -> None:
         try:
             run = _begun(folder, config, goes_on)
-            while (task := self._tasks.get()) is not None:
+            while task := self._tasks.get():
                 task(run)
         # of the package, the service or the disk: training goes on whatever it is
         except Exception as error:
-            log.warning(
-                "watch.wandb=%s: %s; nothing more is sent there, and training goes on",
-                config.watch.wandb.name,
-                printable(words(error) or type(error).__name__),
-            )
-            while self._tasks.get() is not None:
+            text = printable(words(error) or type(error).__name__)
+            log.warning("watch.wandb: %s; nothing more is sent, and training goes on", text)
+            while self._tasks.get():
                 pass
 
 
@@ -92,27 +66,25 @@ def _begun(folder: Path, config: Config, goes_on: bool) -> Any:
     """Returns the run in Weights & Biases that the run in ``folder`` writes to."""
     import wandb
 
+    # what is printed is in train.log
     settings = wandb.Settings(
-        # what is printed is in train.log
-        console="off",
-        silent=True,
-        init_timeout=_BEGIN_S,
-        finish_timeout=_END_S,
+        console="off", silent=True, init_timeout=_BEGIN_S, finish_timeout=_END_S
     )
     wandb.setup(settings)
     if config.watch.wandb is Wandb.online and not wandb.login(prompt=False, verify=False):
         raise PermissionError(
             "not logged in; run `wandb login`, set WANDB_API_KEY, or use watch.wandb=offline"
         )
-    path = folder / _ID
-    known = goes_on and path.exists()
-    name = read_regular(path, 1 << 20).decode() if known else uuid.uuid4().hex[:8]
-    write_whole(path, name.encode())
+    last = folder / "wandb" / "latest-run"
+    known = None
+    if goes_on and last.is_symlink():
+        # of a name such as offline-run-20261124_130000-b429029f
+        known = re.sub(r".*run-\d+_\d+-", "", os.readlink(last))
     run = wandb.init(
         project=config.watch.wandb_project,
         name=folder.name,
-        id=name,
-        resume="allow" if known else None,
+        id=known,
+        resume=known and "allow",
         mode=config.watch.wandb.name,
         dir=folder,
         config=to_plain(config),
@@ -122,3 +94,15 @@ def _begun(folder: Path, config: Config, goes_on: bool) -> Any:
     if run.url:
         say(f"watch it: {run.url}")
     return run
+
+
+def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``values`` with images as Weights & Biases has them."""
+    from wandb import Image
+
+    return {
+        tag: [Image(pixels, caption=text) for pixels, text in value]
+        if isinstance(value, list)
+        else value
+        for tag, value in values.items()
+    }

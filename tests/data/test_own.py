@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig, OnError
+from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
 from harness.data.datasets import Splits, load
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
@@ -442,15 +442,14 @@ def test_a_part_of_a_source_is_trained_on(opened: Callable[..., Splits]) -> None
     assert splits.train.source.where(1) in {0: ("row 0", "row 3"), 1: ("row 1", "row 2")}[number]
 
 
-def test_a_part_of_a_data_set_of_torchs_is_trained_on(opened: Callable[..., Splits]) -> None:
-    """By its targets; the samples' numbers in messages are said to be of the part."""
-    whole = Drawn(image=ValueError("odd"))
-    whole.targets = [0, 1, 1, 1, 1, 0]  # type: ignore[attr-defined]
-    splits = opened((whole, Drawn()), fraction=0.5, on_error=OnError.skip)
-    assert isinstance(splits.train, OwnDataset) and isinstance(splits.val, OwnDataset)
-    assert (len(splits.train), len(splits.val)) == (3, 6)
-    assert splits.labels is not None and splits.labels.tolist() in ([0, 1, 1], [1, 1, 0])
-    with pytest.raises(BadSample, match="of which data.fraction=0.5 is used, sample 2: .*odd"):
-        filled(splits.train, 0, 2)
-    with pytest.raises(ConfigError, match="data.fraction=0.5: needs the label .* targets"):
+def test_a_part_of_a_data_set_of_torchs_is_refused(opened: Callable[..., Splits]) -> None:
+    """The user's function can give one. Its targets are the labels."""
+    with pytest.raises(ConfigError, match="data.fraction=0.5: .* gives a Dataset.* have it return"):
         opened((Drawn(), Drawn()), fraction=0.5)
+    whole = Drawn()
+    whole.targets = [0, 1, 1, 1, 1, 0]  # type: ignore[attr-defined]
+    part = torch.utils.data.Subset(whole, [5, 1])  # type: ignore[arg-type]
+    labels = opened((part, Drawn())).labels
+    assert labels is not None
+    assert labels.tolist() == [0, 1]
+    assert opened((Drawn(), Drawn())).labels is None

@@ -28,7 +28,7 @@ from harness.data.transforms import TrainTransform
 from harness.feed.arrays import ArrayFeed
 from harness.feed.forms import Feeds
 from harness.feed.interface import HostBatch
-from harness.feed.order import Balance, Cursor, Order, ProbeOrder, Rest
+from harness.feed.order import Cursor, Order, ProbeOrder, Rest
 from harness.feed.pixels import InMemoryImages
 from harness.runtime.distributed import World
 
@@ -48,7 +48,7 @@ FIRST_RARE = int(np.flatnonzero(labels_of(SIZES) == 1)[0])
 
 def order_of(sizes: tuple[int, ...], strength: float = 1.0, batch: int = 6) -> Order:
     labels = labels_of(sizes)
-    return Order(len(labels), batch, seed=5, balance=Balance.of(labels, strength))
+    return Order(len(labels), batch, seed=5, balance=(labels, strength))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,11 @@ class Service(ModuleType):
     def init(self, **given: Any) -> Service:
         self.trouble("init")
         self.inits.append(given)
+        self.id = given["id"] or f"made{len(self.inits)}"
+        last = given["dir"] / "wandb" / "latest-run"
+        last.parent.mkdir(exist_ok=True)
+        last.unlink(missing_ok=True)
+        last.symlink_to(f"offline-run-20261124_130000-{self.id}")
         return self
 
     def log(self, figures: dict[str, float], step: int) -> None:
@@ -116,8 +121,8 @@ def test_figures_images_text_and_report_arrive(service: Service, tmp_path: Path)
 
 
 def test_a_run_that_goes_on_goes_on_there(service: Service, tmp_path: Path) -> None:
-    """The folder keeps the name; steps that are there already are not sent again. A run that begins
-    again in a folder, or goes on in another one, is a new one.
+    """By what W&B left in the folder; steps that are there already are not sent again. A run that
+    begins again in a folder, or goes on in another one, is a new one.
     """
     for resumed, folder in ((None, "x"), (20, "x"), (None, "x"), (20, "y")):
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -128,11 +133,8 @@ def test_a_run_that_goes_on_goes_on_there(service: Service, tmp_path: Path) -> N
         if resumed is not None and folder == "x":
             assert [step for step, _ in service.logged] == [30, 35]
         service.step = 0 if folder == "y" or resumed is not None else 30
-    first, second, third, fourth = service.inits
-    assert re.fullmatch("[0-9a-f]{8}", first["id"])
-    assert (second["id"], second["resume"]) == (first["id"], "allow")
-    assert len({first["id"], third["id"], fourth["id"]}) == 3
-    assert (third["resume"], fourth["resume"]) == (None, None)
+    given = [(init["id"], init["resume"]) for init in service.inits]
+    assert given == [(None, None), ("made1", "allow"), (None, None), (None, None)]
 
 
 def test_an_error_is_told_there(service: Service, tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_what_fails_there_is_one_warning(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     (line,) = warnings(caplog)
     assert re.fullmatch(
-        r"watch.wandb=offline: connection\\nrefused; nothing more .* training goes on", line
+        r"watch.wandb: connection\\nrefused; nothing more .* training goes on", line
     )
 
 
@@ -171,7 +173,7 @@ def test_a_missing_login_is_told_with_the_way_out(
     with board(tmp_path, Wandb.online):
         pass
     (line,) = warnings(caplog)
-    assert line.startswith("watch.wandb=online: not logged in; run `wandb login`")
+    assert line.startswith("watch.wandb: not logged in; run `wandb login`")
     with board(tmp_path):
         pass
     assert service.ended == [0]
@@ -191,21 +193,20 @@ def test_a_service_that_hangs_costs_a_bounded_time(
     free = threading.Event()
     service.trouble = lambda name: name == call and free.wait(60)
     written = board(tmp_path)
+    written_by = written._writers[0]._thread  # type: ignore[attr-defined]
     for step in range(100):
         written.scalars(step, {"train/loss": 1.0})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 100
     written.close()
     assert warnings(caplog)[-1].startswith("watch.wandb: no answer for")
     free.set()
-    for thread in threading.enumerate():
-        if thread.name == "wandb":
-            thread.join(30)
+    written_by.join(30)
 
 
 def test_a_run_writes_there_too(
     service: Service, composed: Callable[..., Config], tmp_path: Path, kept_globals: None
 ) -> None:
-    """The figures of metrics.jsonl and the report; the folder keeps the name."""
+    """The figures of metrics.jsonl, pictures and the report."""
     config = composed(
         "data=digits",
         "device=cpu",
@@ -223,7 +224,6 @@ def test_a_run_writes_there_too(
     assert service.summary["top1"] == report["top1"]
     assert service.summary["verdict"]["sentence"] == report["verdict"]["sentence"]
     assert service.ended == [0]
-    assert (tmp_path / "wandb_id").read_text() == service.inits[0]["id"]
 
 
 def test_only_the_first_rank_writes_there(service: Service, tmp_path: Path) -> None:
@@ -256,12 +256,13 @@ def test_without_the_package_the_setting_is_refused(
 ) -> None:
     """Before anything is loaded; a folder of offline runs is no package."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(job.schema, "check_names", lambda config: None)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"watch.wandb=offline: needs wandb: pip install"):
-            job._check_wandb(settings())
+        with pytest.raises(ConfigError, match=r"watch.wandb=offline needs wandb: pip install"):
+            job.check(settings())
         (tmp_path / "wandb").mkdir(exist_ok=True)
     (tmp_path / "wandb" / "__init__.py").touch()
     sys.path_importer_cache.clear()
-    job._check_wandb(settings())
-    job._check_wandb(Config())
+    job.check(settings())
+    job.check(Config())
