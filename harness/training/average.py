@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -23,45 +21,36 @@ class Average(AveragedModel):
         self.requires_grad_(False)
         self._has_begun = False
         tensors = _tensors(self.module)
-        # for each type: all averages, and the places of its tensors
-        self._parts: list[tuple[Tensor, list[int]]] = []
-        for dtype in {tensor.dtype: None for tensor in tensors}:
-            places = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
-            sizes = [tensors[i].numel() for i in places]
-            whole = torch.empty(sum(sizes), dtype=dtype, device=device)
-            for i, part in zip(places, whole.split(sizes), strict=True):
+        # for each type, all averages in one tensor
+        self._wholes: dict[torch.dtype, Tensor] = {}
+        for dtype in {tensor.dtype for tensor in tensors}:
+            own = [tensor for tensor in tensors if tensor.dtype is dtype]
+            sizes = [tensor.numel() for tensor in own]
+            self._wholes[dtype] = whole = own[0].new_empty(sum(sizes))
+            for tensor, part in zip(own, whole.split(sizes), strict=True):
                 # strides as they were, but dense
-                strides = torch.empty_like(tensors[i]).stride()
-                tensors[i].data = part.as_strided(tensors[i].shape, strides).copy_(tensors[i])
-            self._parts.append((whole, places))
+                strides = torch.empty_like(tensor).stride()
+                tensor.data = part.as_strided(tensor.shape, strides).copy_(tensor)
 
     @torch.no_grad()
     def update(self, network: nn.Module, found_inf: Tensor) -> None:
         """Takes the weights of ``network`` in, unless ``found_inf`` (a scalar) is above 0."""
+        # here the host waits for the device, until there was an update, which is a copy
+        self._has_begun = self._has_begun or bool(self.n_averaged)
         if not self._has_begun:
-            # here the host waits for the device, until one update has been made: that is a copy
             if not found_inf:
                 self.update_parameters(network)
-                self._has_begun = True
             return
-        averaged = _tensors(self.module)
-        current = _tensors(network)
+        pairs = [*zip(_tensors(self.module), _tensors(network), strict=True)]
         skipped = found_inf > 0
-        for whole, places in self._parts:
+        for dtype, whole in self._wholes.items():
             before = whole.clone()
-            pairs = [averaged[i] for i in places], [current[i] for i in places]
-            self._average(*pairs, self.n_averaged)
+            averaged, current = zip(
+                *(pair for pair in pairs if pair[0].dtype is dtype), strict=True
+            )
+            self._average(averaged, current, self.n_averaged)
             torch.where(skipped, before, whole, out=whole)
         self.n_averaged += ~skipped
-
-    def take_over(self, network: nn.Module, saved: dict[str, Any] | None) -> None:
-        """Goes on from what ``state_dict`` gave; None: begins with the weights of ``network``."""
-        if saved is None:
-            self.module.load_state_dict(network.state_dict())
-            self.n_averaged.zero_()
-        else:
-            self.load_state_dict(saved)
-        self._has_begun = bool(self.n_averaged)
 
 
 def _tensors(network: nn.Module) -> list[Tensor]:

@@ -100,8 +100,7 @@ class Engine:
         # what the feed's workers did up to the last window
         self._worked: StageTotals | None = None
         self._looked_s = time.perf_counter()
-        began_s = watch.course.began_s
-        self._boundary = Boundary(config, world, self.state.step, began_s=began_s)
+        self._boundary = Boundary(config, world, self.state.step, began_s=watch.course.began_s)
         # no update is under way; no step has ended yet
         self._whole = True
         self._starting = True
@@ -268,8 +267,7 @@ class Engine:
         self.step.begin_epoch()
         self.watch.clock.start_epoch()
         batches = iter(self.train_batches)
-        count = len(self.feed)
-        left = count
+        count = left = len(self.feed)
         steps = math.ceil(count / config.accumulate_steps)
         if config.max_steps is not None:
             steps = min(steps, config.max_steps - state.step)
@@ -299,7 +297,6 @@ class Engine:
                 last = steps_left == 1
                 state.pending = evaluated and last
                 bar.advance(1)
-
                 # between two steps: log and save what is due, and hear signals
                 self.saves.check()
                 signum, due = self._boundary.ask(state.step)

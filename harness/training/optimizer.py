@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from harness.config import ConfigError, OptimConfig, OptimName, ScheduleConfig, 
 from harness.runtime.errors import printable
 from harness.training import models
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
 
 def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
     """Returns the optimizer over ``network``'s parameters, those at the full rate first.
@@ -26,25 +23,27 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
     ``optim.decay_norm_and_bias`` says so. The optimizer is always the fused form, which can skip an
     update on the device. What is frozen later has no state as long as it has no gradient.
     """
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    rates = dict.fromkeys(parameters, config.lr)
+    depth = {p: 0 for p in network.parameters() if p.requires_grad}
     if config.layer_decay is not None:
-        depth = depths(network)
-        last = max(depth.values())
-        rates = {p: config.lr * config.layer_decay ** (last - depth[p]) for p in parameters}
-    groups: list[dict[str, Any]] = []
-    for lr in sorted({*rates.values()}, reverse=True):
-        own = [p for p in parameters if rates[p] == lr]
-        if config.decay_norm_and_bias:
-            groups.append({"params": own, "lr": lr})
-            continue
-        groups.append({"params": [p for p in own if p.ndim >= 2], "lr": lr})
-        plain = [p for p in own if p.ndim < 2]
-        groups.append({"params": plain, "lr": lr, "weight_decay": 0.0})
-    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
+        depth = {p: number for p, number in depths(network).items() if p in depth}
+    share = config.layer_decay or 1.0
+    # none where the user's network trains nothing, which the first step refuses
+    numbers = sorted({*depth.values()} or {0}, reverse=True)
+    dimensions = [range(2, 99), range(2)]
+    if config.decay_norm_and_bias:
+        dimensions = [range(99)]
+    groups = [
+        {
+            "params": [p for p in depth if depth[p] == number and p.ndim in counts],
+            "lr": config.lr * share ** (numbers[0] - number),
+            "weight_decay": config.weight_decay * (2 in counts),
+        }
+        for number in numbers
+        for counts in dimensions
+    ]
     if config.name is OptimName.adamw:
-        return AdamW(groups, betas=config.betas, eps=config.eps, **common)
-    return SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
+        return AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
+    return SGD(groups, momentum=config.momentum, nesterov=config.nesterov, fused=True)
 
 
 def fill_momentum(optimizer: Optimizer) -> None:
@@ -64,28 +63,31 @@ def depths(network: nn.Module) -> dict[nn.Parameter, int]:
     parameters. One without weights, such as a norm, belongs to the block before. timm's networks
     tell their blocks themselves.
     """
-    if hasattr(network, "group_matcher"):
-        manipulate: Any = import_module("timm.models")
+    if type(network).__module__.startswith("timm."):
+        from timm.models import group_parameters
+
         matcher: Any = network.group_matcher
-        by_name = manipulate.group_parameters(network, matcher(), reverse=True)
-        return {network.get_parameter(name): depth for name, depth in by_name.items()}
-    half = sum(p.numel() for p in network.parameters()) / 2
+        by_name = group_parameters(network, matcher(), reverse=True)
+        return {network.get_parameter(name): number for name, number in by_name.items()}
     found: dict[nn.Parameter, int] = {}
+    half = sum(p.numel() for p in network.parameters()) / 2
     count = 0
 
     def visit(module: nn.Module) -> None:
         nonlocal count
-        children = [*module.children()]
         own = [*module.parameters()]
-        is_large = sum(p.numel() for p in own) > half
-        if isinstance(module, _CONTAINERS) or (children and is_large):
+        inside = [*module.children()]
+        is_large = inside and sum(p.numel() for p in own) > half
+        if is_large or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             # such as a class token
-            found.update(dict.fromkeys(module.parameters(recurse=False), max(1, count)))
-            for child in children:
-                visit(child)
-            return
-        count += any(p.ndim > 1 for p in own)
-        found.update((p, max(1, count)) for p in own if p not in found)
+            own = [*module.parameters(recurse=False)]
+        else:
+            inside = []
+            count += any(p.ndim > 1 for p in own)
+        for parameter in own:
+            found.setdefault(parameter, max(1, count))
+        for child in inside:
+            visit(child)
 
     visit(network)
     return found
@@ -97,22 +99,20 @@ def frozen_names(network: nn.Module, freeze: str, name: str) -> list[str]:
     Raises:
         ConfigError: it is no regular expression, or means none of the parameters or all of them.
     """
-    heads = models.head_keys(network)
-    parameters = [key for key, p in network.named_parameters() if p.requires_grad]
-    keys = [*parameters, *(key for key, _ in network.named_buffers())]
     where = f"optim.freeze={freeze}"
-    try:
-        found = [key for key in keys if re.match(freeze, key)]
-    except re.error as error:
-        raise ConfigError(f"{where}: no regular expression ({error})") from error
-    if freeze == "all_but_head":
-        found = [key for key in keys if key not in heads]
-    trained = [key for key in parameters if key not in found]
-    if not trained or len(trained) == len(parameters):
-        what = "no parameter" if trained else "every parameter"
-        some = printable(", ".join(dict.fromkeys(key.rpartition(".")[0] for key in parameters)))
-        raise ConfigError(f"{where}: means {what} of model.name={name}; its layers: {some[:200]}")
-    return found
+    heads = models.head_keys(network)
+    parameters = {key for key, p in network.named_parameters() if p.requires_grad}
+    found = parameters.union(key for key, _ in network.named_buffers()) - heads
+    if freeze != "all_but_head":
+        try:
+            found = {key for key in found | heads if re.match(freeze, key)}
+        except re.error as error:
+            raise ConfigError(f"{where}: no regular expression ({error})") from error
+    if not parameters & found or parameters <= found:
+        what = "every" if parameters <= found else "no"
+        some = printable(", ".join(sorted(parameters))[:200])
+        raise ConfigError(f"{where}: means {what} parameter of model.name={name}, among {some}")
+    return sorted(found)
 
 
 class FiniteCheck(GradScaler):

@@ -148,8 +148,11 @@ class TrainState:
         """
         check_saved(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
-        averaged = saved.get("ema")
-        if self.average is not None and averaged is not None:
+        averaged = saved.get("ema", {})
+        if self.average is not None:
+            # one that begins here begins with the weights
+            first = {f"module.{key}": value for key, value in saved["model"].items()}
+            averaged = averaged or {"n_averaged": torch.tensor(0), **first}
             problems += models.differences(self.average.state_dict(), averaged)
         ours = self.optimizer.state_dict()["param_groups"]
         theirs = saved["optimizer"]["param_groups"]
@@ -164,7 +167,7 @@ class TrainState:
         # nothing below refuses what was checked
         self.network.load_state_dict(saved["model"])
         if self.average is not None:
-            self.average.take_over(self.network, averaged)
+            self.average.load_state_dict(averaged)
         self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": ours})
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
@@ -298,13 +301,11 @@ def make_state(
     if config.trainer.compile:
         # else a second size would make torch serve all sizes by one slower graph
         network.compile(dynamic=False)
-    optim = config.optim
-    if optim.lr_per is not None:
+    if (per := config.optim.lr_per) is not None:
         images = config.loader.batch_size * config.trainer.accumulate_steps * world.size
-        lr = optim.lr * images / optim.lr_per
-        of = f"optim.lr={optim.lr} for {optim.lr_per} images, and an update has {images}"
-        say(f"learning rate {lr:.4g}: {of}")
-        config = replace(config, optim=replace(optim, lr=lr))
+        lr = config.optim.lr * images / per
+        say(f"learning rate {lr:.4g}: an update has {images} images, and optim.lr is for {per}")
+        config = replace(config, optim=replace(config.optim, lr=lr))
     return state_of(network, config, world.device, steps_per_epoch)
 
 
@@ -335,12 +336,11 @@ def state_of(
                 f"optim.ema_decay={optim.ema_decay}: the network of model.name={config.model.name} "
                 f"cannot be copied: {parts.told(error)}"
             ) from error
-        updates = config.trainer.epochs * steps_per_epoch
-        left = optim.ema_decay**updates
+        left = optim.ema_decay ** (config.trainer.epochs * steps_per_epoch)
         if left > 0.1:
             say(
-                f"optim.ema_decay={optim.ema_decay}: after {updates} updates {left:.0%} of the "
-                "average are still the weights of the start; lower it"
+                f"optim.ema_decay={optim.ema_decay}: at the run's end {left:.0%} of the average "
+                "are still the weights of its start; lower it"
             )
     if optim.freeze is not None:
         state.frozen = frozen_names(network, optim.freeze, config.model.name)

@@ -77,8 +77,8 @@ class Step:
         self._mix = Mix.from_config(config.augment, classes, config.seed)
         self.autocast = autocast_of(config.trainer.precision, world.device)
         self._world = world
-        state.train()
-        self.model: nn.Module = self._wrapped()
+        self.model: nn.Module = state.network
+        self.begin_epoch()
         self._forward: _ForwardTimer | None = None
         is_cpu = accelerator.of(world.device).kind == "cpu"
         if world.size > 1 and is_cpu and not config.trainer.compile:
@@ -94,18 +94,14 @@ class Step:
 
     def begin_epoch(self) -> None:
         """Has the network train what its epoch wants; several ranks must do it together."""
+        network = self.state.network
         if self.state.train():
-            # DDP's hooks are on what was trained when it was made; the former one must go first
-            self.model = self.state.network
-            self.model = self._wrapped()
-
-    def _wrapped(self) -> nn.Module:
-        if self._world.size == 1:
-            return self.state.network
-        place = accelerator.of(self._device).place
-        return DistributedDataParallel(
-            self.state.network, device_ids=None if place is None else [place]
-        )
+            # DDP's hooks are on what was trained when it was made; the former one goes first
+            self.model = network
+        if self._world.size > 1 and self.model is network:
+            place = accelerator.of(self._device).place
+            places = None if place is None else [place]
+            self.model = DistributedDataParallel(network, device_ids=places)
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
         """Trains on one of the ``parts`` batches of an update; the last makes it.
