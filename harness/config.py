@@ -637,6 +637,7 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
 
 
+_NAMELESS = "published weights name no classes; name a run's folder or one of its checkpoints"
 # settings that cannot go together, as they are typed; the first one is named
 _CONTRADICTIONS = {
     "loader.drop_last=false dist=spawn": (
@@ -665,6 +666,8 @@ _CONTRADICTIONS = {
     "mode=export model.weights=null resume=null": (
         "nothing to export; write model.weights=PATH or resume=PATH"
     ),
+    "mode=predict model.weights=DEFAULT resume=null": _NAMELESS,
+    "mode=export model.weights=DEFAULT resume=null": _NAMELESS,
     "mode=predict data.root=null": "nothing to predict; write data.root=FOLDER or data.root=FILE",
     "mode=export dist=spawn": "one process exports; use dist=single",
     "mode=export dist=torchrun": "one process exports; use dist=single",
@@ -1140,7 +1143,7 @@ _HELP = """train.py: train an image classifier on a feed that keeps the device b
 
   python train.py loader.autotune=true                  the generated data set, tuned.
   python train.py data=imagefolder data.root=FOLDER     your own images.
-  python train.py mode=predict resume=RUN data.root=FOLDER   the classes of other images.
+  python train.py mode=predict resume=RUN data.root=DIR the classes of other images.
   python train.py mode=export resume=RUN                the network as one file.
   python train.py -m loader.num_workers=0,1,2           one run for each value.
   python train.py page multirun/DATE/TIME               one page for all runs of a sweep.

@@ -179,6 +179,10 @@ BAD = [
         "mode=predict data.root=x",
         "mode=predict: no network to predict with; write model.weights=PATH or resume=PATH",
     ),
+    (
+        "mode=predict model.weights=DEFAULT model=resnet18 data.root=x",
+        "mode=predict: published weights name no classes; name a run's folder or one of its",
+    ),
     ("mode=export resume=x dist=spawn", "mode=export: one process exports; use dist=single"),
     (
         "mode=export resume=x data.cache=ram",
