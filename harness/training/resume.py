@@ -92,10 +92,7 @@ def find(config: Config, folder: Path) -> Saved | None:
 
 
 def settings(
-    config: Config,
-    saved: Saved | None,
-    typed: tuple[str, ...],
-    tell: Callable[[str], None] = say,
+    config: Config, saved: Saved | None, typed: tuple[str, ...], tell: Callable[[str], None] = say
 ) -> Config:
     """Returns ``config``; where nothing is trained, what decides the result is the checkpoint's.
 
@@ -124,11 +121,7 @@ def settings(
         raise CheckpointError(f"{where}: its settings cannot be used: {error}") from error
     compared: tuple[str, ...] = ("data.", *_NETWORK)
     kept = set[str]()
-    commands = _COMMANDS
-    if config.mode is Mode.predict:
-        commands = _of_data(config)
-    elif config.mode is Mode.export:
-        commands = _COMMANDS | _CACHE
+    commands = _commands(config)
     if applies:
         kept = _chosen(config, trained, typed)
     else:
@@ -155,9 +148,7 @@ def settings(
         tell(f"from the checkpoint: {' '.join(taken)}")
     if applies:
         # no file is read: DEFAULT decides how googlenet and inception_v3 are built
-        used.model.weights = where
-        if trained.model.weights == "DEFAULT":
-            used.model.weights = "DEFAULT"
+        used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else where
     return from_plain(to_plain(used))
 
 
@@ -170,6 +161,13 @@ def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]
         # other images: where they lie is this command's, what the network expects of them stays
         chosen |= _of_data(config)
     return chosen
+
+
+def _commands(config: Config) -> set[str]:
+    """Returns the settings of ``data`` that no checkpoint decides."""
+    if config.mode is Mode.predict:
+        return _of_data(config)
+    return _COMMANDS | _CACHE if config.mode is Mode.export else _COMMANDS
 
 
 def _of_data(config: Config) -> set[str]:
