@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from io import BytesIO, StringIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from harness.config import DataConfig
-from harness.data.datasets import AnyDataset, Splits
+from harness.data.datasets import Splits
 from harness.runtime.errors import BadSample, printable
 from harness.training.mistakes import Answers
 from harness.watch.board import Board, plain
@@ -79,25 +80,30 @@ def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:
         "counts": told(splits),
         "classes": classes,
         "kinds": kinds[:_MOST_KINDS].tolist(),
-        "mistakes": _mistakes(answers, names, splits.val, board, read),
+        "mistakes": _mistakes(answers, names, splits, board, read),
     }
     board.write("mistakes.json", json.dumps(found))
 
 
 def _mistakes(
-    answers: Answers, names: list[str], dataset: AnyDataset, board: Board, read: bool
+    answers: Answers, names: list[str], splits: Splits, board: Board, read: bool
 ) -> list[dict[str, Any]]:
     """Returns the surest mistakes; shows their pictures in TensorBoard."""
     rows = []
     tiles = []
     texts = []
+    dataset = splits.val
+    # where data lie may be a secret: names are below it
+    root = f"{Path(splits.root).expanduser()}/"
     # a data set that is made on the device has none, one of the user's may have no source
     fill = getattr(dataset, "fill", None)
     source = getattr(dataset, "source", None)
     for place in answers.surest(_MOST):
         index = int(answers.indices[place])
         row = {
-            "where": printable(source.where(index)) if source else f"sample {index}",
+            "where": printable(source.where(index).removeprefix(root))
+            if source
+            else f"sample {index}",
             "label": names[answers.labels[place]],
             "given": names[answers.given[place]],
             "probability": float(answers.probabilities[place]),
