@@ -34,6 +34,7 @@ _SETTINGS = {
     "loader.device_prefetch",
     "model.name",
     "optim.name",
+    "optim.freeze",
     "trainer.precision",
     "trainer.channels_last",
     "trainer.compile",

@@ -24,6 +24,7 @@ timm = pytest.importorskip("timm", reason="needs timm: uv sync --group timm")
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from timm.data import create_transform, resolve_data_config
+from timm.optim import param_groups_layer_decay
 
 from harness import config as schema
 from harness.config import Config, ConfigError, ModelConfig
@@ -33,6 +34,7 @@ from harness.runtime.errors import CheckpointError
 from harness.runtime.seeding import SampleRng
 from harness.training import models, published
 from harness.training.evaluate import evaluate
+from harness.training.optimizer import depths
 from harness.training.state import state_of
 from harness.training.step import Step
 
@@ -296,3 +298,32 @@ def test_a_family_trains_and_evaluates(name: str) -> None:
     assert any(not torch.equal(value, before[key]) for key, value in network.named_parameters())
     found = evaluate(network, [(images, labels)], CPU, step.autocast)
     assert found.images == 2 and np.isfinite(found.loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("convnext_atto", 14), ("vit_tiny_patch16_224", 14), ("resnet18", 10)]
+)
+def test_its_blocks_are_its_own(name: str, blocks: int) -> None:
+    """Layer decay goes by the blocks that timm tells: the first is the stem, the last the head."""
+    network = models.build(ModelConfig(name=f"timm/{name}"), 7, image_size=224)
+    found = depths(network)
+    assert sorted({*found.values()}) == [*range(blocks)]
+    heads = {found[network.get_parameter(key)] for key in models.head_keys(network)}
+    assert heads == {blocks - 1}
+    theirs = param_groups_layer_decay(network, layer_decay=0.5)
+    scales = {p: group["lr_scale"] for group in theirs for p in group["params"]}
+    assert scales == {p: 0.5 ** (blocks - 1 - number) for p, number in found.items()}
+
+
+def test_all_but_its_head_is_frozen() -> None:
+    """Weights and statistics stay as they were; the head learns."""
+    config = Config()
+    config.optim.freeze = "all_but_head"
+    network = models.build(ModelConfig(name=SMALL), 7, image_size=160)
+    before = {key: value.clone() for key, value in network.state_dict().items()}
+    step = Step(state_of(network, config, CPU.device, 5), config, CPU, 7)
+    step(torch.randn(4, 3, 160, 160), torch.arange(4))
+    changed = {
+        key for key, value in network.state_dict().items() if not torch.equal(value, before[key])
+    }
+    assert changed == models.head_keys(network)

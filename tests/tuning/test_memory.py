@@ -233,6 +233,7 @@ def test_what_changes_no_cost_is_not_in_the_fingerprint(changes: dict[str, objec
         ("trainer.precision", Precision.bf16),
         ("trainer.channels_last", True),
         ("trainer.compile", True),
+        ("optim.freeze", "all_but_head"),
         ("trainer.accumulate_steps", 2),
         ("tuner.budget_s", 7.0),
     ],
