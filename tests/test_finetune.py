@@ -70,12 +70,23 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     return lambda step: at.__setitem__(0, -1 if step is None else step)
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 5), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seeds", "rates"),
+    [
+        (range(1), (0.03,)),
+        pytest.param(range(1, 5), (0.01, 0.03, 0.1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_fine_tuning_is_above_training_from_nothing(
-    composed: Composed, tmp_path: Path, write_module: Callable[[str, str], None], seeds: range
+    composed: Composed,
+    tmp_path: Path,
+    write_module: Callable[[str, str], None],
+    seeds: range,
+    rates: tuple[float, ...],
 ) -> None:
     """The recipe on 96 digits in five classes, from a network that knows ten: at equal steps it is
-    far above the same network from random weights, at either one's rate.
+    far above the same network from random weights, at the best of several rates.
     """
     write_module("halves", OWN)
     own = (
@@ -94,7 +105,7 @@ def test_fine_tuning_is_above_training_from_nothing(
         found = run(tuned, tmp_path / f"tuned-{seed}")
         best = max(
             run(composed(*few, f"seed={seed}", f"optim.lr={lr}"), tmp_path / f"{lr}-{seed}")["top1"]
-            for lr in (0.01, 0.1)
+            for lr in rates
         )
         assert found["steps"] == 24
         assert found["top1"] > best + 0.1, f"seed {seed}"
@@ -121,7 +132,7 @@ def test_what_was_averaged_is_evaluated(
     composed: Composed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run's top-1 is that of an evaluation of its checkpoint, to the last digit."""
-    trained = run(composed(*DIGITS, "trainer.epochs=2", "optim.ema_decay=0.7"), tmp_path / "a")
+    trained = run(composed(*DIGITS, "trainer.epochs=1", "optim.ema_decay=0.7"), tmp_path / "a")
     best = tmp_path / "a/checkpoints/last.pt"
     found = run(
         composed(*DIGITS, "mode=evaluate", f"resume={best}", "optim.ema_decay=0.7"), tmp_path / "b"
