@@ -32,7 +32,7 @@ from harness.data.transforms import eval_transform_of
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.runtime.seeding import SampleRng
-from harness.training import models, published
+from harness.training import models, optimizer, published
 from harness.training.evaluate import evaluate
 from harness.training.optimizer import depths
 from harness.training.state import state_of
@@ -288,6 +288,11 @@ def test_a_family_trains_and_evaluates(name: str) -> None:
     network = models.build(ModelConfig(name=name), 5, image_size=size)
     heads = {key: network.get_parameter(key) for key in models.head_keys(network)}
     assert heads and {len(value) for value in heads.values()} == {5}
+    # for layer-wise rates and for training the head alone
+    depth = optimizer.depths(network)
+    assert depth.keys() == {*network.parameters()}
+    assert {depth[value] for value in heads.values()} == {max(depth.values())}
+    assert heads.keys().isdisjoint(optimizer.frozen_names(network, "all_but_head", name))
     before = {key: value.detach().clone() for key, value in network.named_parameters()}
     config = Config()
     step = Step(state_of(network, config, CPU.device, 10), config, CPU, 5)
