@@ -192,11 +192,11 @@ def test_the_event_file_and_the_lines_hold_the_same_tags(finished: tuple[Path, s
 
 
 def test_the_folder_holds_the_run_and_no_more(finished: tuple[Path, str]) -> None:
-    """Log, lock, settings, figures, tuning, report and checkpoints are there."""
+    """Log, lock, settings, figures, tuning, report, mistakes and checkpoints are there."""
     names = {path.name for path in finished[0].iterdir() if not path.name.startswith("events.")}
     assert names == {
-        ".hydra", ".lock", "checkpoints", "metrics.jsonl", "report.html", "report.json",
-        "train.log", "tuning.json",
+        ".hydra", ".lock", "checkpoints", "classes.csv", "confusion.csv", "first_batch.json",
+        "metrics.jsonl", "mistakes.json", "report.html", "report.json", "train.log", "tuning.json",
     }  # fmt: skip
     tuning = json.loads((finished[0] / "tuning.json").read_text())
     assert tuning["trials"]  # how many there is time for depends on the machine
@@ -534,7 +534,7 @@ def test_a_finished_run_keeps_its_report(
     assert run_here(composed(*common, "resume=auto"), tmp_path) == before
     said = capsys.readouterr().out
     assert "goes on" not in said
-    assert "nothing left to train after step 22: raise trainer.epochs or" in said
+    assert "nothing left to train after step 22: raise trainer.epochs, " in said
 
 
 @pytest.mark.usefixtures("kept_globals")

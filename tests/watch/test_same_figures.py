@@ -62,6 +62,7 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
             clock=clock, sampler=None, course=SimpleNamespace(goodput=lambda total: None)
         ),
         status="completed",
+        stopped=None,
         skipped=0,
         replaced=(),
         ranks=(),
