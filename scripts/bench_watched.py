@@ -346,6 +346,7 @@ def gain_row(name: str, rounds: int, seed: int | None) -> dict[str, str]:
             break
     row = {"script": f"{name}: `{' '.join(flags)}`", "pasted": "; ".join(dict.fromkeys(said))}
     if not said:
+        row["pasted"] = "no change was told"
         return row | {"expected": "", "measured": "", "off": "", "n": "0"}
     return row | {
         "expected": f"{median(expected):.2f} ({min(expected):.2f} to {max(expected):.2f})",
@@ -403,11 +404,13 @@ anew.
 
 
 def gain_part(rows: Sequence[Mapping[str, str]], seed: int | None) -> str:
-    fresh = """These scripts are not fresh ones: by their runs the reckoning was corrected once
-(handing batches over stays), and one size was changed."""
+    fresh = """These scripts are not
+fresh ones: by their runs the reckoning was corrected once (handing batches over stays), and one
+size was changed."""
     if seed is not None:
-        fresh = f"""The sizes are drawn with `--seed {seed}`, and nothing was changed after these
-runs. By runs of other sizes the reckoning was corrected once (handing batches over stays)."""
+        fresh = f"""The sizes are
+drawn with `--seed {seed}`, and nothing was changed after these runs. By runs of other sizes the
+reckoning was corrected once (handing batches over stays)."""
     near = sum(bool(row["off"]) and abs(int(row["off"][:-1])) <= 15 for row in rows)
     return f"""## What the pasted line gives
 
