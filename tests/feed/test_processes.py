@@ -185,6 +185,15 @@ def test_a_worker_s_batch_is_shared_from_the_start(
     assert np.array_equal(images, pixels)
 
 
+@pytest.fixture
+def no_other_loader() -> Iterator[None]:
+    """Torch's handler of SIGCHLD, which the loader of another test may have set, is away."""
+    former = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, former)
+
+
+@pytest.mark.usefixtures("no_other_loader")
 def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(
     make_feed: MakeFeed, quick: None
 ) -> None:
