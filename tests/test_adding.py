@@ -115,6 +115,7 @@ def test_a_run_goes_on_and_is_evaluated(composed: Composed, tmp_path: Path) -> N
     assert run(composed(*on), tmp_path / "on", *on)["steps"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("examples")
 def test_no_setting_changes_what_is_trained_on(composed: Composed, tmp_path: Path) -> None:
     """Random transforms give the same weights, bit for bit, with workers and without."""

@@ -83,6 +83,7 @@ def test_stops_within_epochs_change_nothing(
     assert steps == sorted({*range(10, 67, 10), 22, 44, 66, *ways})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept_globals")
 def test_a_balanced_draw_goes_on_where_it_stopped(
     composed: Composed, tmp_path: Path, stop_at: Callable[[int | None], None]

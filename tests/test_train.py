@@ -697,7 +697,7 @@ def imagenet_overrides(folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.usefixtures("kept_globals")
-@pytest.mark.parametrize("way", ["spawn", "torchrun"])
+@pytest.mark.parametrize("way", ["spawn", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -> None:
     """Two gloo ranks leave one folder, one event file and exact evaluation counts on a set that
     they cannot halve.

@@ -189,6 +189,7 @@ def passed(backend: str, num_workers: int, *, skips: bool = False) -> list[HostB
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skips", [False, True], ids=["whole", "one cannot be read"])
 def test_every_form_makes_the_same_batches(skips: bool) -> None:
     """Processes, threads and arrays, with and without workers: the same pixels to the bit; a sample
