@@ -199,8 +199,9 @@ class Event:
         self.at_s = stream.marked_s = max(stream.until_s, self.device.now() + self.device.mark_s)
 
     def query(self) -> bool:
+        passed = self.at_s == math.inf or self.at_s <= self.device.now()
         self.device.settle()
-        return self.at_s == math.inf or self.at_s <= self.device.now()
+        return passed
 
     def synchronize(self) -> None:
         if self.at_s < math.inf:
@@ -377,6 +378,7 @@ class EmulatedDevice(accelerator.Accelerator):
         self.busy_s: list[tuple[float, float]] = []
         # from page-locked memory, under way
         self._copies: list[_Copy] = []
+        self._settling = threading.RLock()
         self._main, self._side, self._idle = (Stream(self) for _ in range(3))
         self._current = threading.local()
         self.memory_pool = Pool(self, lambda size: -(-size // _ROUND) * _ROUND)
@@ -399,9 +401,9 @@ class EmulatedDevice(accelerator.Accelerator):
 
         The host may have changed the source too early.
         """
-        for copy in [copy for copy in self._copies if copy.until_s <= self.now()]:
-            # another thread was first
-            with contextlib.suppress(ValueError):
+        # or who learns that a copy is through could let its source go while it is read here
+        with self._settling:
+            for copy in [copy for copy in self._copies if copy.until_s <= self.now()]:
                 self._copies.remove(copy)
                 copy.end()
 
