@@ -24,7 +24,7 @@ from harness.feed.order import AnyOrder
 from harness.feed.pixels import InMemoryImages
 from harness.feed.threads import BatchThreads
 from harness.runtime import limits
-from harness.watch.stages import START, StageMeter
+from harness.watch.stages import START, StageMeter, StageTimer
 
 # the stage after those of reading
 _GATHER = "gather"
@@ -64,7 +64,7 @@ class ArrayFeed(Feed):
         self.on_device = self.pixels.on_device
         stages = (*stages_of(self.pixels.untransformed), _GATHER)
         self.meter = StageMeter(stages, readers + 1, shared=False)
-        self._timer = self.meter.timer(readers)
+        self._timer = StageTimer(self.meter, readers)
         self._threads: BatchThreads | None = None
         # the batches to come, the next ones with how many of their images are being read, and what
         # no thread has taken on yet

@@ -40,7 +40,7 @@ class Filler:
         self._slot = slot
         self._gauge = gauge
         meter = meter or StageMeter(stages_of(dataset), slot + 1, shared=False)
-        self.timer = meter.timer(slot)
+        self.timer = StageTimer(meter, slot)
 
     def fill(
         self,

@@ -54,7 +54,7 @@ class Meter:
             return None
         # torch gives batches to the workers in turn
         turn, slot = divmod(batch, self.workers)
-        made_s = self.made.cells[slot * _KEPT + turn % _KEPT]
+        made_s = self.made.row(slot)[turn % _KEPT]
         now_s = time.perf_counter()
         return Stamps(made_s, made_s, now_s, now_s)
 
@@ -135,8 +135,8 @@ def _fetcher(
     """Returns torch's fetcher with its ``fetch`` timed."""
     assert _own is not None
     meter, slot = _own
-    timer = meter.stages.timer(slot)
-    made_s = meter.made.cells[slot * _KEPT : (slot + 1) * _KEPT]
+    timer = StageTimer(meter.stages, slot)
+    made_s = meter.made.row(slot)
     turns = count()
     one_by_one = (
         kind == _kinds.Map and auto_collation and not getattr(dataset, "__getitems__", None)

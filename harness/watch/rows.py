@@ -41,6 +41,11 @@ class Rows:
             zeros.share_memory_()
         self.__setstate__(zeros)
 
+    def row(self, slot: int) -> memoryview[float]:
+        """Returns the cells of one row."""
+        columns = self._rows.shape[1]
+        return self.cells[slot * columns : (slot + 1) * columns]
+
     def read(self) -> Tensor:
         """Returns the figures now, ``[rows, columns]``."""
         return self._rows.clone()

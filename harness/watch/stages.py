@@ -11,6 +11,7 @@ sample may then be missed or counted for others.
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,8 @@ from harness.watch.rows import Rows
 
 # told to a lap at the beginning of a sample
 START = ""
+# and where something of the batch begins
+_BATCH = "<batch>"
 # all of a sample, where a data set names no stages
 SAMPLE = "sample"
 READ = "read"
@@ -159,6 +162,11 @@ class StageMeter:
     The totals only grow, whatever becomes of the workers. A reading may miss the batch that a
     worker is just adding, or a part of its figures.
 
+    Attributes:
+        stages: of samples and batches, in order.
+        of_samples: of samples alone.
+        rows: of figures, one of each worker; a ``StageTimer`` writes them.
+
     Args:
         stages: the data set's, in order.
         workers: how many will write, from slot 0 on; without any the process itself does, into slot
@@ -172,45 +180,45 @@ class StageMeter:
 
     def __init__(self, stages: Sequence[str], workers: int, shared: bool = True) -> None:
         shared = shared and workers > 0
-        self._of_samples = tuple(stages)
+        self.of_samples = tuple(stages)
         if len({START, COLLATE, SHARE, *stages}) < len(stages) + 3:
             raise ValueError(
-                f"stages {self._of_samples} of a data set: give each a name of its own "
+                f"stages {self.of_samples} of a data set: give each a name of its own "
                 f"({COLLATE!r} and {SHARE!r} are the batch's)"
             )
         self.stages = (*stages, COLLATE)
         if shared:
             self.stages += (SHARE,)
-        self._columns = _COUNTS + 2 * len(self.stages)
-        self._rows = Rows(max(1, workers), self._columns, shared=shared)
+        self.rows = Rows(max(1, workers), _COUNTS + 2 * len(self.stages), shared=shared)
 
     def read(self) -> StageTotals:
         """Returns the totals over all slots, now.
 
         Batches whose time is not divided yet are divided like those before them.
         """
-        counts, wall_s, cpu_s = self._rows.read().split(
+        counts, wall_s, cpu_s = self.rows.read().split(
             (_COUNTS, len(self.stages), len(self.stages)), dim=1
         )
         # a worker's busy seconds, by those of them that are divided
         scale = (counts[:, 2] / wall_s.sum(dim=1)).nan_to_num(posinf=0.0)
         samples, batches, busy_s = counts.sum(dim=0).tolist()
+        # two clocks are not read at the very same moment
+        cpu_s = cpu_s.minimum(wall_s)
         costs = map(StageCost, (scale @ wall_s).tolist(), (scale @ cpu_s).tolist())
         stages = dict(zip(self.stages, costs, strict=True))
         return StageTotals(int(samples), int(batches), busy_s, stages)
-
-    def timer(
-        self, slot: int, now: Clock = time.perf_counter, cpu_now: Clock = time.thread_time
-    ) -> StageTimer:
-        """Returns what writes the row of worker ``slot``, one thread at a time."""
-        row = self._rows.cells[slot * self._columns : (slot + 1) * self._columns]
-        return StageTimer(row, self._of_samples, SHARE in self.stages, now, cpu_now)
 
 
 class StageTimer:
     """Times a worker's batches, and some of their samples at 0.025 % of the work.
 
     For each batch call ``begin``, ``share`` where the memory is shared, ``fill`` and ``end``.
+
+    Args:
+        meter: has the totals.
+        slot: the row of ``meter`` that this writes, one thread at a time.
+        now: the wall clock in seconds.
+        cpu_now: the thread's processor clock in seconds.
 
     Attributes:
         lap: for a sample that ``begin`` says to time, called with ``START`` at its beginning and
@@ -219,17 +227,15 @@ class StageTimer:
 
     def __init__(
         self,
-        row: memoryview[float],
-        stages: Sequence[str],
-        shares: bool,
-        now: Clock,
-        cpu_now: Clock,
+        meter: StageMeter,
+        slot: int,
+        now: Clock = time.perf_counter,
+        cpu_now: Clock = time.thread_time,
     ) -> None:
-        self._row = row
-        self._stages = tuple(stages)
-        self._shares = shares
+        self._stages = meter.stages
+        self._of_samples = meter.of_samples
+        self._row = meter.rows.row(slot)
         self._now = now
-        self._cpu_now = cpu_now
         self._marks: list[tuple[str, float, float]] = []
         mark = self._marks.append
 
@@ -237,75 +243,58 @@ class StageTimer:
             mark((stage, now(), cpu_now()))
 
         self.lap: Lap = lap
-        # the quickest of three batches of nothing tells what a lap costs
-        trials = []
-        for _ in range(3):
-            begin_s = now()
-            for _ in range(_FEW):
-                for stage in (START, *stages):
-                    lap(stage)
-            trials.append(now() - begin_s)
-            self._marks.clear()
-        self._lap_s = min(trials) / (_FEW * (1 + len(stages)))
+        # the quickest of three times tells what a lap costs
+        self._lap_s = min(timeit.repeat(lambda: lap(START), timer=now, number=64, repeat=3)) / 64
         # a sample's; beside work that fills the caches a lap costs 1 to 5 times what it does here
-        self._cost_s = 3.0 * self._lap_s * (1 + len(stages))
-        self._spent_s = 0.0  # on laps
-        self._due_s = 0.0  # of work, after which samples are timed again
+        self._cost_s = 3.0 * max(self._lap_s, 1e-9) * len(self._stages)
+        # that may go for laps
+        self._spare_s = _FEW * self._cost_s
         self._offset = 0.0
         self._timing = False  # whether samples of this batch are timed
-        # wall and, in a timed batch, processor clock where the batch's parts begin
-        self._begun = self._filling = (0.0, 0.0)
-        self._sharing: tuple[float, float] | None = None
-        # where samples are put together once they are made
-        self._collating: tuple[float, float] | None = None
+        self._begun_s = 0.0
         self._samples = 1
-        self._busy_s = 0.0
-        self._undivided_s = 0.0  # as much of it as is not divided among the stages
-        # wall and processor seconds by stage, sums over the last few hundred timed samples
-        self._recent = [0.0] * 2 * (len(stages) + 1 + shares)
+        self._undivided_s = 0.0  # of the work: not divided among the stages yet
+        # wall, then processor seconds by stage, sums over the last few hundred timed samples
+        self._recent = [0.0] * 2 * len(self._stages)
         self._divided = 0
 
     def begin(self, samples: int) -> Sequence[StageTimer | None] | None:
         """Starts a batch; returns what times each sample, or None where none is timed."""
-        self._samples = max(1, samples)
-        self._timing = self._busy_s >= self._due_s
+        self._samples = samples
+        self._timing = self._spare_s >= min(samples, _FEW) * self._cost_s
         if not self._timing:
-            self._begun = self._now(), 0.0
+            self._begun_s = self._now()
             return None
-        few = min(samples, _FEW)
-        spare_s = _BUDGET * self._busy_s - self._spent_s
-        count = samples
-        if samples * self._cost_s > spare_s:
-            count = max(few, int(spare_s / self._cost_s))
-        self._spent_s += count * self._cost_s
-        self._due_s = (self._spent_s + few * self._cost_s) / _BUDGET
+        count = min(samples, int(self._spare_s / self._cost_s))
+        self._spare_s -= count * self._cost_s
         # evenly spread, from another place each time: the golden ratio's multiples leave no gaps
         self._offset = (self._offset + 0.618034) % 1.0
         timers: list[StageTimer | None] = [None] * samples
         for i in range(count):
             timers[int((i + self._offset) * samples / count)] = self
-        self._sharing = self._collating = None
-        self._begun = self._now(), self._cpu_now()
+        self._marks.clear()
+        self.lap(_BATCH)
+        self._begun_s = self._marks[0][1]
         return timers
 
     def share(self) -> None:
         """Note that until ``fill`` the worker gets memory that another process can map."""
-        if self._timing and self._shares:
-            self._sharing = self._now(), self._cpu_now()
+        if self._timing and SHARE in self._stages:
+            self.lap(COLLATE)
 
     def fill(self) -> None:
         """Note that all is ready for the batch's first sample."""
         if self._timing:
-            self._filling = self._now(), self._cpu_now()
+            self.lap(SHARE if self._marks[-1][0] == COLLATE else COLLATE)
 
     def collate(self) -> None:
         """Note that the samples are made, and that until ``end`` they are put together."""
         if self._timing:
-            self._collating = self._now(), self._cpu_now()
+            self.lap(_BATCH)
 
     def fail(self) -> None:
         """End a timed sample with an error, in the stage after the one that ended last."""
-        stages = (START, *self._stages, self._stages[-1])
+        stages = (START, *self._of_samples, self._of_samples[-1])
         last = self._marks[-1][0]
         # one that the data set does not name is an error of its own
         if last in stages:
@@ -321,78 +310,52 @@ class StageTimer:
             ValueError: the data set told the end of a stage that it does not name, or of none.
         """
         made_s = self._now()
-        begun_s = self._begun[0]
-        busy_s = made_s - begun_s
+        busy_s = made_s - self._begun_s
         row = self._row
         row[0] += samples
         row[1] += batches
         row[2] += busy_s
-        self._busy_s += busy_s
+        self._spare_s += _BUDGET * busy_s
         self._undivided_s += busy_s
         if self._timing:
-            self._divide(made_s, alone=self._undivided_s == busy_s)
-        return Stamps(begun_s, made_s, made_s, made_s)
+            if self._marks[-1][0] == _BATCH:
+                self.lap(COLLATE)
+            self._divide(alone=self._undivided_s == busy_s)
+        return Stamps(self._begun_s, made_s, made_s, made_s)
 
-    def _divide(self, made_s: float, alone: bool) -> None:
+    def _divide(self, alone: bool) -> None:
         """Divide this batch, and unless it is ``alone`` those before it, among the stages."""
-        timed, wall_s, cpu_s = self._take()
-        samples = self._samples
-        marks = [self._begun, self._filling]
-        if self._shares:
-            marks.insert(1, self._sharing or self._filling)
-        for (wall, cpu), (wall_end, cpu_end) in pairwise(marks):
-            wall_s.append((wall_end - wall) * timed / samples)
-            cpu_s.append((cpu_end - cpu) * timed / samples)
-        if self._collating:
-            place = len(self._stages)
-            wall_s[place] += (made_s - self._collating[0]) * timed / samples
-            cpu_s[place] += (self._cpu_now() - self._collating[1]) * timed / samples
-        sums = [*wall_s, *cpu_s]
+        timed = sum(stage == START for stage, _, _ in self._marks)
+        costs_s = self._costs_s(timed)
         if timed:
             # what a worker's first batch paid for warming up is soon forgotten
-            keep = 0.0
-            if self._divided >= 2:
-                keep = max(0.0, 1.0 - timed / 512)
+            keep = max(0.0, 1.0 - timed / 512) if self._divided >= 2 else 0.0
             self._divided += 1
-            recent = zip(self._recent, sums, strict=True)
-            self._recent = [old * keep + new for old, new in recent]
-        if not (alone and timed == samples):
-            sums = self._recent
-        stages = len(wall_s)
-        scale = self._undivided_s / (sum(sums[:stages]) or 1.0)
-        for place in range(stages):
-            self._row[_COUNTS + place] += scale * sums[place]
-            # two clocks are not read at the very same moment
-            cpu = min(sums[place], sums[stages + place])
-            self._row[_COUNTS + stages + place] += scale * cpu
+            recent = zip(self._recent, costs_s, strict=True)
+            self._recent = [old_s * keep + new_s for old_s, new_s in recent]
+        if not (alone and timed == self._samples):
+            costs_s = self._recent
+        scale = self._undivided_s / (sum(costs_s[: len(self._stages)]) or 1.0)
+        for place, cost_s in enumerate(costs_s, _COUNTS):
+            self._row[place] += scale * cost_s
         self._undivided_s = 0.0
 
-    def _take(self) -> tuple[int, list[float], list[float]]:
-        """Returns how many samples were timed since the last call, and their seconds by stage.
+    def _costs_s(self, timed: int) -> list[float]:
+        """Returns wall, then processor seconds by stage of this batch's ``timed`` samples.
 
-        Wall and processor seconds, less what timing took.
+        Their part of the batch's own stages is in them, and what timing took is not.
         """
+        ended = {stage for stage, _, _ in self._marks} - {START, _BATCH, COLLATE, SHARE}
+        if not ended.issubset(self._of_samples) or (timed and not ended):
+            raise ValueError(
+                f"the data set names the stages {self._of_samples} and tells the end of "
+                f"{sorted(ended) or 'none'}: call lap(stage) at the end of each"
+            )
         wall_s = dict.fromkeys(self._stages, 0.0)
         cpu_s = dict.fromkeys(self._stages, 0.0)
-        timed = sum(stage == START for stage, _, _ in self._marks)
-        if timed and timed == len(self._marks):
-            raise ValueError(
-                f"the data set names the stages {self._stages} and never tells the end of one: "
-                "call lap(stage)"
-            )
         for (_, wall_then, cpu_then), (stage, wall, cpu) in pairwise(self._marks):
-            if stage == START:
-                continue
-            if stage not in wall_s:
-                raise ValueError(
-                    f"stage {stage!r} is not among the data set's stages {self._stages}"
-                )
-            wall_s[stage] += wall - wall_then
-            cpu_s[stage] += cpu - cpu_then
-        self._marks.clear()
-        laps_s = timed * self._lap_s
-        return (
-            timed,
-            [max(0.0, s - laps_s) for s in wall_s.values()],
-            [max(0.0, s - laps_s) for s in cpu_s.values()],
-        )
+            if stage in wall_s:
+                part = 1.0 if stage in ended else timed / max(1, self._samples)
+                wall_s[stage] += part * (wall - wall_then - self._lap_s)
+                cpu_s[stage] += part * (cpu - cpu_then - self._lap_s)
+        return [max(0.0, cost_s) for cost_s in (*wall_s.values(), *cpu_s.values())]
