@@ -384,7 +384,7 @@ class Engine:
             for look in self.watch.on_window:
                 look(clock, window)
         with clock.noted("logging"):
-            self._write(epoch, values | self.memory.trained(now))
+            self._write(epoch, values | self.memory.trained())
         if figures.skipped:
             text = "step %d: %d updates skipped, a loss or gradient was not finite"
             log.warning(text, now, figures.skipped)

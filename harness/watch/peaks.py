@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from harness.runtime.accelerator import Accelerator, Memory
-from harness.runtime.folder import log
 from harness.watch.figures import Tag
 
 
@@ -46,39 +43,17 @@ class MemoryWatch:
 
     def __init__(self, own: Accelerator) -> None:
         self._own = own
-        self._rising: list[tuple[int, int]] = []
-        self._told = False
         self.peaks: MemoryPeaks | None = None
         own.reset_peaks()
 
-    def trained(self, step: int) -> dict[str, float]:
-        """Returns the peaks of the window of training that ends with ``step``, by tag.
-
-        Warns once where the windows' peaks keep rising.
-        """
-        first = self.peaks is None
+    def trained(self) -> dict[str, float]:
+        """Returns the peaks of the window of training that ends here, by tag."""
         memory = self._read()
         if memory is None or self.peaks is None:
             return {}
-        peak = memory.peak_allocated
-        self.peaks.training_bytes = max(self.peaks.training_bytes, peak)
-        # the first window makes what updates allocate, and chooses kernels
-        if not first and not self._told:
-            if self._rising and peak <= self._rising[-1][1]:
-                self._rising.clear()
-            self._rising.append((step, peak))
-            if (rise := steady_rise(self._rising)) is not None:
-                self._told = True
-                log.warning(
-                    "step %d: peak memory rises by %s per 1,000 steps, and the device is full "
-                    "after about %.0f more; each step keeps tensors, such as a loss with its "
-                    "graph: keep loss.detach()",
-                    step,
-                    _gb(1000 * rise),
-                    (memory.free + memory.reserved - peak) / rise,
-                )
+        self.peaks.training_bytes = max(self.peaks.training_bytes, memory.peak_allocated)
         return {
-            Tag.GPU_MEMORY_PEAK_ALLOCATED_BYTES: peak,
+            Tag.GPU_MEMORY_PEAK_ALLOCATED_BYTES: memory.peak_allocated,
             Tag.GPU_MEMORY_PEAK_RESERVED_BYTES: memory.peak_reserved,
         }
 
@@ -97,24 +72,6 @@ class MemoryWatch:
             self.peaks = self.peaks or MemoryPeaks(memory.total)
             self.peaks.reserved_bytes = max(self.peaks.reserved_bytes, memory.peak_reserved)
         return memory
-
-
-def steady_rise(windows: Sequence[tuple[int, int]]) -> float | None:
-    """Returns the bytes a step by which the peaks of ``windows`` rise; None: not steadily.
-
-    Each window is its last step and its peak in bytes. A steady rise is one of every window, not of
-    a few.
-    """
-    # fewer may rise by chance
-    if len(windows) < 10:
-        return None
-    first_step, first = windows[0]
-    last_step, last = windows[-1]
-    rises = [after - before for (_, before), (_, after) in pairwise(windows)]
-    whole = last - first
-    if min(rises) <= 0 or max(rises) > 0.5 * whole or whole < 0.01 * first:
-        return None
-    return whole / (last_step - first_step)
 
 
 def _gb(count: float) -> str:
