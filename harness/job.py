@@ -190,12 +190,12 @@ def _wire(world: World, job: Job) -> None:
         step = Step(state, config, world, len(classes), splits.class_weights(config.optim))
         trials = StepTrials(step, config, world)
         if config.mode is Mode.diagnose:
-            diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
+            diagnose(feeds, trials, allowed, job.overridden, watch.board)
             return
         found = None
         if config.loader.autotune:
             found = tuned(feeds, trials, config, allowed, world, resumed)
-            train, val = found.told(watch, job.folder)
+            train, val = found.told(watch)
         has_stepped = found is not None and not found.report.reused
         if config.mode is Mode.train and feeds.on_device(train) and not has_stepped:
             # a step first takes what the network needs: images get of the rest

@@ -118,7 +118,7 @@ def measure(_: int, work: Work) -> None:
         allowed = limits.measure()
         # the one measurement of this process
         if work.kind == "diagnose":
-            found = diagnose(feeds, StepTrials(step, config, world), allowed, (), place, None)
+            found = diagnose(feeds, StepTrials(step, config, world), allowed, (), None)
             runs = found.runs
             answer: dict[str, Any] = {
                 "ceiling": found.ceiling, "class": found.bottleneck, "seconds": found.seconds,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from harness.config import Config, ConfigError
 from harness.data.images import ImageDataset
@@ -59,12 +58,12 @@ class Diagnosis:
     notes: tuple[str, ...]
     seconds: float
 
-    def publish(self, folder: Path | None, board: Board | None) -> None:
-        """Prints the diagnosis; writes it into ``folder`` and a text to ``board``, if any."""
+    def publish(self, board: Board | None) -> None:
+        """Prints the diagnosis; writes ``diagnosis.json`` and a text by ``board``, if any."""
         known = plain(self)
         if self.runs.stages is not None:
             known["stages"] = self.runs.stages.rows()
-        publish("diagnosis", self.lines(), known, folder, board)
+        publish("diagnosis", self.lines(), known, board)
 
     def lines(self) -> list[str]:
         """Returns stages, changes, notes, the sentence, and what to type next."""
@@ -92,10 +91,9 @@ def diagnose(
     trainee: TimedSteps,
     limits: Limits,
     overridden: Sequence[str],
-    folder: Path,
     board: Board | None,
 ) -> Diagnosis:
-    """Returns what bounds training; the first rank prints it and writes it into ``folder``.
+    """Returns what bounds training; the first rank prints it and writes it.
 
     Takes a minute at most, besides torch.compile. No trace stays: what steps change is put back,
     random states are as before.
@@ -105,8 +103,7 @@ def diagnose(
         trainee: the training step.
         limits: what this rank may use.
         overridden: what the user's command line set.
-        folder: the run's.
-        board: TensorBoard, on the first rank alone.
+        board: writes it, on the first rank alone.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -141,7 +138,7 @@ def diagnose(
         notes=facts.runs.notes,
         seconds=time.perf_counter() - begin,
     )
-    diagnosis.publish(folder if feeds.world.is_main else None, board)
+    diagnosis.publish(board)
     return diagnosis
 
 

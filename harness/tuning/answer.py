@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods
-from pathlib import Path
 from typing import Any
 
 from harness.config import LoaderConfig
@@ -118,10 +117,10 @@ class TuningReport:
         names = f"from {forms.__name__} import {feed}, FeedSettings, Order"
         return f"{feed}(dataset, {order}, {own!r})  # {names}"
 
-    def publish(self, folder: Path | None, board: Board | None) -> None:
-        """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page, unless None."""
+    def publish(self, board: Board | None) -> None:
+        """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page by ``board``."""
         whole = {**self.to_plain(), "override": self.override, "dataloader": self.dataloader}
-        publish("tuning", self.lines(), whole, folder, board)
+        publish("tuning", self.lines(), whole, board)
 
     def lines(self) -> list[str]:
         """Returns the outcome: before and after, why, how to get it again, what was refused."""

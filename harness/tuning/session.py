@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from harness.config import Config, TunerName
@@ -51,9 +50,9 @@ class Tuned:
     live: Live | None = None
     checked: bool = False
 
-    def told(self, watch: Watch, folder: Path) -> tuple[FeedSettings, FeedSettings]:
+    def told(self, watch: Watch) -> tuple[FeedSettings, FeedSettings]:
         """Prints all, the first rank writes it; returns the settings of both feeds."""
-        self.report.publish(folder if watch.board else None, watch.board)
+        self.report.publish(watch.board)
         watch.course.mark("tuning")
         return self.report.settings, self.report.val
 

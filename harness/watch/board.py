@@ -293,24 +293,12 @@ def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
     return {**each, Tag.BUSY_FRACTION: min(1.0, totals.busy_s / worker_s)}
 
 
-def publish(
-    name: str, lines: Sequence[str], value: Any, folder: Path | None, board: Board | None
-) -> None:
-    """Prints ``lines``; writes ``value`` into ``folder`` as ``name.json``.
-
-    The lines are TensorBoard's text ``name`` too. Without a folder, or a board, that is left out.
-    """
+def publish(name: str, lines: Sequence[str], value: Any, board: Board | None) -> None:
+    """Prints ``lines``; gives them to ``board``, if any, with ``value`` as ``name.json``."""
     for line in lines:
         say(line)
-    if folder is not None:
-        path = folder / f"{name}.json"
-        text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
-        try:
-            write_whole(path, text.encode())
-        except OSError as error:
-            why = error.strerror or error
-            log.warning("%s: %s; it is printed above, and the run goes on", path, why)
     if board is not None:
+        board.write(f"{name}.json", json.dumps(plain(value), indent=1, allow_nan=False))
         board.text(name, lines)
 
 

@@ -39,7 +39,7 @@ def _checksum(data: bytes) -> bytes:
 @functools.cache
 def _table() -> np.ndarray:
     """Returns what each byte gives, uint32 ``[places, 256]``; the last place is a block's end."""
-    byte = np.arange(256, dtype=np.uint32)
+    byte: np.ndarray = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         # Castagnoli's polynomial, its bits reversed
         byte = byte >> 1 ^ (byte & 1) * 0x82F63B78

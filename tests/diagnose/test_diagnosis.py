@@ -24,6 +24,7 @@ from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
 from harness.training.step import Step
 from harness.training.trial import StepTrials
+from harness.watch.board import Board
 from harness.watch.figures import StepRun
 from harness.watch.neighbours import Neighbours
 
@@ -61,8 +62,11 @@ def diagnosed(
     state = make_state(config, len(splits.classes), ALONE, 10)
     before = {name: tensor.clone() for name, tensor in state.network.state_dict().items()}
     trials = StepTrials(Step(state, config, ALONE), config, ALONE)
+    with Board(folder, tensorboard=False) as board:
+        feeds = Feeds(splits, config, ALONE)
+        found = diagnose(feeds, trials, LIMITS, ("data=imagefolder",), board)
     return (
-        diagnose(Feeds(splits, config, ALONE), trials, LIMITS, ("data=imagefolder",), folder, None),
+        found,
         state,
         before,
     )

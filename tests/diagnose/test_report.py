@@ -18,6 +18,7 @@ from harness.diagnose.phases import Runs
 from harness.diagnose.whatif import WhatIf
 from harness.runtime.distributed import World
 from harness.tuning.measures import Rate, SampleCost, Trial
+from harness.watch.board import Board
 from harness.watch.bottleneck import Bottleneck
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.verdict import Verdict
@@ -136,7 +137,7 @@ def test_the_line_for_torchrun(composed: Callable[..., Config]) -> None:
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """The stages, the changes, the notes, the sentence; the last line is the one to paste."""
-    diagnosis().publish(None, None)
+    diagnosis().publish(None)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3:] == ["Decode-bound.", "next:", "python train.py"]
     assert "decode  decode   4   4" in lines
@@ -146,7 +147,8 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_file_holds_it_all(tmp_path: Path) -> None:
     """Whole, without what was not measured."""
-    diagnosis(Fetch(10, 1000, 0.5, 2)).publish(tmp_path, None)
+    with Board(tmp_path, tensorboard=False) as board:
+        diagnosis(Fetch(10, 1000, 0.5, 2)).publish(board)
     found = json.loads((tmp_path / "diagnosis.json").read_text())
     assert found["bottleneck"] == "decode" and found["ceiling"] == 5.0
     assert found["runs"]["fetch"] == {"files": 10, "size_bytes": 1000, "seconds": 0.5, "readers": 2}
@@ -161,6 +163,9 @@ def test_the_file_holds_it_all(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_does_not_end_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The file is lost, with a warning that says where the diagnosis is to be had."""
-    diagnosis().publish(tmp_path / "gone", None)
-    assert "it is printed above" in capsys.readouterr().out
+    """The file is lost, with a warning; the diagnosis is printed."""
+    with Board(tmp_path / "gone", tensorboard=False) as board:
+        diagnosis().publish(board)
+    printed = capsys.readouterr().out
+    assert "diagnosis.json: No such file or directory; figures are lost" in printed
+    assert "Decode-bound." in printed

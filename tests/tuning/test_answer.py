@@ -39,6 +39,9 @@ class Pages:
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}
 
+    def write(self, name: str, text: str) -> None:
+        self.given[name] = json.loads(text)
+
     def text(self, tag: str, lines: list[str]) -> None:
         self.given[tag] = lines
 
@@ -246,7 +249,8 @@ def test_everything_is_written(tmp_path: Path) -> None:
     lines to type.
     """
     own = report()
-    own.publish(tmp_path, None)
+    with Board(tmp_path, tensorboard=False) as board:
+        own.publish(board)
 
     def refuse(constant: str) -> float:
         raise AssertionError(constant)
@@ -266,37 +270,39 @@ def test_a_full_disk_costs_the_file_alone(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with caplog.at_level(logging.WARNING):
-        report().publish(tmp_path, None)
+    board = Board(tmp_path, tensorboard=False)
+    with caplog.at_level(logging.WARNING), board:
+        report().publish(board)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/tuning.json: No space left on device; it is printed above, and the run goes on"
+        f"{tmp_path}/tuning.json: No space left on device; figures are lost until it can be "
+        "written, training goes on"
     ]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_publishing_goes_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_publishing_goes_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     """The console, tuning.json, and TensorBoard's text."""
     pages = Pages()
     own = report()
-    own.publish(tmp_path, pages)  # type: ignore[arg-type]
+    own.publish(pages)  # type: ignore[arg-type]
     assert capsys.readouterr().out.splitlines() == own.lines()
-    assert [path.name for path in tmp_path.iterdir()] == ["tuning.json"]
+    assert list(pages.given) == ["tuning.json", "tuning"]
     assert pages.given["tuning"] == own.lines()
 
 
-def test_a_rank_without_a_folder_writes_nothing(
+def test_a_rank_without_a_board_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without folder and board there is no file."""
+    """There is no file."""
     monkeypatch.chdir(tmp_path)
-    report().publish(None, None)
+    report().publish(None)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_real_board_takes_the_pages(tmp_path: Path) -> None:
     """The text fits the event file."""
     with Board(tmp_path, tensorboard=True) as board:
-        report().publish(None, board)
+        report().publish(board)
         assert board.dropped == 0
 
 

@@ -9,6 +9,7 @@ from harness.runtime.accelerator import Accelerator
 from harness.watch.figures import Tag
 from harness.watch.peaks import MemoryPeaks, MemoryWatch
 
+
 def test_evaluation_is_told_apart() -> None:
     """Its peak is in no window of training, and each reading begins the peaks again."""
     gpu = Gpu(20 * GB, 25 * GB, 22 * GB)
