@@ -155,25 +155,24 @@ class StepClock:
         Several in one step add up. Enter it with the network's stream as the current one. A block
         that raises is not measured on the device.
         """
-        if self._paused or "compute" in self._since:
-            yield
-            return
-        self.begin_computing()
+        begun = self.begin_computing()
         whole = False
         try:
             yield
             whole = True
         finally:
-            self.end_computing(whole=whole)
+            if begun:
+                self.end_computing(whole=whole)
 
-    def begin_computing(self) -> None:
-        """Begin what ``computing()`` measures, where it is no block of the loop's."""
+    def begin_computing(self) -> bool:
+        """Begin what ``computing()`` measures, where it is no block; returns whether it counts."""
         if self._paused or "compute" in self._since:
-            return
+            return False
         self._since["compute"] = self._begin() - self._collected_s()
         self._computed_s = None
         if self._timeline:
             self._timeline.begin(self._ledger, first=self._first)
+        return True
 
     def computed(self) -> None:
         """Let the running block of computing end here, unless this is called again before its end.

@@ -29,7 +29,7 @@ class Figure(NamedTuple):
             ``/p95`` and ``/max``.
         unit: of its values; ``ms`` is a ``Spread``, ``fraction`` lies in 0..1, nothing is a plain
             number.
-        text: what it says.
+        text: what a window's figure says, on the page.
         chart: the title of the page's chart that draws its course; nothing: none does.
         label: its name in that chart.
     """
@@ -42,136 +42,94 @@ class Figure(NamedTuple):
 
 
 class Tag(StrEnum):
-    """A figure that is no window's; what a device cannot give is left out."""
+    """A figure that is no window's; what a device cannot give is left out.
+
+    Above each is what it says; ``docs/tensorboard.md`` has more.
+    """
 
     figure: Figure
 
-    def __new__(cls, tag: str, *declared: str) -> Self:
-        """Makes a member; the arguments are those of ``Figure``."""
+    def __new__(cls, tag: str, unit: str, *charted: str) -> Self:
+        """Makes a member; the arguments are those of ``Figure`` but for the text."""
         member = str.__new__(cls, tag)
         member._value_ = tag
-        member.figure = Figure(tag, *declared)
+        member.figure = Figure(tag, unit, "", *charted)
         return member
 
-    LOSS = "train/loss", "", "mean training loss of the window"
-    LR = "train/lr", "", "learning rate of the first parameter group"
-    VAL_TOP1 = "val/top1", "fraction", "validation images whose label is the first guess"
-    VAL_TOP5 = (
-        "val/top5",
-        "fraction",
-        "validation images whose label is among the first five guesses",
-    )
-    VAL_LOSS = "val/loss", "", "mean validation loss"
-    VAL_MEMORY_PEAK_BYTES = (
-        "val/memory_peak_allocated_bytes",
-        "bytes",
-        "most that torch had allocated in the evaluation",
-    )
-    GPU_UTILIZATION = (
-        "gpu/utilization",
-        "fraction",
-        "of the time some kernel ran",
-        _UTILIZATION,
-        "some kernel ran",
-    )
-    GPU_SM_UTILIZATION = (
-        "gpu/sm_utilization",
-        "fraction",
-        "of the multiprocessors at work",
-        _UTILIZATION,
-        "its processors in use",
-    )
-    GPU_OTHERS_UTILIZATION = (
-        "gpu/others_utilization",
-        "fraction",
-        "of the time kernels of other programs ran",
-    )
-    GPU_MEMORY_USED_BYTES = "gpu/memory_used_bytes", "bytes", "memory of the whole GPU in use"
-    GPU_MEMORY_PEAK_ALLOCATED_BYTES = (
-        "gpu/memory_peak_allocated_bytes",
-        "bytes",
-        "most that torch had allocated in the window",
-    )
-    GPU_MEMORY_PEAK_RESERVED_BYTES = (
-        "gpu/memory_peak_reserved_bytes",
-        "bytes",
-        "most that torch had taken from the driver in the window",
-    )
-    GPU_POWER_W = "gpu/power_w", "W", "power that the whole GPU draws"
+    # mean training loss of the window
+    LOSS = "train/loss", ""
+    # learning rate of the first parameter group
+    LR = "train/lr", ""
+    # validation images whose label is the first guess
+    VAL_TOP1 = "val/top1", "fraction"
+    # validation images whose label is among the first five guesses
+    VAL_TOP5 = "val/top5", "fraction"
+    # mean validation loss
+    VAL_LOSS = "val/loss", ""
+    # most that torch had allocated in the evaluation
+    VAL_MEMORY_PEAK_BYTES = "val/memory_peak_allocated_bytes", "bytes"
+    # of the time some kernel ran
+    GPU_UTILIZATION = "gpu/utilization", "fraction", _UTILIZATION, "some kernel ran"
+    # of the multiprocessors at work
+    GPU_SM_UTILIZATION = "gpu/sm_utilization", "fraction", _UTILIZATION, "its processors in use"
+    # of the time kernels of other programs ran
+    GPU_OTHERS_UTILIZATION = "gpu/others_utilization", "fraction"
+    # memory of the whole GPU in use
+    GPU_MEMORY_USED_BYTES = "gpu/memory_used_bytes", "bytes"
+    # most that torch had allocated in the window
+    GPU_MEMORY_PEAK_ALLOCATED_BYTES = "gpu/memory_peak_allocated_bytes", "bytes"
+    # most that torch had taken from the driver in the window
+    GPU_MEMORY_PEAK_RESERVED_BYTES = "gpu/memory_peak_reserved_bytes", "bytes"
+    # power that the whole GPU draws
+    GPU_POWER_W = "gpu/power_w", "W"
+    # of the workers' time they made batches
     BUSY_FRACTION = (
         "stages/busy_fraction",
         "fraction",
-        "of the workers' time they made batches",
         "Workers making batches",
         "share of their time",
     )
-    NUM_WORKERS = "loader/num_workers", "", "workers that load", "Workers", "processes or threads"
-    CPU_FRACTION = (
-        "host/cpu_fraction",
-        "fraction",
-        "of the machine's processor time in use, by all programs",
-    )
-    MACHINE_CPU_CORES = (
-        "host/machine_cpu_cores",
-        "cores",
-        "cores that all programs use",
-        _PROCESSORS,
-        "the whole machine",
-    )
-    CPU_CORES = "host/own_cpu_cores", "cores", "cores that this run uses", _PROCESSORS, "this run"
-    OTHERS_CPU_CORES = (
-        "host/others_cpu_cores",
-        "cores",
-        "cores that others take of those this run may use",
-    )
-    QUEUED_THREADS = (
-        "host/own_queued_threads",
-        "",
-        "threads of this run that wait for a core, on average",
-    )
-    RAM_USED_BYTES = (
-        "host/ram_used_bytes",
-        "bytes",
-        "memory of the machine that is neither free nor cache",
-    )
+    # workers that load
+    NUM_WORKERS = "loader/num_workers", "", "Workers", "processes or threads"
+    # of the machine's processor time in use, by all programs
+    CPU_FRACTION = "host/cpu_fraction", "fraction"
+    # cores that all programs use
+    MACHINE_CPU_CORES = "host/machine_cpu_cores", "cores", _PROCESSORS, "the whole machine"
+    # cores that this run uses
+    CPU_CORES = "host/own_cpu_cores", "cores", _PROCESSORS, "this run"
+    # cores that others take of those this run may use
+    OTHERS_CPU_CORES = "host/others_cpu_cores", "cores"
+    # threads of this run that wait for a core, on average
+    QUEUED_THREADS = "host/own_queued_threads", ""
+    # memory of the machine that is neither free nor cache
+    RAM_USED_BYTES = "host/ram_used_bytes", "bytes"
+    # of the periods a processor quota stopped this run
     THROTTLED_FRACTION = (
         "host/throttled_fraction",
         "fraction",
-        "of the periods a processor quota stopped this run",
         _HELD_BACK,
         "throttled by a processor quota",
     )
+    # of the time some task waited for memory
     MEMORY_STALL_FRACTION = (
         "host/memory_stall_fraction",
         "fraction",
-        "of the time some task waited for memory",
         _HELD_BACK,
         "waiting for memory",
     )
-    DISK_READ_BYTES_PER_S = (
-        "host/disk_read_bytes_per_s",
-        "bytes/s",
-        "read from local disks, by all programs",
-    )
-    READ_BYTES_PER_S = (
-        "host/own_read_bytes_per_s",
-        "bytes/s",
-        "returned to this run by read calls",
-        _READS,
-        "asked for",
-    )
+    # read from local disks, by all programs
+    DISK_READ_BYTES_PER_S = "host/disk_read_bytes_per_s", "bytes/s"
+    # returned to this run by read calls
+    READ_BYTES_PER_S = "host/own_read_bytes_per_s", "bytes/s", _READS, "asked for"
+    # fetched from storage for this run
     STORAGE_BYTES_PER_S = (
         "host/own_storage_bytes_per_s",
         "bytes/s",
-        "fetched from storage for this run",
         _READS,
         "came from storage (not from the page cache)",
     )
-    MAJOR_FAULTS_PER_S = (
-        "host/major_faults_per_s",
-        "",
-        "page faults of this run that waited for storage, per second",
-    )
+    # page faults of this run that waited for storage, per second
+    MAJOR_FAULTS_PER_S = "host/major_faults_per_s", ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +249,7 @@ class Window:
 
     def of_ranks(self, ranks: int) -> Window:
         """Returns the same with the images of all ``ranks`` at this rank's rate."""
-        if self.images_per_s is None:
-            return self
-        return replace(self, images_per_s=ranks * self.images_per_s)
+        return replace(self, images_per_s=self.images_per_s and ranks * self.images_per_s)
 
 
 STEP_FIGURES: Mapping[str, Figure] = {

@@ -251,14 +251,14 @@ class Timeline:
         """
         while len(self._pending) > max(keep, self._unended) and self._pending[0].passed():
             slot = self._pending.popleft()
-            read = self._previous
-            self._count(slot, read, ledger)
+            self._count(slot, ledger)
+            if self._previous:
+                self._free.append(self._previous)
             self._previous = slot
-            if read is not None:
-                self._free.append(read)
 
-    def _count(self, slot: _Slot, previous: _Slot | None, ledger: Ledger) -> None:
+    def _count(self, slot: _Slot, ledger: Ledger) -> None:
         gap_s = 0.0
+        previous = self._previous
         if previous:
             gap_s = max(0.0, previous.end.elapsed_time(slot.start)) / 1e3
         compute_s = slot.start.elapsed_time(slot.end) / 1e3
