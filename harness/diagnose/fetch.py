@@ -110,29 +110,17 @@ def cold_fetch(
     """
     if not files:
         raise UnmeasuredError("the samples are no files of their own")
-    if not hasattr(os, "posix_fadvise"):
-        raise UnmeasuredError("this system cannot drop files from the page cache")
-    before = came_bytes()
-    begin = now()
-    sizes = read_cold(files, readers, begin + limit_s, now)
-    seconds = now() - begin
-    share = (came_bytes() - before) / max(1, sum(sizes))
-    if share < 0.9:
-        came = f"{share:.0%} of the bytes came from storage"
-        raise UnmeasuredError(f"the page cache could not be emptied of these files ({came})")
-    return Fetch(len(sizes), sum(sizes), seconds, readers)
-
-
-def read_cold(files: list[str], readers: int, end: float, now: Callable[[], float]) -> list[int]:
-    """Returns the sizes of the files dropped and read before ``end``, at least one."""
     sizes: list[int] = []
     failed: list[str] = []
     # each reader takes the next of them
     left = iter(files)
+    before = came_bytes()
+    begin = now()
 
     def work() -> None:
         for path in left:
-            if sizes and now() >= end:
+            # one file at least
+            if sizes and now() >= begin + limit_s:
                 return
             try:
                 with open(path, "rb", buffering=0) as file:
@@ -150,9 +138,14 @@ def read_cold(files: list[str], readers: int, end: float, now: Callable[[], floa
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, end + _STUCK_S - now()))
+        thread.join(max(0.0, begin + limit_s + _STUCK_S - now()))
     if failed:
         raise UnmeasuredError(failed[0])
     if any(thread.is_alive() for thread in threads):
         raise UnmeasuredError(f"the storage gave no file within {_STUCK_S:g} s")
-    return sizes
+    seconds = now() - begin
+    share = (came_bytes() - before) / max(1, sum(sizes))
+    if share < 0.9:
+        came = f"{share:.0%} of the bytes came from storage"
+        raise UnmeasuredError(f"the page cache could not be emptied of these files ({came})")
+    return Fetch(len(sizes), sum(sizes), seconds, readers)

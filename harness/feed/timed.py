@@ -16,7 +16,7 @@ from harness.feed.interface import Feed, HostBatch
 from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.watch.clock import StepClock
-from harness.watch.figures import StepRun, steps_of_group
+from harness.watch.figures import StepRun
 
 # what a step takes, and the labels, one for each image
 Batches = Generator[tuple[Any, Tensor], None, None]
@@ -79,8 +79,8 @@ class TimedSteps(ABC):
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         """Times some 20 groups of steps on ``batch``, warmed up; at least two, however slow.
 
-        ``steps_of_group`` says how many steps a group has. ``limit_s`` counts from the end of the
-        first step, which may compile.
+        A group has as many steps as last 25 ms. ``limit_s`` counts from the end of the first step,
+        which may compile.
         """
         groups: list[tuple[float, float]] = []
         with closing(self.repeated(batch)) as batches:
@@ -90,7 +90,11 @@ class TimedSteps(ABC):
                 step_s = self.world.agreed(self._group(batches, 1, 1)[0])
                 if step_s > limit_s / _WARM_UP_STEPS:
                     break
-            steps = steps_of_group(step_s, limit_s, self.overlaps)
+            steps = max(1, int(0.025 / step_s))
+            # a device that was waited for idles until the next group's first kernel is launched;
+            # beside three steps longer than the limit that is little
+            if self.overlaps and 3 * step_s <= limit_s:
+                steps = max(3, steps)
             if self.copies:
                 # they lie in memory
                 steps = min(16, steps)

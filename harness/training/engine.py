@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -198,7 +199,7 @@ class Engine:
             Tag.VAL_TOP1: result.top1,
             Tag.VAL_TOP5: result.top5,
             Tag.VAL_LOSS: result.loss,
-            **self.memory.evaluated(),
+            **self.memory.read(evaluating=True),
         }
         self._write(epoch, figures)
         trained = f"; training: {self._epoch}" if self._epoch.steps else ""
@@ -384,14 +385,14 @@ class Engine:
             for look in self.watch.on_window:
                 look(clock, window)
         with clock.noted("logging"):
-            self._write(epoch, values | self.memory.trained())
+            self._write(epoch, values | self.memory.read())
         if figures.skipped:
             text = "step %d: %d updates skipped, a loss or gradient was not finite"
             log.warning(text, now, figures.skipped)
         most = self.config.trainer.max_nonfinite_steps
         if figures.worst_streak > most:
             if self.watch.board is not None:
-                self.watch.board.nonfinite(self._window(epoch, steps))
+                self.watch.board.write("nonfinite.json", json.dumps(self._window(epoch, steps)))
             raise NonFiniteError(
                 f"step {now}: {figures.worst_streak} updates in a row had a non-finite loss or "
                 f"gradient (trainer.max_nonfinite_steps={most}); lower optim.lr, set "

@@ -160,11 +160,11 @@ class Board:
         Every run of a sweep must give the same names.
         """
         if self._events:
-            cells = plain(settings)
-            for name, value in cells.items():
-                # torch would write true as 1.0, and leave a null out together with its column
-                if type(value) not in (int, float, str):
-                    cells[name] = json.dumps(value)
+            # torch would write true as 1.0, and leave a null out together with its column
+            cells = {
+                name: value if type(value) in (int, float, str) else json.dumps(value)
+                for name, value in plain(settings).items()
+            }
             # of the experiment, the session's start and its end
             for part in self._summary.hparams(cells, dict(metrics)):
                 self._events.append(_event(summary=part))
@@ -182,10 +182,6 @@ class Board:
         self.write("report.json", json.dumps(found, indent=2, allow_nan=False))
         for writer in self._writers:
             writer.summary(found)
-
-    def nonfinite(self, window: Mapping[str, Any]) -> None:
-        """Write ``nonfinite.json``: the samples among which the loss went wrong."""
-        self.write("nonfinite.json", json.dumps(window))
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the run and a last newline, whole or not at all."""

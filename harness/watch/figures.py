@@ -298,16 +298,3 @@ class StepRun:
     cpu_s: float = 0.0
     first_s: float = 0.0
     launch_s: float = 0.0
-
-
-def steps_of_group(step_s: float, limit_s: float, has_streams: bool) -> int:
-    """Returns how many steps to time together: as many as last 25 ms.
-
-    On a device with streams at least three: one that was waited for idles until the first kernel of
-    the next group is launched. Three steps that would take longer than ``limit_s`` are timed one by
-    one: beside a step that long, the idle time is small.
-    """
-    least = 1
-    if has_streams and 3 * step_s <= limit_s:
-        least = 3
-    return max(least, int(0.025 / step_s))

@@ -188,10 +188,10 @@ def throttled(groups: Sequence[Path]) -> dict[Hashable, tuple[float, float]]:
     found: dict[Hashable, tuple[float, float]] = {}
     for group in groups:
         stat = limits.words(group / "cpu.stat")
-        counters = dict(zip(stat[::2], stat[1::2], strict=False))
         # version 2 leaves the periods out where the group has no processor controller
-        if "nr_periods" in counters:
-            found[group] = int(counters["nr_periods"]), int(counters["nr_throttled"])
+        if "nr_periods" in stat:
+            at = stat.index("nr_periods")
+            found[group] = int(stat[at + 1]), int(stat[at + 3])
     return found
 
 

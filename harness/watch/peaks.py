@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.runtime.accelerator import Accelerator, Memory
+from harness.runtime.accelerator import Accelerator
 from harness.watch.figures import Tag
 
 
@@ -46,32 +46,23 @@ class MemoryWatch:
         self.peaks: MemoryPeaks | None = None
         own.reset_peaks()
 
-    def trained(self) -> dict[str, float]:
-        """Returns the peaks of the window of training that ends here, by tag."""
-        memory = self._read()
-        if memory is None or self.peaks is None:
+    def read(self, *, evaluating: bool = False) -> dict[str, float]:
+        """Returns the peaks since the last call, by tag: of a window, or of an evaluation."""
+        memory = self._own.memory()
+        if memory is None:
             return {}
-        self.peaks.training_bytes = max(self.peaks.training_bytes, memory.peak_allocated)
+        self._own.reset_peaks()
+        peak = memory.peak_allocated
+        peaks = self.peaks = self.peaks or MemoryPeaks(memory.total)
+        peaks.reserved_bytes = max(peaks.reserved_bytes, memory.peak_reserved)
+        if evaluating:
+            peaks.evaluation_bytes = max(peaks.evaluation_bytes, peak)
+            return {Tag.VAL_MEMORY_PEAK_BYTES: peak}
+        peaks.training_bytes = max(peaks.training_bytes, peak)
         return {
-            Tag.GPU_MEMORY_PEAK_ALLOCATED_BYTES: memory.peak_allocated,
+            Tag.GPU_MEMORY_PEAK_ALLOCATED_BYTES: peak,
             Tag.GPU_MEMORY_PEAK_RESERVED_BYTES: memory.peak_reserved,
         }
-
-    def evaluated(self) -> dict[str, float]:
-        """Returns the peak of an evaluation, by tag; no window of training holds it."""
-        memory = self._read()
-        if memory is None or self.peaks is None:
-            return {}
-        self.peaks.evaluation_bytes = max(self.peaks.evaluation_bytes, memory.peak_allocated)
-        return {Tag.VAL_MEMORY_PEAK_BYTES: memory.peak_allocated}
-
-    def _read(self) -> Memory | None:
-        memory = self._own.memory()
-        if memory is not None:
-            self._own.reset_peaks()
-            self.peaks = self.peaks or MemoryPeaks(memory.total)
-            self.peaks.reserved_bytes = max(self.peaks.reserved_bytes, memory.peak_reserved)
-        return memory
 
 
 def _gb(count: float) -> str:

@@ -109,13 +109,6 @@ def test_a_file_that_is_gone(tree: Path) -> None:
         cold_fetch([str(lost)], 1, 1.0, came_bytes=lambda: 0)
 
 
-def test_a_system_without_the_call(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS."""
-    monkeypatch.delattr(os, "posix_fadvise")
-    with pytest.raises(UnmeasuredError, match="this system cannot drop files"):
-        cold_fetch(files(tree), 1, 1.0, came_bytes=lambda: 0)
-
-
 def test_a_system_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the permission to read its own counters a process
     cannot know where bytes came from.

@@ -14,12 +14,12 @@ def test_evaluation_is_told_apart() -> None:
     """Its peak is in no window of training, and each reading begins the peaks again."""
     gpu = Gpu(20 * GB, 25 * GB, 22 * GB)
     watch = MemoryWatch(gpu)
-    assert watch.trained() == {
+    assert watch.read() == {
         Tag.GPU_MEMORY_PEAK_ALLOCATED_BYTES: 20 * GB,
         Tag.GPU_MEMORY_PEAK_RESERVED_BYTES: 30 * GB,
     }
-    assert watch.evaluated() == {Tag.VAL_MEMORY_PEAK_BYTES: 25 * GB}
-    watch.trained()
+    assert watch.read(evaluating=True) == {Tag.VAL_MEMORY_PEAK_BYTES: 25 * GB}
+    watch.read()
     assert watch.peaks == MemoryPeaks(80 * GB, 30 * GB, 22 * GB, 25 * GB)
     assert (
         str(watch.peaks)
@@ -31,4 +31,4 @@ def test_evaluation_is_told_apart() -> None:
 def test_a_device_without_memory_of_its_own_gives_nothing() -> None:
     """On a CPU there are no tags and no peaks."""
     watch = MemoryWatch(Accelerator(torch.device("cpu")))
-    assert (watch.trained(), watch.evaluated(), watch.peaks) == ({}, {}, None)
+    assert (watch.read(), watch.read(evaluating=True), watch.peaks) == ({}, {}, None)
