@@ -157,7 +157,7 @@ def _wire(world: World, job: Job) -> None:
     from harness.data import datasets
     from harness.diagnose.diagnosis import diagnose
     from harness.feed.forms import Feeds
-    from harness.page import document, link
+    from harness.page.document import write_report
     from harness.runtime import limits, seeding
     from harness.training import resume
     from harness.training.engine import Engine
@@ -208,8 +208,7 @@ def _wire(world: World, job: Job) -> None:
             found.follow(feed, val_feed, watch, state.step)
         engine = Engine(config, world, step, feed, val_feed, watch, Place(job.folder, classes))
         summary = None if found is None else found.summary
-        page = link.pinned_link(), document.write_report
-        told = Reporter(config, job.overridden, summary, allowed.cores, *page, splits.cache, splits)
+        told = Reporter(config, job.overridden, summary, allowed.cores, write_report, splits)
         with told.reporting(engine):
             engine.fit() if config.mode is Mode.train else engine.evaluate_only()
 

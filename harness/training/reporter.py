@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import Config, Mode, shown, walk
-from harness.data.cache import PixelCache
 from harness.data.datasets import Splits
 from harness.runtime import accelerator, launch
 from harness.runtime.distributed import again
@@ -39,9 +38,7 @@ class Reporter:
         tuning: called with the run's figures, gives what tuning did, as plain values; None: nothing
             was tuned.
         cores: what this rank may use.
-        link: the page's address in TensorBoard.
         write_page: writes the page of a run's folder, once ``report.json`` is there.
-        cache: where decoded images are kept, if they are.
         splits: the data set, of which the surest mistakes are shown.
     """
 
@@ -49,9 +46,7 @@ class Reporter:
     overridden: tuple[str, ...]
     tuning: Callable[[Window], Mapping[str, Any]] | None
     cores: float
-    link: str
     write_page: Callable[[Path], object]
-    cache: PixelCache | None = None
     splits: Splits | None = None
 
     @contextmanager
@@ -62,8 +57,6 @@ class Reporter:
                 say(told)
             if self.config.watch.tensorboard:
                 say(f"watch it: tensorboard --logdir {_root(engine.place.folder)}")
-                text = "the charts of a stall, pinned on top in TensorBoard: %s"
-                log.info(text, self.link)
         try:
             yield
         except BaseException as error:
@@ -127,6 +120,7 @@ class Reporter:
         world = engine.world
         trainer = self.config.trainer
         settings = engine.feed.settings
+        cache = self.splits and self.splits.cache
         sampled: Mapping[str, float] = {}
         if engine.watch.sampler is not None:
             sampled = engine.watch.sampler.means()
@@ -165,7 +159,7 @@ class Reporter:
             "stopped": engine.stopped,
             "loader": settings,
             "tuning": self.tuning and self.tuning(total),
-            "cache": self.cache and self.cache.stats(),
+            "cache": cache and cache.stats(),
             "verdict": judge(evidence),
             "environment": environment(own.name if own.kind == "cuda" else None),
             "run": {"name": engine.place.folder.name, "overrides": list(self.overridden)},
@@ -217,8 +211,8 @@ class Reporter:
             say(f"stopped        {engine.stopped}")
         if bad := report.get("bad_samples"):
             say(f"bad samples    {bad} replaced by others; they are listed in {BAD_SAMPLES}")
-        if self.cache is not None:
-            say(f"cache          {self.cache.summary()}")
+        if self.splits is not None and self.splits.cache is not None:
+            say(f"cache          {self.splits.cache.summary()}")
         say(f"run folder     {os.path.relpath(folder)}")
         page = os.path.relpath(folder / "report.html")
         say(f"look at it     {page}, or tensorboard --logdir {_root(folder)}")

@@ -29,7 +29,6 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from harness.page.document import write_report, write_sweep
-from harness.page.link import PINNED, pinned_link
 from harness.watch.board import Board
 
 CHROMIUM = shutil.which("chromium")
@@ -482,7 +481,7 @@ def address(folder: Path) -> Iterator[str]:
     """A TensorBoard that shows all runs, one of them with an event file."""
     with Board(folder / "long_run", tensorboard=True) as board:
         for step in (10, 20, 30):
-            board.scalars(step, dict.fromkeys(PINNED, float(step)))
+            board.scalars(step, {"speed/images_per_s": float(step)})
     with tensorboard(folder) as found:
         yield found
 
@@ -546,15 +545,6 @@ def test_a_late_answer_replaces_no_later_run(browser: webdriver.Chrome, address:
     )  # after all that answers set off
     assert texts(browser, ".detail h2")[0] == "Run damaged"
     assert one(browser, "tr[data-open] th").text == "damaged"
-
-
-def test_the_link_pins_the_cards(browser: webdriver.Chrome, address: str) -> None:
-    """Opened by the link, TensorBoard shows the cards on top."""
-    browser.get("about:blank")
-    browser.get(pinned_link(int(address.rpartition(":")[2])).replace("localhost", "127.0.0.1"))
-    until(browser, lambda: f"{len(PINNED)} cards" in one(browser, "metrics-pinned-view").text)
-    assert no_error(browser)
-    browser.get("about:blank")
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_figures_that_cannot_be_had_hide_no_error(
         world=None,
         place=SimpleNamespace(folder=tmp_path),
     )
-    reporter = Reporter(Config(), (), None, 2.0, "", lambda folder: None)
+    reporter = Reporter(Config(), (), None, 2.0, lambda folder: None)
     with pytest.raises(ValueError, match="the first error"), reporter.reporting(engine):
         raise ValueError("the first error")
     assert board.reported == {

@@ -79,7 +79,7 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
     window = clock.total()
     with Board(folder, tensorboard=False, now=lambda: 0.0) as board:
         board.scalars(40, by_tag(window), epoch=1)
-        report = Reporter(Config(), (), None, 2.0, "", lambda folder: None).figures(engine)
+        report = Reporter(Config(), (), None, 2.0, lambda folder: None).figures(engine)
         for name in ("environment", "verdict", "loader", "run"):  # of the machine, of other rooms
             report.pop(name)
         board.report(report)
