@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from harness import BEGAN_S, __version__, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
-from harness.runtime.errors import described, printable, tell, tell_crashes, told
+from harness.runtime.errors import described, tell, tell_crashes, told
 from harness.runtime.files import parsed, read_regular, typed
 from harness.watch.figures import Tag
 
@@ -138,7 +138,6 @@ def main(composed: DictConfig) -> float | None:
     """
     chosen = HydraConfig.get()
     place = Path(chosen.runtime.output_dir)
-    name = printable(os.path.relpath(place))
     overridden = schema.typed(chosen)
     settings = {
         "config.yaml": OmegaConf.to_yaml(composed),
@@ -150,10 +149,6 @@ def main(composed: DictConfig) -> float | None:
         signals.check()
         # none yet where hydra.run.dir was typed
         config = _only_run[0][0] if _only_run and not is_sweep else _checked(composed)
-        # nobody may read it
-        with suppress(OSError):
-            if folder.is_first_rank():
-                print(f"run folder: {name}\nloading torch ...", flush=True)
         if not is_sweep:
             job.run(0, job.Job(config, place, overridden, settings, BEGAN_S))
             return None
@@ -164,7 +159,7 @@ def main(composed: DictConfig) -> float | None:
             _failed.append(error)
             return None
         text, code = told(error)
-        failure = launch.ProcessError(f"{name}: {text}", code)
+        failure = launch.ProcessError(f"{os.path.relpath(place)}: {text}", code)
         _failed.append(failure)
         # a launcher may have started this process: what is raised reaches the command line's
         raise failure from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -258,5 +259,9 @@ def run(index: int, job: Job) -> None:
             folder.refuse_used(job.folder)
         if not (job.goes_on and (job.folder / ".hydra").exists()):
             folder.write_settings(job.folder, job.settings)
+        # nobody may read it
+        with suppress(OSError):
+            name = printable(os.path.relpath(job.folder))
+            print(f"run folder: {name}\nloading torch ...", flush=True)
     with folder.logging_failure(job.folder):
         distributed.launch(main_worker, job, config)

@@ -82,7 +82,7 @@ def checked(overrides: Sequence[str]) -> Config:
         with initialize_config_dir(str(schema.CONF), version_base="1.3"):
             config = schema.load(compose("config", overrides=schema.prepared([*overrides])))
         job.check(config)
-        folder.run_folder(config.run.name, config.resume, config.mode)
+        folder.own(Path(folder.run_folder(config.run.name, config.resume, config.mode)))
     except Exception as error:
         found = app._composing(error)
         if found is error:

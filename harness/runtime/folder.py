@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -39,48 +39,21 @@ def is_first_rank() -> bool:
 def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.train) -> str:
     """Returns the folder of a single run, the same for all ranks under torchrun.
 
-    The first rank owns the folder before Hydra writes into it. A run without a name goes on in the
-    folder that ``resume`` names, and with ``resume=auto`` in the folder that the run had before
-    torchrun restarted it.
+    A run without a name goes on in the folder that ``resume`` names, and with ``resume=auto`` in
+    the folder that the run had before torchrun restarted it. The name of a new folder goes through
+    the store that torchrun itself keeps, under another key for each restart of the workers.
 
     Raises:
-        ConfigError: a folder of that name holds a run, and this one does not go on with it.
+        ConfigError: the folder cannot be made, or torchrun keeps no store.
     """
     outputs = Path("outputs")
-    goes_on = None
-    if mode is Mode.train:
-        goes_on = resume
-    if name is None and goes_on not in (None, "auto") and Path(goes_on, "checkpoints").is_dir():
-        folder = Path(goes_on)
-    elif name is None:
-
-        def make(before: str | None) -> str:
-            if before is not None and goes_on == "auto":
-                return str(own(Path(before)))
-            return str(own(new_folder(outputs)))
-
-        return shared(make)
-    else:
-        folder = outputs / name
-    if is_first_rank():
-        if goes_on is None:
-            refuse_used(folder)
-        own(folder)
-    return str(folder)
-
-
-def shared(make: Callable[[str | None], str]) -> str:
-    """Returns what ``make`` returned in the first rank of torchrun; without torchrun, here.
-
-    The value goes through the store that torchrun itself keeps, under another key for each restart
-    of the workers. ``make`` is given what it returned before a restart, else None.
-
-    Raises:
-        ConfigError: the first rank failed, or torchrun keeps no store.
-    """
+    if name is not None:
+        return str(outputs / name)
+    if mode is Mode.train and resume not in (None, "auto") and Path(resume, "checkpoints").is_dir():
+        return resume
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
-        return make(None)
+        return str(new_folder(outputs))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise ConfigError(
             "run.name=null: this launcher keeps no store to share a folder's name; set run.name"
@@ -91,21 +64,10 @@ def shared(make: Callable[[str | None], str]) -> str:
     kept = f"wellfed/folder/{run_id}"
     key = f"{kept}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if is_first_rank():
-        before = None
-        if store.check([kept]):
-            before = store.get(kept).decode()
-        try:
-            made = make(before)
-        except Exception as error:
-            store.set(key, f"!{error}")
-            raise
-        store.set(kept, made)
-        store.set(key, f"={made}")
-        return made
-    said = store.get(key).decode()
-    if said.startswith("!"):
-        raise ConfigError(said[1:])
-    return said[1:]
+        if not (resume == "auto" and mode is Mode.train and store.check([kept])):
+            store.set(kept, str(new_folder(outputs)))
+        store.set(key, store.get(kept).decode())
+    return str(store.get(key).decode())
 
 
 def new_folder(base: Path) -> Path:

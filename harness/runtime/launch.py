@@ -25,12 +25,10 @@ _GRACE_S = 5.0
 class ProcessError(RunError):
     """A process of the run failed; the text is its own, or how it died."""
 
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text, exit_code)
+    # without a code while it is unpickled, which then sets the attribute
+    def __init__(self, text: str, exit_code: int = 1) -> None:
+        super().__init__(text)
         self.exit_code = exit_code
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 def command(ranks: str | None = None) -> list[str]:
@@ -127,25 +125,25 @@ def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> Pr
             code = process.exitcode
             if not code:
                 continue
-            found = ProcessError(f"{process.name} ended with exit code {code}", code)
+            text = f"{process.name} ended with exit code {code}"
             if code < 0:
-                text = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-                found = ProcessError(f"{process.name} {text}", 128 - code)
+                name = signal.Signals(-code).name
+                text = f"{process.name} was killed by signal {-code} ({name})"
+                code = 128 - code
             # a process may die before it can say why
             with suppress(EOFError):
                 if pipe.poll():
-                    found = ProcessError(*pipe.recv())
+                    text, code = pipe.recv()
             if signals.received():
                 # others fail as well once one is gone
-                if not 1 < found.exit_code < 128 or found.exit_code == LOST_RANK:
-                    end = signals.interrupted()
-                    found = ProcessError(str(end), end.exit_code)
+                if not 1 < code < 128 or code == LOST_RANK:
+                    text, code = told(signals.interrupted())
                 # a failure tells more than the signal
-                if failure is None or failure.exit_code > 128 > found.exit_code:
-                    failure = found
+                if failure is None or failure.exit_code > 128 > code:
+                    failure = ProcessError(text, code)
             elif failure is None or failure.exit_code == LOST_RANK:
-                failure = found
+                failure = ProcessError(text, code)
                 # at these ends the first rank saves
-                rest_s = max(_GRACE_S, grace_s) if found.exit_code in (3, 6) else _GRACE_S
+                rest_s = max(_GRACE_S, grace_s) if code in (3, 6) else _GRACE_S
                 deadline_s = time.monotonic() + rest_s
     return failure

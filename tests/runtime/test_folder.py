@@ -18,7 +18,7 @@ import oddities
 import pytest
 from oddities import Plant
 
-from harness.config import ConfigError
+from harness.config import ConfigError, Mode
 from harness.runtime import folder
 from harness.runtime.errors import DiskError, LockedError
 
@@ -124,21 +124,29 @@ def test_a_folder_that_cannot_be_written_to_is_refused() -> None:
         folder.own(Path("run"))
 
 
-def test_an_unnamed_run_owns_a_new_folder() -> None:
-    """run.name=null gives outputs/<date>/<time>, owned."""
+def test_a_run_without_a_name_has_a_new_folder() -> None:
+    """run.name=null gives outputs/<date>/<time>, made."""
     made = Path(folder.run_folder(None))
     assert made.parts[0] == "outputs" and len(made.parts) == 3
-    assert (made / ".lock").exists()
+    assert made.is_dir()
 
 
-@pytest.mark.parametrize(("rank", "owned"), [("0", True), ("1", False)])
-def test_a_named_run_is_owned_by_the_first_rank(
-    monkeypatch: pytest.MonkeyPatch, rank: str, owned: bool
-) -> None:
-    """All ranks know a named folder without asking; the first one owns it."""
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_named_folder_is_known_to_every_rank(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    """All ranks know a named folder without asking, and nothing is made yet."""
     monkeypatch.setenv("RANK", rank)
     assert folder.run_folder("mine") == "outputs/mine"
-    assert Path("outputs/mine/.lock").exists() is owned
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("resume", "mode", "goes_on"),
+    [("run", Mode.train, True), ("run", Mode.evaluate, False), ("elsewhere", Mode.train, False)],
+)
+def test_a_run_goes_on_in_the_folder_that_it_names(resume: str, mode: Mode, goes_on: bool) -> None:
+    """A run's folder is taken for training alone; a checkpoint elsewhere begins a new folder."""
+    Path("run/checkpoints").mkdir(parents=True)
+    assert (folder.run_folder(None, resume, mode) == "run") is goes_on
 
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "train.log"), (2, "train-rank2.log")])

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from harness.config import ConfigError
-from harness.runtime.folder import shared
+from harness.runtime.folder import run_folder
 
 
 @pytest.fixture(autouse=True)
-def _outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in (
         "TORCHELASTIC_RUN_ID",
         "TORCHELASTIC_USE_AGENT_STORE",
@@ -41,75 +42,39 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     del store
 
 
-def never(before: str | None) -> str:
-    raise AssertionError("only the first rank makes it")
+def started(torchrun: pytest.MonkeyPatch, rank: int, restart: int, resume: str | None) -> str:
+    """The folder of one rank."""
+    torchrun.setenv("RANK", str(rank))
+    torchrun.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+    return run_folder(None, resume)
 
 
-def test_without_torchrun_it_is_made_here() -> None:
-    """A run of one process makes its own."""
-    assert shared(lambda _: "here") == "here"
-
-
-def test_every_rank_has_what_the_first_made(torchrun: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_every_rank_has_what_the_first_made(
+    torchrun: pytest.MonkeyPatch, resume: str | None
+) -> None:
     """The first rank makes it; the others get it without making anything."""
-    torchrun.setenv("RANK", "0")
-    assert shared(lambda _: "outputs/x") == "outputs/x"
-    torchrun.setenv("RANK", "1")
-    assert shared(never) == "outputs/x"
+    made = started(torchrun, 0, 0, resume)
+    assert [started(torchrun, rank, 0, resume) for rank in (1, 2)] == [made, made]
+    assert [str(path) for path in Path("outputs").glob("*/*")] == [made]
 
 
 def test_a_restart_makes_its_own(torchrun: pytest.MonkeyPatch) -> None:
     """When torchrun restarts its workers they do not find what the workers before them had."""
-    for restart, made in (("0", "first"), ("1", "second")):
-        torchrun.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        torchrun.setenv("RANK", "0")
-        shared(lambda _, made=made: made)  # type: ignore[misc]
-        torchrun.setenv("RANK", "1")
-        assert shared(never) == made
+    first, second = (
+        [started(torchrun, rank, restart, None) for rank in (0, 1)] for restart in (0, 1)
+    )
+    assert first[0] == first[1] != second[0] == second[1]
 
 
-def test_what_lasts_is_given_to_the_restart(torchrun: pytest.MonkeyPatch) -> None:
-    """The first rank is told what it made before, also where it failed in between; the others hear
-    of this restart alone.
-    """
-    given: list[str | None] = []
-
-    def make(before: str | None) -> str:
-        given.append(before)
-        if len(given) == 2:
-            raise ConfigError("outputs: read-only")
-        return f"folder {len(given)}"
-
-    for restart in ("0", "1", "2"):
-        torchrun.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        for rank in ("0", "1"):
-            torchrun.setenv("RANK", rank)
-            with (
-                pytest.raises(ConfigError, match="^outputs: read-only$")
-                if restart == "1"
-                else nullcontext()
-            ):
-                made = shared(make if rank == "0" else never)
-        assert restart == "1" or made == f"folder {len(given)}"
-    assert given == [None, "folder 1", "folder 1"]
-
-
-def test_the_first_ranks_failure_is_everyones(torchrun: pytest.MonkeyPatch) -> None:
-    """Where the first rank cannot make it, the others fail at once with its text instead of
-    waiting.
-    """
-
-    def fail(before: str | None) -> str:
-        raise ConfigError("outputs: read-only")
-
-    for rank in ("0", "1"):
-        torchrun.setenv("RANK", rank)
-        with pytest.raises(ConfigError, match="^outputs: read-only$"):
-            shared(fail)
+def test_a_restart_goes_on_where_the_run_was(torchrun: pytest.MonkeyPatch) -> None:
+    """With resume=auto each restart has the first start's folder, on every rank."""
+    found = {started(torchrun, rank, restart, "auto") for restart in (0, 1, 2) for rank in (0, 1)}
+    assert len(found) == 1
 
 
 def test_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher without a store cannot share a folder: the way out is run.name."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     with pytest.raises(ConfigError, match="^run.name=null: .*set run.name"):
-        shared(never)
+        run_folder(None)
