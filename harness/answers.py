@@ -11,11 +11,6 @@ import yaml  # type: ignore[import-untyped]
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-_LONG_FLAGS = (
-    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
-    "--shell-completion", "--config-path", "--config-name", "--config-dir", "--info",
-)  # fmt: skip
-
 # settings that are paths
 _PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
 # names of other programs, and what they are called here
@@ -55,7 +50,6 @@ _ANSWERS = {
     "output_dir": "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER",
     "gpus": "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N",
     "evaluate": "write mode=evaluate resume=PATH",
-    "experimental_rerun": "write resume=FOLDER",
 }
 _ANSWERS |= {
     "fp16": _ANSWERS["amp"],
@@ -78,26 +72,18 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def refused_flag(arguments: Sequence[str], settings: Sequence[str]) -> str | None:
-    """Returns what to say of the first unknown flag, as ``--lr 0.1``; None without any.
+def refused_flag(text: str, following: Sequence[str], settings: Sequence[str]) -> str:
+    """Returns what to say of a flag that Hydra has not, as ``--lr 0.1``.
 
-    ``settings`` are the dotted names of all settings.
+    ``following`` is what was typed after it, ``settings`` the dotted names of all settings.
     """
-    for text, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        flag, _, value = text.partition("=")
-        if not flag:
-            return f"{text}: settings are written NAME=VALUE"
-        # Hydra takes beginnings of its long flags, and a value right after a short one
-        is_long = any(known.startswith(flag) for known in _LONG_FLAGS)
-        if is_long or not re.fullmatch(r"-(?![hcprmsi])-?[A-Za-z][\w-]*", flag):
-            continue
-        name = flag.lstrip("-").replace("-", "_")
-        if name in _ANSWERS or not (meant := _meant(name, settings)):
-            return f"{flag}: settings are written NAME=VALUE, without dashes{_hint(name, settings)}"
-        if not re.match("-|.*=", following):
-            value = value or following
-        return f"{flag}: settings are written without dashes: {meant[0]}={value or 'VALUE'}"
-    return None
+    flag, _, value = text.partition("=")
+    name = flag.lstrip("-").replace("-", "_")
+    if name in _ANSWERS or not (meant := _meant(name, settings)):
+        return f"{flag}: settings are written NAME=VALUE, without dashes{_hint(name, settings)}"
+    if following and not re.match("-|.*=", following[0]):
+        value = value or following[0]
+    return f"{flag}: settings are written without dashes: {meant[0]}={value or 'VALUE'}"
 
 
 def _hint(name: str, settings: Sequence[str]) -> str:

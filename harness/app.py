@@ -50,13 +50,12 @@ def command() -> NoReturn:
         torch = metadata.version("torch")
         print(f"wellfed {__version__}, torch {torch}, Python {platform.python_version()}")
         sys.exit()
-    if arguments[:1] == ["watch"]:
-        sys.exit(import_module("harness.hooks.__main__").main(arguments[1:]))
-    for name in ("page", "compare"):
+    for name, room in (("watch", "hooks"), ("page", "page"), ("compare", "compare")):
         if arguments[:1] == [name]:
-            # whoever reads may stop, as head does
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            sys.exit(import_module(f"harness.{name}.__main__").main(arguments[1:]))
+            if name != "watch":
+                # whoever reads may stop, as head does
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            sys.exit(import_module(f"harness.{room}.__main__").main(arguments[1:]))
     with signals.caught(grace_s=0):
         signals.leave(cli())
 
@@ -94,10 +93,9 @@ def cli() -> int:
     schema.register()
     OmegaConf.register_new_resolver("wellfed.run_dir", run_folder)
     OmegaConf.register_new_resolver("wellfed.sweep_dir", sweep_folder, use_cache=True)
-    typed = " ".join(sys.argv)
-    if " hydra/sweeper=optuna" in typed and " hydra.sweeper.direction=" not in typed:
-        # what a job returns is its best top-1
-        sys.argv.append("hydra.sweeper.direction=maximize")
+    if "hydra/sweeper=optuna" in sys.argv:
+        # what a job returns is its best top-1; a direction that was typed comes later and counts
+        sys.argv.insert(1, "hydra.sweeper.direction=maximize")
     # applied here, and not as a decorator: launchers then send ``main`` by its name
     composing = hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")
     try:
@@ -105,7 +103,8 @@ def cli() -> int:
         composing(main)()
     except SystemExit as ended:
         # with --cfg no job runs: Hydra has said that there is no such --package
-        raise SystemExit(2 if "--cfg" in typed and ended.code else ended.code) from None
+        is_shown = "--cfg" in " ".join(sys.argv)
+        raise SystemExit(2 if is_shown and ended.code else ended.code) from None
     except BrokenPipeError:
         return tell(_failed) or 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:

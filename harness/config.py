@@ -7,7 +7,6 @@ the files in ``conf/`` hold values only. ``load`` turns what Hydra composed into
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import io
@@ -932,53 +931,50 @@ def prepared(arguments: list[str]) -> list[str]:
         ConfigError: a flag that there is not, such as ``--lr 0.1``, ``loader=null``, or a file of
             settings that cannot be read.
     """
-    for text in arguments:
-        group, _, value = text.partition("=")
+    parser = get_args_parser()
+    # its own would print its usage
+    parser.error = _refused  # type: ignore[method-assign]
+    read, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        following = arguments[arguments.index(unknown[0]) + 1 :]
+        raise ConfigError(answers.refused_flag(unknown[0], following, names()))
+    if read.experimental_rerun:
+        _refused("--experimental-rerun: write resume=FOLDER")
+    if read.package and not read.cfg:
+        _refused(f"--package={read.package}: has no effect without --cfg")
+    words = read.overrides
+    pairs = [text.lstrip("+").partition("=")[::2] for text in words]
+    for group, value in pairs:
+        if not group:
+            _refused(f"={value}: settings are written NAME=VALUE")
         # Hydra would take it for an error of its own
         if re.fullmatch("null|true|false|[0-9.]+", value, re.I) and group in _groups():
             raise ConfigError(answers.no_choice(group, value, choices(group)))
-    if wrong := answers.refused_flag(arguments, names()):
-        raise ConfigError(wrong)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = _refused  # type: ignore[method-assign]
-    flags = {"config_path": "-cp", "config_dir": "-cd", "config_name": "-cn", "cfg": "-c"}
-    for name, short in flags.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", short)
-    known, words = parser.parse_known_args(arguments)
-    has_places = known.config_path is not None or known.config_dir is not None
-    if has_places:
-        arguments = words
-    for name in flags if has_places else ():
-        value = getattr(known, name)
+    for name in ("config_path", "config_dir"):
+        folder = getattr(read, name)
         # pkg://... is Hydra's
-        if name in ("config_path", "config_dir") and value is not None and "://" not in value:
-            value = Path.cwd() / value
+        if folder is not None and "://" not in folder:
+            place = Path.cwd() / folder
+            setattr(read, name, place)
             # what Hydra will read first
-            _check_file(value / f"{known.config_name or 'config'}.yaml")
-            for text in words:
-                group, _, choice = text.lstrip("+").partition("=")
-                _check_file(value / group / f"{choice}.yaml")
-        if value is not None:
-            arguments = [f"--{name.replace('_', '-')}={value}", *arguments]
+            for file in (read.config_name or "config", *map("/".join, pairs)):
+                _check_file(place / f"{file}.yaml")
     # Hydra copies what is stored for each group that it lists: 0.4 s of --help
-    if any(text.startswith("model=") for text in arguments):
+    if any(text.startswith("model=") for text in words):
         store = ConfigStore.instance()
         for name in set(classifiers()).difference(choices("model")):
             store.store(group="model", name=name, node={"name": name})
         # any name: check_names knows them
-        for name in re.findall(rf"[=,]{TIMM}([^,\s]+)", " ".join(arguments)):
+        for name in re.findall(rf"[=,]{TIMM}([^,\s]+)", " ".join(words)):
             node = {"name": TIMM + name}
             store.store(group="model/timm", name=name, node=node, package="model")
-    parser = get_args_parser()
-    # its own would print its usage
-    parser.error = _refused  # type: ignore[method-assign]
-    read = parser.parse_intermixed_args(arguments)
-    if read.package and not read.cfg:
-        _refused(f"--package={read.package}: has no effect without --cfg")
-    words = read.overrides
     # Hydra takes no settings on both sides of a flag, and the one behind --info for its value
-    arguments = words + [text for text in arguments if text not in words]
-    return answers.expanded([_as_typed(text) for text in arguments])
+    flags = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in vars(read).items()
+        if name != "overrides" and value not in (None, False)
+    ]
+    return answers.expanded([*map(_as_typed, words)]) + flags
 
 
 def _as_typed(text: str) -> str:
@@ -1197,7 +1193,7 @@ def register() -> None:
 
     def help_page(*, _root_: DictConfig) -> str:
         # Hydra resolves this for every run, which would cost each 15 ms
-        if not any(text in ("-h", "--h", "--he", "--hel", "--help") for text in sys.argv):
+        if "--help" not in sys.argv:
             return ""
         return help_text(_typed(_root_)).replace("$", "$$")
 

@@ -99,7 +99,7 @@ def test_the_command_says_its_version(command: tuple[str, ...]) -> None:
             ["-cp=here", "a=1"], ["a=1", "--config-path={cwd}/here"], id="by its short name"
         ),
         pytest.param(["--config-path", "/x"], ["--config-path=/x"], id="absolute"),
-        pytest.param(["-m", "a=1"], ["a=1", "-m"], id="none"),
+        pytest.param(["-m", "a=1"], ["a=1", "--multirun"], id="none"),
     ],
 )
 def test_other_settings_are_found_from_the_current_folder(

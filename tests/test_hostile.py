@@ -68,7 +68,7 @@ def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
         (["-sc", "query=bash"], "-sc query is for the shell, which sets COMP_LINE"),
         (["-m", "seed=range(3,1)"], "seed=range(3,1): a sweep over no values; give some"),
         (["-m", "model=glob(zz*)"], "model=glob(zz*): a sweep over no values; give some"),
-        (["---"], "unrecognized arguments: ---; see --help"),
+        (["---"], "---: settings are written NAME=VALUE, without dashes; see --help"),
         (["--info=bogus"], "argument --info/-i: invalid choice: 'bogus'"),
         (["data.download=-1"], "data.download=-1: a number; use true or false"),
         (["loader.backend=1"], "loader.backend=1: a number; use one of the choices"),
