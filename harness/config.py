@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import io
 import operator
 import os
 import re
@@ -17,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -683,16 +683,11 @@ def load(composed: DictConfig) -> Config:
     """
     config = _typed(composed)
     settings = list(walk(config))
-    shown_as = {
-        path: str(value) if isinstance(value, str) else shown(value) for path, value, _ in settings
-    }
-
-    # of texts such as "loader.num_workers=0 dist=spawn"
-    def holds(typed: str) -> bool:
-        pairs = [text.split("=") for text in typed.split()]
-        # dist= is dist.name=
-        return all(shown_as.get(name, shown_as.get(f"{name}.name")) == text for name, text in pairs)
-
+    # as they are typed: dist= is dist.name=
+    held = set()
+    for path, value, _ in settings:
+        text = str(value) if isinstance(value, str) else shown(value)
+        held.add(f"{path.removesuffix('.name')}={text}")
     # each setting by itself
     for path, value, meta in settings:
         given = f"{path}={shown(value)}"
@@ -718,12 +713,12 @@ def load(composed: DictConfig) -> Config:
         asks = value not in (None, meta["default"]) and value is not False
         asks = asks and not (path.endswith("num_workers") and value == 0)
         for others in meta.get("no_effect_with", ()):
-            if asks and holds(others):
+            if asks and held.issuperset(others.split()):
                 way_out = f"change that, or set it to {shown(meta['default'])}"
                 raise ConfigError(f"{given}: has no effect with {others}; {way_out}")
     # settings together
     for typed, reason in _CONTRADICTIONS.items():
-        if holds(typed):
+        if held.issuperset(typed.split()):
             raise ConfigError(f"{typed.split()[0]}: {reason}")
     _check_values(config)
     return config
@@ -804,22 +799,18 @@ def _typed(composed: DictConfig) -> Config:
     except (OmegaConfBaseException, OverflowError) as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(config, Config)
-    written: Any = OmegaConf.to_container(ours)
+    # without the schema's defaults, alone or within a group that is interpolated
+    written = dict(leaves(OmegaConf.to_container(ours)))
     for path, value, _ in list(walk(config)):
         place, _, name = path.rpartition(".")
         group = operator.attrgetter(place)(config) if place else config
         if isinstance(value, list):
             # OmegaConf makes lists of tuples
             setattr(group, name, tuple(value))
-        elif isinstance(value, str):
-            # the schema's default, alone or within a group that is interpolated, was not written
-            text = written
-            for key in path.split("."):
-                text = text.get(key, "") if isinstance(text, dict) else ""
-            if "${" in str(text):
-                given = Interpolated(value)
-                given.written = text
-                setattr(group, name, given)
+        elif isinstance(value, str) and "${" in str(written.get(path)):
+            given = Interpolated(value)
+            given.written = written[path]
+            setattr(group, name, given)
     return config
 
 
@@ -867,10 +858,9 @@ def saved(text: bytes) -> dict[str, Any]:
     if why := _fault(text):
         raise ConfigError(why)
     try:
-        plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
-    # YAML's own, which has no base that Python has; omegaconf's
-    except Exception as error:
-        raise ConfigError(str(error)) from error
+        plain = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(answers.yaml_fault(error)) from error
     # a list, in a file that is not ours
     return plain if isinstance(plain, dict) else {}
 
@@ -884,6 +874,15 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str,
             yield from walk(value, f"{path}.")
         else:
             yield path, value, item.metadata
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every leaf of nested dictionaries: dotted name and value."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def form_asked_for(loader: LoaderConfig) -> Backend | None:
@@ -1113,17 +1112,15 @@ def _fault(text: bytes) -> str | None:
     return None
 
 
-def _nodes(node: Any, known: dict[int, int]) -> int:
+def _nodes(node: Any, known: dict[Any, int]) -> int:
     """Returns how many nodes a tree of YAML has once its aliases are written out."""
-    if isinstance(node, yaml.CollectionNode):
-        if id(node) not in known:
-            known[id(node)] = 1
-            parts = [
-                part for each in node.value for part in (each if type(each) is tuple else (each,))
-            ]
-            known[id(node)] += sum(_nodes(part, known) for part in parts)
-        return known[id(node)]
-    return 1
+    if node not in known:
+        known[node] = 1
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            parts = [*chain.from_iterable(parts)]
+        known[node] += sum(_nodes(part, known) for part in parts)
+    return known[node]
 
 
 def _groups() -> list[str]:

@@ -28,6 +28,7 @@ from harness.runtime.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
     from harness.runtime.distributed import World
+    from harness.training.resume import Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,40 +71,41 @@ def check(config: Config) -> None:
     resume = config.resume
     weights = config.model.weights
     if resume not in (None, "auto") and not os.path.exists(resume):
-        raise CheckpointError(
-            f"resume={printable(resume)}: no such checkpoint; use null, auto or a path"
-        )
+        raise CheckpointError(f"resume={resume}: no such checkpoint; use null, auto or a path")
     # a run that goes on reads no other weights
     if resume is None and weights not in (None, "DEFAULT") and not os.path.exists(weights):
-        raise CheckpointError(
-            f"model.weights={printable(weights)}: no such file; use null, DEFAULT or a path"
-        )
+        raise CheckpointError(f"model.weights={weights}: no such file; use null, DEFAULT or a path")
 
 
 def _check_launcher(config: Config) -> None:
     """Refuses what no launcher sets; removes what dist=single and dist=spawn would misread.
 
     Raises:
-        ConfigError: a variable is missing, or no number.
+        ConfigError: a variable is missing, or no number, or torchrun started this process.
     """
+    kind = config.dist.name
     # what is read without torchrun too, and what it sets besides
     numbers = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
-    names = numbers
-    if config.dist.name is DistName.torchrun:
-        numbers = [*numbers, "LOCAL_WORLD_SIZE", "MASTER_PORT"]
-        names = [*numbers, "MASTER_ADDR"]
-    for name in names:
+    if kind is DistName.torchrun:
+        numbers += ["LOCAL_WORLD_SIZE", "MASTER_PORT"]
+    for name in (*numbers, "MASTER_ADDR"):
         value = os.environ.get(name)
-        if value is None and config.dist.name is DistName.torchrun:
+        if value is None and kind is DistName.torchrun:
             raise ConfigError(
                 f"dist=torchrun: {name} is not set; start with `torchrun --nproc-per-node N "
                 "train.py ...`"
             )
         if value is not None and name in numbers and not value.isdecimal():
-            raise ConfigError(f"{name}={printable(value)}: not a number; unset it, or use torchrun")
-    if config.dist.name is not DistName.torchrun and int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        for name in (*numbers, "TORCHELASTIC_RUN_ID"):
-            os.environ.pop(name, None)
+            raise ConfigError(f"{name}={value}: not a number; unset it, or use torchrun")
+    if kind is DistName.torchrun:
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"dist={kind.name}: started by torchrun, whose processes would not meet; add "
+            "dist=torchrun"
+        )
+    for name in (*numbers, "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
 
 
 def _needs_processes(config: Config) -> bool:
@@ -112,8 +114,7 @@ def _needs_processes(config: Config) -> bool:
     With the data sets here, threads and tuner=auto may do without.
     """
     loader = config.loader
-    none_asked_for = loader.num_workers == 0 and not loader.val.num_workers
-    if none_asked_for or loader.start_method is not StartMethod.forkserver:
+    if loader.num_workers == 0 or loader.start_method is not StartMethod.forkserver:
         return False
     is_own = parts.is_own(config.data.name)
     searched = loader.autotune and config.tuner.name is TunerName.grid
@@ -140,26 +141,28 @@ def main_worker(local_rank: int, job: Job) -> None:
     with joined as world, folder.logging_to(job.folder, world.rank), station.quiet_ranks(world):
         signals.set_grace(config.checkpoint.grace_s)
         station.refuse_hidden_gpu(config, world)
-        if config.mode is not Mode.verify:
-            from harness.training import published
-
-            # before anything reads the settings, and the same on every rank
-            job = replace(job, config=published.settings(config, job.overridden))
         if config.mode is Mode.verify:
             _verify(world, job)
-        elif config.mode in (Mode.predict, Mode.export):
-            _apply(world, job)
-        else:
-            _wire(world, job)
+            return
+        from harness.runtime import seeding
+        from harness.training import published, resume
+
+        # before anything reads the settings, and the same on every rank
+        config = published.settings(config, job.overridden)
+        saved = resume.find(config, job.folder)
+        config = resume.settings(config, saved, job.overridden)
+        seeding.seed_everything(config.seed, config.trainer.deterministic)
+        work = _apply if config.mode in (Mode.predict, Mode.export) else _wire
+        work(world, replace(job, config=config), saved)
 
 
-def _wire(world: World, job: Job) -> None:
+def _wire(world: World, job: Job, saved: Saved | None) -> None:
     """Wires the rooms in the order of the data, from the disk to the report."""
     from harness.data import datasets
     from harness.diagnose.diagnosis import diagnose
     from harness.feed.forms import Feeds
     from harness.page.document import write_report
-    from harness.runtime import limits, seeding
+    from harness.runtime import limits
     from harness.training import resume
     from harness.training.engine import Engine
     from harness.training.reporter import Reporter
@@ -170,9 +173,7 @@ def _wire(world: World, job: Job) -> None:
     from harness.tuning.session import tuned
     from harness.watch import station
 
-    saved = resume.find(job.config, job.folder)
-    config = resume.settings(job.config, saved, job.overridden)
-    seeding.seed_everything(config.seed, config.trainer.deterministic)
+    config = job.config
     # storage -> decode -> augment
     splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
     config, rest = resume.rest(config, saved, world, len(splits.train))
@@ -229,22 +230,17 @@ def _verify(world: World, job: Job) -> None:
     verify(feeds, feeds.settings(limits.measure(world.local_size)), job.folder)
 
 
-def _apply(world: World, job: Job) -> None:
+def _apply(world: World, job: Job, saved: Saved | None) -> None:
     """Predicts with the network of a checkpoint, or exports it."""
     from harness.inference.export import export
     from harness.inference.predict import predict
-    from harness.runtime import seeding
-    from harness.training import resume
 
-    saved = resume.find(job.config, job.folder)
-    # find raises where there is nothing
+    # resume.find raises where there is nothing
     assert saved is not None
-    config = resume.settings(job.config, saved, job.overridden)
-    seeding.seed_everything(config.seed, config.trainer.deterministic)
-    if config.mode is Mode.export:
-        export(saved, config, job.folder)
+    if job.config.mode is Mode.export:
+        export(saved, job.config, job.folder)
     else:
-        predict(saved, config, world, job.folder)
+        predict(saved, job.config, world, job.folder)
 
 
 def run(index: int, job: Job) -> None:

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 import harness
 
 if TYPE_CHECKING:
-    from harness import (  # noqa: F401
-        DataPrefetcher,
-        StepClock,
-        faster,
-        load,
-        tune,
-        watched,
-        watching,
-    )
+    from harness import *  # noqa: F403
 
 
 # Whatever harness shows: a checkout's environment has a copy of this file, which must not age.

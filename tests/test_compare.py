@@ -159,16 +159,16 @@ def test_a_diagnosis_among_runs_is_passed_over(
     runs = [make_run(name) for name in "bc"]
     diagnosis = runs[0].parent / "a"
     (diagnosis / ".hydra").mkdir(parents=True)
-    (diagnosis / "diagnosis.json").write_text("{}")
+    (diagnosis / ".hydra/config.yaml").write_text("mode: diagnose\n")
     for folders in ([runs[0].parent], [diagnosis, *runs]):
         code, said, errors = compare(capsys, *folders, "--fail-beyond", "speed=0.9")
         assert (code, errors, [row["run"] for row in cells(said)]) == (0, [], ["b", "c"])
-        passed = "passed over: mode=diagnose and mode=verify train nothing"
+        passed = "passed over: a run of its mode trains nothing"
         assert f"- {os.path.relpath(diagnosis)}: {passed}" in said
     assert "passed over" in json.loads(compare(capsys, runs[0].parent, "--json")[1])["notes"][-1]
     code, _, errors = compare(capsys, diagnosis)
     assert code == 2
-    assert errors[0].endswith("mode=verify train nothing; name a run's folder, or a sweep's")
+    assert errors[0].endswith("a run of its mode trains nothing; name a run's folder, or a sweep's")
 
 
 def test_a_sweep_stands_for_its_jobs_in_order(
@@ -365,16 +365,16 @@ def test_every_run_and_every_limit_is_judged(
 @pytest.mark.parametrize(
     ("limit", "text"),
     [
-        pytest.param("speed", "such as speed=0.95", id="no_value"),
+        pytest.param("speed", "such as step=1.05", id="no_value"),
         pytest.param(
             "fps=0.9",
             "not a limit; write NAME=LIMIT, where the names are speed, step",
             id="unknown",
         ),
-        pytest.param("speed=95", "such as speed=0.95", id="percent"),
-        pytest.param("speed=-0.05", "such as speed=0.95", id="difference_of_no_fraction"),
-        pytest.param("top1=0.9", "such as top1=-0.05", id="absolute"),
-        pytest.param("stall=+5", "such as stall=+0.05", id="points"),
+        pytest.param("speed=95", "such as step=1.05", id="percent"),
+        pytest.param("speed=-0.05", "such as step=1.05", id="difference_of_no_fraction"),
+        pytest.param("top1=0.9", "such as step=1.05", id="absolute"),
+        pytest.param("stall=+5", "such as step=1.05", id="points"),
         pytest.param("step=nan", "such as step=1.05", id="nan"),
     ],
 )

@@ -59,8 +59,8 @@ def limit(typed: str) -> Limit:
         fits = not is_signed and 0 < bound <= 10
     if not fits:
         raise argparse.ArgumentTypeError(
-            f"{printable(typed)}: write the allowed ratio or signed difference, such as "
-            f"{figure.example}"
+            f"{printable(typed)}: write the allowed ratio, such as step=1.05, or of stall, goodput "
+            "and top1 the signed difference, such as top1=-0.01"
         )
     return typed, figure, bound
 
@@ -200,9 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = [str(run.error) for run in runs if run.status == "unreadable"] + untold
     for line in [f"error: {line}" for line in errors] + [f"regression: {line}" for line in beyond]:
         print(printable(line), file=sys.stderr)
-    if beyond:
-        return 1
-    return 2 if errors else 0
+    return 1 if beyond else 2 if errors else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ class Figure(NamedTuple):
         name: what a limit calls it.
         title: its column, with the unit.
         path: where ``report.json`` holds it.
-        example: a limit on it.
         higher_is_better: otherwise lower is.
         is_fraction: 0..1 and compared by difference; other figures are compared by ratio.
         is_clocked: rests on the clock that ``stall_basis`` names, and is compared with figures of
@@ -30,7 +29,6 @@ class Figure(NamedTuple):
     name: str
     title: str
     path: str
-    example: str
     higher_is_better: bool = False
     is_fraction: bool = False
     is_clocked: bool = False
@@ -52,12 +50,12 @@ class Figure(NamedTuple):
 
 
 FIGURES = (
-    Figure("speed", "images/s", "images_per_s", "speed=0.95", higher_is_better=True),
-    Figure("step", "step ms", "step_ms.median", "step=1.05"),
-    Figure("p95", "p95 ms", "step_ms.p95", "p95=1.05"),
-    Figure("stall", "stall", "stall_fraction", "stall=+0.05", False, True, True),
-    Figure("goodput", "goodput", "goodput.fraction", "goodput=-0.05", True, True, True),
-    Figure("top1", "top-1", "top1", "top1=-0.05", True, True),
+    Figure("speed", "images/s", "images_per_s", higher_is_better=True),
+    Figure("step", "step ms", "step_ms.median"),
+    Figure("p95", "p95 ms", "step_ms.p95"),
+    Figure("stall", "stall", "stall_fraction", False, True, True),
+    Figure("goodput", "goodput", "goodput.fraction", True, True, True),
+    Figure("top1", "top-1", "top1", True, True),
 )
 
 
@@ -119,7 +117,7 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
         found += [Path(os.path.abspath(place)) for place in places]
     runs = [place for place in found if not _trains_nothing(place)]
     passed = [
-        f"{os.path.relpath(place)}: passed over: mode=diagnose and mode=verify train nothing"
+        f"{os.path.relpath(place)}: passed over: a run of its mode trains nothing"
         for place in found
         if place not in runs
     ]
@@ -134,12 +132,10 @@ def _is_run(folder: Path) -> bool:
 
 
 def _trains_nothing(folder: Path) -> bool:
-    if (folder / "report.json").is_file():
-        return False
     with suppress(OSError, ValueError):
-        if config.saved(read_inside(folder, ".hydra/config.yaml")).get("mode") == "verify":
-            return True
-    return (folder / "diagnosis.json").is_file()
+        settings = config.saved(read_inside(folder, ".hydra/config.yaml"))
+        return settings.get("mode") in ("diagnose", "verify", "predict", "export")
+    return False
 
 
 def _read(folder: Path, name: str) -> Run:
@@ -169,15 +165,9 @@ def _read(folder: Path, name: str) -> Run:
             value = value.get(part) if isinstance(value, dict) else None
         if number(value) is not None:
             figures[figure] = value
-    return Run(name, report["status"], report.get("error"), report, dict(_flat(settings)), figures)
-
-
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return Run(
+        name, report["status"], report.get("error"), report, dict(config.leaves(settings)), figures
+    )
 
 
 def group(tree: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.config import ConfigError
 from harness.page.document import write_sweep
+from harness.runtime.errors import printable, tell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,16 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         path, runs, notes = write_sweep(parser.parse_args(arguments).folder)
     except OSError as error:
-        # not above: this imports Hydra
-        from harness.config import ConfigError
-        from harness.runtime.errors import tell
-
         return tell([ConfigError(str(error))])
-    if notes:
-        from harness.runtime.errors import printable
-
-        for note in notes:
-            print(f"note: {printable(note)}", file=sys.stderr)
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
     print(f"{path}: {runs} run{'s' * (runs != 1)}")
     return 0
 

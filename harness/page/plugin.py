@@ -1,7 +1,7 @@
 """The tab "Data stalls" in TensorBoard: the page's files, the list of runs, one run.
 
 TensorBoard imports this file when it starts and would not start if that failed. So it imports the
-rest of the page only when asked, and whatever goes wrong is told in the tab.
+rest of the page only when asked. What goes wrong with a request is told in the tab.
 """
 
 from __future__ import annotations
@@ -65,12 +65,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         It is the page's files, ``/runs`` with few points of each run, and ``/run?name=`` with as
         many as fit.
         """
-        try:
-            from harness.page import document, runs
-        except Exception as error:
-            text = json.dumps(f"The page cannot be served: {type(error).__name__}: {error}")
-            script = f"export async function render() {{ document.body.textContent = {text}; }}"
-            return {"/tab.js": _app("text/javascript", lambda query: script)}
+        from harness.page import document, runs
 
         def found(notes: list[str]) -> dict[str, Path]:
             folders: dict[str, Path] = {}

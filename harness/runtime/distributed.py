@@ -168,16 +168,8 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         rank = int(os.environ["RANK"])
     else:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                f"dist={kind.name}: started by torchrun, whose processes would not meet; add "
-                "dist=torchrun"
-            )
         rank = local_rank
-        size = 1
-        if kind is DistName.spawn:
-            size = spawn_size(config)
-        local_size = size
+        size = local_size = spawn_size(config) if kind is DistName.spawn else 1
     device = choose_device(config.device, local_rank, local_size)
     own = accelerator.of(device)
     own.make_current()
@@ -251,21 +243,15 @@ def refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> N
         ConfigError: names the ranks, the GPU and the way out.
     """
     store.set(f"gpu/{rank}", f"GPU {uuid} of {socket.gethostname()}" if uuid else "")
-    found: dict[bytes, list[str]] = {}
-    for other, gpu in enumerate(store.multi_get([f"gpu/{other}" for other in range(size)])):
-        if gpu:
-            found.setdefault(gpu, []).append(str(other))
+    gpus = store.multi_get([f"gpu/{other}" for other in range(size)])
     store.set(f"told/{rank}", "")
-    shared = "; ".join(
-        f"ranks {', '.join(ranks)} have {gpu.decode()}"
-        for gpu, ranks in found.items()
-        if len(ranks) > 1
-    )
+    shared = next((gpu for gpu in gpus if gpu and gpus.count(gpu) > 1), None)
     if shared:
         if rank == 0:
             # the store may live in this process: it must not end before the others know
             store.wait([f"told/{other}" for other in range(size)])
+        ranks = ", ".join(str(other) for other in range(size) if gpus[other] == shared)
         raise ConfigError(
-            f"device: {shared}; start one rank for each GPU that a node has, or show each rank "
-            "another GPU"
+            f"device: ranks {ranks} have {shared.decode()}; start one rank for each GPU that a "
+            "node has, or show each rank another GPU"
         )

@@ -55,13 +55,11 @@ def read_regular(path: AnyPath, most_bytes: int = sys.maxsize) -> bytes:
             raise OSError(f"more than {most_bytes >> 20} MiB")
         # most often all: a thread asks for the interpreter after each call
         data = os.read(file, size + 1)
-        if len(data) == size:
-            return data
-        # the file has grown or shrunk meanwhile, or is read in pieces
-        parts = [data]
-        while parts[-1]:
-            parts.append(os.read(file, 1 << 20))
-        return b"".join(parts)
+        if len(data) != size:
+            # the file has grown or shrunk meanwhile, or is read in pieces
+            with open(file, "rb", closefd=False) as rest:
+                data += rest.read()
+        return data
     finally:
         os.close(file)
 

@@ -32,7 +32,7 @@ class Limits:
         shm_bytes: free shared memory, divided over the ranks of this node; None without /dev/shm.
         open_files: file descriptors that one process may hold.
         files_open: file descriptors that this process holds already; 0 if the system hides it.
-        sources: where each of these figures was read, by name.
+        sources: where ``cores`` and ``memory_bytes`` were read.
     """
 
     cores: float
@@ -60,28 +60,21 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
 
     cores, cores_from = min(_cores(groups, together, ranks))
     free_bytes, free_from = min(_memory(groups, ranks))
-    memory = _over(ranks, (free_bytes - reserved_bytes, free_from))
+    memory_bytes, memory_from = _over(ranks, (free_bytes - reserved_bytes, free_from))
     shm = root / "dev/shm"
     shm_bytes = None
-    shm_from = f"no {shm}"
     if shm.is_dir():
-        free, shm_from = _over(ranks, (shutil.disk_usage(shm).free, f"free in {shm}"))
-        shm_bytes = int(free)
+        shm_bytes = shutil.disk_usage(shm).free // ranks
     files_open = 0
     with suppress(*_DENIED):
         files_open = psutil.Process().num_fds()
     return Limits(
         cores=cores,
-        memory_bytes=max(0, int(memory[0])),
+        memory_bytes=max(0, int(memory_bytes)),
         shm_bytes=shm_bytes,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         files_open=files_open,
-        sources={
-            "cores": cores_from,
-            "memory_bytes": memory[1],
-            "shm_bytes": shm_from,
-            "open_files": "soft limit (ulimit -n)",
-        },
+        sources={"cores": cores_from, "memory_bytes": memory_from},
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,20 +217,6 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOME", str(tmp_path))
     runs.write(tmp_path / "a,b" / "0", report={})
     assert [run["name"] for run in json.loads(ask(plugin("~/a,b"), "/runs")[2])["runs"]] == ["0"]
-
-
-def test_a_broken_room_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the page's modules cannot be imported TensorBoard starts, and the tab says why."""
-    for name in ("runs", "document"):
-        monkeypatch.setitem(sys.modules, f"harness.page.{name}", None)
-        monkeypatch.delattr(f"harness.page.{name}", raising=False)
-    here = plugin(tmp_path)
-    assert here.is_active()
-    assert list(here.get_plugin_apps()) == ["/tab.js"]
-    status, headers, body = ask(here, "/tab.js")
-    assert (status, headers["Content-Type"]) == ("200 OK", "text/javascript; charset=utf-8")
-    assert b"export async function render()" in body
-    assert b"The page cannot be served: " in body
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def told_by(uuids: Sequence[str | None]) -> list[str]:
         ),
         pytest.param(
             "abab",
-            "device: ranks 0, 2 have GPU a of node; ranks 1, 3 have GPU b of node; start",
+            "device: ranks 0, 2 have GPU a of node; start one rank for each GPU",
             id="two pairs",
         ),
     ],
@@ -133,7 +133,7 @@ def told_by(uuids: Sequence[str | None]) -> list[str]:
 def test_ranks_on_one_gpu_are_refused(
     monkeypatch: pytest.MonkeyPatch, uuids: str, text: str
 ) -> None:
-    """Every rank is told which ranks share which GPU, and the way out."""
+    """Every rank is told which ranks share a GPU, and the way out."""
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     told = told_by(uuids)
     assert told[0].startswith(text) and set(told) == {told[0]}

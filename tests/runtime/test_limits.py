@@ -326,8 +326,6 @@ def test_each_figure_says_where_it_comes_from(
     assert found.sources == {
         "cores": f"quota in {tmp_path}/sys/fs/cgroup/a/cpu.max, over 2 ranks",
         "memory_bytes": "SLURM_MEM_PER_NODE, over 2 ranks",
-        "shm_bytes": f"no {tmp_path}/dev/shm",
-        "open_files": "soft limit (ulimit -n)",
     }
     assert limits.measure(root=tmp_path / "none").sources["cores"] == "affinity"
 
