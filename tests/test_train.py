@@ -555,12 +555,12 @@ def test_a_used_folder_is_refused(finished: tuple[Path, str]) -> None:
 
 
 def test_torchrun_without_its_setting_is_refused(
-    composed: Composed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    composed: Composed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes of torchrun that would each train alone are told what is missing."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="dist=single: started by torchrun, .* add dist=torchrun"):
-        run_here(composed("data=digits"), tmp_path)
+        job.check(composed("data=digits"))
 
 
 @pytest.mark.usefixtures("kept_globals")
