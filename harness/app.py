@@ -75,9 +75,7 @@ def cli() -> int:
 
     def sweep_folder(name: str | None) -> str:
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        for each in parser.parse_overrides(
-            [text for text in sys.argv[1:] if "=" in text and text[0] != "-"]
-        ):
+        for each in parser.parse_overrides([text for text in sys.argv[1:] if text[0] != "-"]):
             if each.is_discrete_sweep() and not [*each.sweep_string_iterator()]:
                 raise schema.ConfigError(f"{each.input_line}: a sweep over no values; give some")
         return f"multirun/{name}" if name else str(folder.new_folder(Path("multirun")))

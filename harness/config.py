@@ -52,9 +52,9 @@ Wandb = Enum("Wandb", "disabled offline online")
 DistName = Enum("DistName", "single spawn torchrun")
 DistBackend = Enum("DistBackend", "auto nccl gloo")
 
-# what takes a network from a checkpoint for other images, and what does not
+# what takes a network from a checkpoint for other images; what else does not train
 _APPLIED = ["mode=predict", "mode=export"]
-_UNAPPLIED = ["mode=train", "mode=evaluate", "mode=diagnose", "mode=verify"]
+_UNTRAINED = ["mode=evaluate", "mode=diagnose", "mode=verify"]
 
 
 # before the names of timm's networks
@@ -301,7 +301,7 @@ class LoaderConfig:
     autotune: bool = setting(
         False,
         "Search the settings below before training, as tuner= says.",
-        no_effect_with=["mode=evaluate", "mode=diagnose", "mode=verify", "data=fake", *_APPLIED],
+        no_effect_with=[*_UNTRAINED, "data=fake", *_APPLIED],
     )
     backend: Backend | None = setting(
         None,
@@ -575,7 +575,7 @@ class ProfileConfig:
     steps: str | None = setting(
         None,
         "First and last step of a trace in the run folder, such as 10-20; null: none.",
-        no_effect_with=["mode=evaluate", "mode=diagnose", "mode=verify", *_APPLIED],
+        no_effect_with=[*_UNTRAINED, *_APPLIED],
     )
 
 
@@ -587,7 +587,7 @@ class PredictConfig:
         5,
         "Classes for each image, the most probable first; at most all there are.",
         ge=1,
-        no_effect_with=[*_UNAPPLIED, "mode=export"],
+        no_effect_with=["mode=train", *_UNTRAINED, "mode=export"],
     )
 
 
@@ -598,7 +598,7 @@ class ExportConfig:
     format: Format = setting(
         Format.pt2,
         "pt2: a program of torch.export; onnx needs the packages of the extra onnx.",
-        no_effect_with=[*_UNAPPLIED, "mode=predict"],
+        no_effect_with=["mode=train", *_UNTRAINED, "mode=predict"],
     )
 
 

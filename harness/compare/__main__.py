@@ -7,6 +7,7 @@ runs in it. A run that was interrupted or failed is listed and not compared.
     wellfed compare multirun/2026-05-04/10-20-30 --json
     wellfed compare outputs/main outputs/change --fail-beyond speed=0.95 stall=+0.05 top1=-0.01
 
+Limits are on speed (images/s), step (ms, median), p95 (ms, of steps), stall, goodput and top1.
 Exit codes: 0; 1: a run lies beyond a limit; 2: a folder or a figure is missing or damaged.
 """
 
@@ -164,12 +165,10 @@ def as_json(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the comparison; returns the exit code."""
-    names = ", ".join(f"{figure.name} ({figure.title})" for figure in FIGURES)
     parser = argparse.ArgumentParser(
         prog="wellfed compare",
-        description="Compare runs by what they left in their folders. The first is the reference.",
-        epilog=f"Figures that --fail-beyond knows: {names}. Exit codes: 0; 1 where a run lies "
-        "beyond a limit; 2 where a folder or a figure is missing or damaged.",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "folders",

@@ -33,7 +33,8 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     plugin_name = "data_stalls"
 
     def __init__(self, context: base_plugin.TBContext) -> None:
-        self._logdirs = logdirs(context.logdir, getattr(context.flags, "logdir_spec", None))
+        # a tilde is the home folder, as TensorBoard has it; empty with --logdir_spec
+        self._logdir = os.path.expanduser(context.logdir or "")
         self._has_run = False
         self._looked_s = -_RECALL_S
 
@@ -47,14 +48,13 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             from harness.page.runs import each_run
 
             # TensorBoard asks again and again, and waits for the answer
-            if not self._has_run and time.monotonic() - self._looked_s >= _RECALL_S:
+            is_due = time.monotonic() - self._looked_s >= _RECALL_S
+            if self._logdir and is_due and not self._has_run:
                 self._looked_s = time.monotonic()
+                # more folders than a glance can tell of
                 unseen: list[str] = []
-                self._has_run = any(
-                    # more folders than a glance can tell of
-                    any(each_run(Path(path), unseen, _GLANCED_AT)) or unseen
-                    for path in self._logdirs.values()
-                )
+                found = each_run(Path(self._logdir), unseen, _GLANCED_AT)
+                self._has_run = any(found) or bool(unseen)
             return self._has_run
         except Exception:
             return True
@@ -68,16 +68,10 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         from harness.page import document, runs
 
         def found(notes: list[str]) -> dict[str, Path]:
-            folders: dict[str, Path] = {}
-            for label, path in self._logdirs.items():
-                if "://" in path:
-                    notes.append(
-                        f"{path} is not on this machine: the page reads folders on a disk only"
-                    )
-                    continue
-                for name, folder in runs.find_runs(Path(path), notes).items():
-                    folders[os.path.join(label, name)] = folder
-            return folders
+            if self._logdir and "://" not in self._logdir:
+                return runs.find_runs(Path(self._logdir), notes)
+            notes.append(f"--logdir={self._logdir}: the page reads a folder on this machine only")
+            return {}
 
         # made again if one of the run's files has changed
         kept = lru_cache(maxsize=1024)(lambda stamps, *run: runs.run_json(*run))
@@ -102,22 +96,6 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             kind = "text/css" if name == document.STYLE else "text/javascript"
             served[f"/{name}"] = _app(kind, file(name))
         return served
-
-
-def logdirs(logdir: str | None, spec: str | None) -> dict[str, str]:
-    """Returns folders by label, from ``--logdir`` or from ``--logdir_spec=label:path,label:path``.
-
-    The label of ``--logdir`` is empty. A tilde is the home folder, as TensorBoard has it.
-    """
-    if logdir:
-        return {"": os.path.expanduser(logdir)}
-    found = {}
-    for item in filter(None, (spec or "").split(",")):
-        label, colon, path = item.partition(":")
-        if not colon or "/" in label or path.startswith("//"):
-            label = path = item
-        found[label] = os.path.expanduser(path)
-    return found
 
 
 def _app(kind: str, make: Callable[[str], str]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.rendezvous import rendezvous
 
 from harness.config import Config, ConfigError, DistBackend, DistName
@@ -108,8 +109,7 @@ def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
         # a lost rank's peers would print stacks of C++
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+        os.environ["MASTER_PORT"] = str(get_free_port())
         run_processes(worker, job, spawn_size(config), config.checkpoint.grace_s)
     else:
         worker(int(os.environ.get("LOCAL_RANK", "0")), job)
