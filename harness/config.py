@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -1168,16 +1168,15 @@ def help_text(config: Config) -> str:
         if len(values) > 1:
             lines.append(f"  {name}= {', '.join(values)}")
     lines.append(_SETTINGS.rstrip())
-    last = None
-    for path, value, meta in walk(config):
-        section = path.rpartition(".")[0] or "run"
-        if section != last:
-            lines += ["", f"{section}:"]
-        last = section
-        options = ""
-        if isinstance(value, Enum):
-            options = f" [{' | '.join(member.name for member in type(value))}]"
-        lines.append(f"  {path}={shown(value)}{options}\n      {meta['text']}")
+    for section, settings in groupby(
+        walk(config), lambda leaf: leaf[0].rpartition(".")[0] or "run"
+    ):
+        lines += ["", f"{section}:"]
+        for path, value, meta in settings:
+            options = ""
+            if isinstance(value, Enum):
+                options = f" [{' | '.join(member.name for member in type(value))}]"
+            lines.append(f"  {path}={shown(value)}{options}\n      {meta['text']}")
     return _HELP + "\n".join(lines)
 
 

@@ -81,14 +81,16 @@ class Run(NamedTuple):
     def changes(self, first: Run) -> dict[Figure, float]:
         """Returns the change of each figure that both runs have; none unless both completed."""
         changes: dict[Figure, float] = {}
+        if not self.status == first.status == "completed":
+            return changes
         is_same_clock = self.report.get("stall_basis") == first.report.get("stall_basis")
         for figure, value in self.figures.items():
-            if not self.status == first.status == "completed" or figure not in first.figures:
+            reference = first.figures.get(figure)
+            if reference is None or (figure.is_clocked and not is_same_clock):
                 continue
-            reference = first.figures[figure]
-            if figure.is_fraction and (is_same_clock or not figure.is_clocked):
+            if figure.is_fraction:
                 changes[figure] = value - reference
-            elif not figure.is_fraction and reference > 0:
+            elif reference > 0:
                 changes[figure] = value / reference
         return changes
 

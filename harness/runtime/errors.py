@@ -111,7 +111,6 @@ class Interrupted(RunError):
         if signum == signal.SIGINT:
             name = "Ctrl-C"
         super().__init__(f"stopped by {name}")
-        self.signum = signum
         self.exit_code = 128 + signum
 
 
