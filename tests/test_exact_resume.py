@@ -136,7 +136,7 @@ def test_threads_that_come_and_go_change_nothing(
 
     def asked(self: Boundary, step: int) -> tuple[int, bool]:
         for feed in running if step % 22 in (0, 1) or luck.random() < 0.4 else ():
-            feed.resize(luck.randint(1, feed.most_threads))
+            feed.resize(luck.randint(1, 8))
         return ask(self, step)
 
     monkeypatch.setattr(ThreadFeed, "begin", begun)

@@ -16,22 +16,20 @@ class BufferPool:
     There is no release call: a buffer is free again when the last tensor or array that views it is
     gone. Code that reads a buffer asynchronously, such as a copy on its way to the device, must
     hold such a tensor until it is done. A consumer that keeps more batches than ``slots`` never
-    waits: each further buffer is new memory, freed with its last tensor.
+    waits: a buffer is new memory where none is free, and beyond ``slots`` free ones it is given
+    back.
 
     Args:
-        slots: number of buffers that are used again.
+        slots: number of buffers that are kept for use again.
         slot_bytes: size of the largest batch.
         pin_memory: whether the memory is page-locked.
-
-    Raises:
-        MemoryError: there is not enough memory.
     """
 
     def __init__(self, slots: int, slot_bytes: int, pin_memory: bool = False) -> None:
         self.slot_bytes = slot_bytes
         self._pin_memory = pin_memory
         # appends and pops are atomic: buffers come back in any thread, in the middle of anything
-        self._free = deque(self._allocate() for _ in range(slots))
+        self._free: deque[np.ndarray] = deque(maxlen=slots)
 
     def acquire(self, count: int) -> Tensor:
         """Returns ``count`` bytes, uint8 ``[count]``, of the most recently used free buffer.
@@ -42,7 +40,7 @@ class BufferPool:
         try:
             slot = self._free.pop()
         except IndexError:
-            return torch.from_numpy(self._allocate()[:count])
+            slot = self._allocate()
         # the storage of the tensor holds this array, and with it the buffer, until the last tensor
         # of the storage is gone
         view = slot[:count]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import repeat
@@ -37,9 +36,12 @@ class Filler:
         self, dataset: FillableDataset, slot: int, meter: StageMeter | None, gauge: Gauge | None
     ) -> None:
         self._dataset = dataset
-        self._slot = slot
-        self._gauge = gauge
-        meter = meter or StageMeter(stages_of(dataset), slot + 1, shared=False)
+        self._fill: Any = dataset.fill
+        if gauge is not None:
+            self._fill = gauge.timed(slot, dataset.fill)
+        stages = stages_of(dataset)
+        self._staged = stages != (SAMPLE,)
+        meter = meter or StageMeter(stages, slot + 1, shared=False)
         self.timer = StageTimer(meter, slot)
 
     def fill(
@@ -64,30 +66,22 @@ class Filler:
         Raises:
             MemoryError: no sample's fault, whichever allocator refused.
         """
-        fill: Any = self._dataset.fill
-        gauge = self._gauge
-        staged = isinstance(getattr(self._dataset, "stages", None), tuple)
+        fill = self._fill
         failures: list[Failure] = []
         self.timer.fill()
         # repeat() has no end
         timed = zip(indices.tolist(), timers or repeat(None), strict=False)
         for row, (index, laps) in enumerate(timed):
-            if gauge is not None:
-                wall_s = time.perf_counter()
-                cpu_s = time.thread_time()
             try:
                 if laps is None:
                     labels[row] = fill(epoch, index, pixels[row])
                 else:
                     laps.lap(START)
-                    if staged:
+                    if self._staged:
                         labels[row] = fill(epoch, index, pixels[row], laps.lap)
                     else:
                         labels[row] = fill(epoch, index, pixels[row])
                         laps.lap(SAMPLE)
-                if gauge is not None:
-                    wall_s = time.perf_counter() - wall_s
-                    gauge.add(self._slot, wall_s, time.thread_time() - cpu_s)
             except Exception as error:
                 if laps is not None:
                     laps.fail()

@@ -25,7 +25,7 @@ from harness.feed.interface import (
     val_settings,
 )
 from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder, Rest
-from harness.feed.pixels import InMemoryImages, pixel_bytes, why_not_in_memory
+from harness.feed.pixels import InMemoryImages, has_one_form, pixel_bytes
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed, noise
 from harness.feed.threads import ThreadFeed
@@ -69,9 +69,7 @@ class Feeds:
             return (named.name,)
         if isinstance(self.splits.train, OwnDataset):
             return (PROCESSES,)
-        return tuple(
-            name for name in FORMS if name != ARRAYS or why_not_in_memory(self.splits.train) is None
-        )
+        return tuple(name for name in FORMS if name != ARRAYS or has_one_form(self.splits.train))
 
     def settings(self, limits: Limits) -> FeedSettings:
         """Returns the training feed's settings before any tuning.
@@ -97,10 +95,11 @@ class Feeds:
                 "random numbers threads would share; use loader.backend=processes, or give a source"
             )
         if settings.backend == ARRAYS and isinstance(train, ImageDataset):
-            if reason := why_not_in_memory(train):
+            if not has_one_form(train):
                 raise ConfigError(
-                    f"loader.backend=arrays: {reason} (augment.crop=random_resized); choose "
-                    "augment.crop=pad or center, or loader.backend=threads"
+                    "loader.backend=arrays: crops are cut from whole images, which have no common "
+                    "size (augment.crop=random_resized); choose augment.crop=pad or center, or "
+                    "loader.backend=threads"
                 )
             held = self.held_bytes(settings)
             if held > 0.8 * limits.memory_bytes:

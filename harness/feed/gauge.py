@@ -53,6 +53,23 @@ class Gauge:
         cells[first + 2] += samples * wall_s * wall_s
         cells[first + 3] += samples * cpu_s
 
+    def timed(self, slot: int, make: Callable[..., Any], samples: int = 1) -> Callable[..., Any]:
+        """Returns ``make``, each call of which counts as ``samples`` of worker ``slot``.
+
+        A call that raises does not count.
+        """
+
+        def made(*args: Any) -> Any:
+            wall_s = time.perf_counter()
+            cpu_s = time.thread_time()
+            result = make(*args)
+            wall_s = time.perf_counter() - wall_s
+            cpu_s = time.thread_time() - cpu_s
+            self.add(slot, wall_s / samples, cpu_s / samples, samples)
+            return result
+
+        return made
+
     def read(self) -> Work:
         """Returns the totals over all slots."""
         rows = self._rows.read()
@@ -71,18 +88,9 @@ class Gauged(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, indices: list[int]) -> Any:
-        # a data set that gives whole batches can only be timed by the batch
-        if hasattr(self.dataset, "__getitems__"):
-            return self._timed(self.dataset.__getitems__, indices, len(indices))
-        return [self._timed(self.dataset.__getitem__, index, 1) for index in indices]
-
-    def _timed(self, load: Callable[[Any], Any], wanted: Any, samples: int) -> Any:
-        wall_s = time.perf_counter()
-        cpu_s = time.thread_time()
-        loaded = load(wanted)
-        wall_s = time.perf_counter() - wall_s
-        cpu_s = time.thread_time() - cpu_s
         worker = get_worker_info()
         slot = worker.id if worker else 0
-        self.gauge.add(slot, wall_s / samples, cpu_s / samples, samples)
-        return loaded
+        # a data set that gives whole batches can only be timed by the batch
+        if hasattr(self.dataset, "__getitems__"):
+            return self.gauge.timed(slot, self.dataset.__getitems__, len(indices))(indices)
+        return [*map(self.gauge.timed(slot, self.dataset.__getitem__), indices)]

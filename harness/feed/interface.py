@@ -284,12 +284,10 @@ def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
 
 def too_slow(settings: FeedSettings) -> LoaderError:
     """Returns the error for a batch that did not come in time."""
-    alone = "loader.num_workers=0"
-    if settings.backend == ARRAYS:
-        alone = f"loader.backend=processes {alone}"
     return LoaderError(
         f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage "
-        f"does; raise the time, or find the sample with {alone}"
+        "does; raise the time, or find the sample with loader.backend=processes "
+        "loader.num_workers=0"
     )
 
 

@@ -78,7 +78,9 @@ class Normalise:
         shape = (1, len(self._means), 1, 1)
         self._mean = torch.from_numpy(self._means).to(device).view(shape)
         self._scale = torch.from_numpy(self._scales).to(device).view(shape)
-        self._pool = BufferPool(0, 0) if reuse else None
+        # the step's batch, one that waits for the step, and one in the making
+        self._kept = 3 if reuse else 0
+        self._pool = BufferPool(0, 0)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Returns ``images`` normalised; the caller's own memory stays as it is."""
@@ -105,15 +107,11 @@ class Normalise:
         By NumPy, in this thread alone: torch would wait in each operation for threads whose cores
         the loader has.
         """
-        if self._pool is None:
-            result = torch.empty_like(images, dtype=torch.float32)
-        else:
-            size = 4 * images.numel()
-            if size > self._pool.slot_bytes:
-                # the step's batch, one that waits for the step, and one in the making
-                self._pool = BufferPool(3, size)
-            memory = self._pool.acquire(size).view(torch.float32)
-            result = memory.as_strided(images.shape, images.stride())
+        size = 4 * images.numel()
+        if size > self._pool.slot_bytes:
+            self._pool = BufferPool(self._kept, size)
+        memory = self._pool.acquire(size).view(torch.float32)
+        result = memory.as_strided(images.shape, images.stride())
 
         # in rows that are long enough for vector instructions
         count, channels, height, width = images.shape

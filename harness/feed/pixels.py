@@ -24,13 +24,9 @@ from harness.runtime.folder import log
 from harness.runtime.seeding import uniforms
 
 
-def why_not_in_memory(dataset: object) -> str | None:
-    """Returns why the images have no one form before crop and mirror; None if they have."""
-    if not isinstance(dataset, ImageDataset):
-        return f"{type(dataset).__name__} is no data set of images"
-    if dataset.transform.crop in ("pad", "center"):
-        return None
-    return "crops are cut from whole images, which have no common size"
+def has_one_form(dataset: object) -> bool:
+    """Returns whether these are images that have one form before crop and mirror."""
+    return isinstance(dataset, ImageDataset) and dataset.transform.crop in ("pad", "center")
 
 
 def pixel_bytes(dataset: ImageDataset) -> int:
@@ -54,7 +50,7 @@ class InMemoryImages:
     """The images of a data set in one array, for all feeds over the set.
 
     Args:
-        dataset: gives the images; ``why_not_in_memory`` returns None for it.
+        dataset: gives the images; ``has_one_form`` is true of it.
         device: holds the images if it is a GPU with twice the memory free; else the host does.
 
     Attributes:

@@ -203,18 +203,19 @@ class _Pull:
         self._loader = loader
         self._move = move
         self._ready = move.own.queue()
-        self._errors: list[BaseException] = []
         self._permit = move.own.queue()
         self._permit.put(True)
         self._thread = move.own.start(self._work, "prefetch")
 
     def take(self) -> Ready | None:
         """Returns the next batch, or None at the end; raises what the loader raised."""
-        ready: Ready | None = self._ready.get()
-        if ready is None and self._errors:
-            # without a name for the error: its traceback keeps this frame, and with the frame the
-            # loader's iterator
-            raise self._errors.pop()
+        ready: Ready | BaseException | None = self._ready.get()
+        if isinstance(ready, BaseException):
+            try:
+                raise ready
+            finally:
+                # the error's traceback keeps this frame: the two would keep each other
+                del ready
         self._permit.put(True)
         return ready
 
@@ -239,5 +240,4 @@ class _Pull:
                     batches.close()
         except BaseException as error:
             # handed to the consumer, who raises it
-            self._errors.append(error)
-            self._ready.put(None)
+            self._ready.put(error)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, get_worker_info
-from torch.utils.data._utils import signal_handling as _signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from harness.config import ConfigError
@@ -39,7 +39,6 @@ from harness.runtime.errors import LoaderError
 from harness.runtime.workers import Watchdog
 from harness.watch.stages import StageMeter
 
-_torchs: Any = _signal_handling
 # how soon a dead worker, or a signal to the trainer, ends a wait
 _POLL_S = 2.0
 # what workers have to start, however short loader.timeout_s is
@@ -259,7 +258,7 @@ class ProcessFeed(Feed):
                 thread._invoke_excepthook = _as_it_is
             if getattr(self._pass, "_worker_pids_set", False):
                 # or torch's handler of SIGCHLD raises, where another loader has set it
-                _torchs._remove_worker_pids(id(self._pass))
+                _remove_worker_pids(id(self._pass))
                 self._pass._worker_pids_set = False
             _kill(self._workers)
             # torch sets this event when it is dropped; a worker that was killed in a look at it
@@ -333,12 +332,11 @@ class _Batches(Dataset[HostBatch]):
         self._filler.timer.share()
         shape = (count, 3, size, size)
         strides = (3 * size * size, 1, 3 * size, 3)
-        if worker is None:
-            images = torch.empty_strided(shape, strides, dtype=torch.uint8)
-        else:
-            # shared from the start, as in torch's own collate: handing it over copies nothing
-            storage = torch.UntypedStorage._new_shared(count * 3 * size * size)
-            images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
+        # a worker's are shared from the start, as in torch's own collate: handing them over copies
+        # nothing
+        new = torch.UntypedStorage._new_shared if worker else torch.UntypedStorage
+        storage = new(count * 3 * size * size)
+        images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
         labels = torch.zeros(count, dtype=torch.int64)
         failures, stamps = self._filler.fill(timers, epoch, indices, images.numpy(), labels.numpy())
         return HostBatch(images, labels, torch.from_numpy(indices), tuple(failures), epoch, stamps)

@@ -7,7 +7,6 @@ Decoders release the interpreter lock while they work. Nothing is copied or hand
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 import weakref
@@ -24,7 +23,6 @@ from harness.feed.buffers import BufferPool
 from harness.feed.fill import Filler
 from harness.feed.gauge import Gauge
 from harness.feed.interface import (
-    ARRAYS,
     Failure,
     Feed,
     FeedSettings,
@@ -39,6 +37,8 @@ from harness.runtime.errors import LoaderError
 from harness.runtime.folder import log
 from harness.watch.stages import StageMeter, Stamps
 
+# rows of the meter, one a thread: the most that loader.num_workers and tuner.max_workers take
+MOST_THREADS = 512
 # how soon a signal to the trainer ends a wait
 _POLL_S = 0.5
 # wake-up interval of an idle thread, in case a notification was missed
@@ -62,8 +62,7 @@ class ThreadFeed(Feed):
 
     def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings) -> None:
         super().__init__(order, settings)
-        self.most_threads = max(settings.num_workers, 8, 4 * (os.cpu_count() or 1))
-        self.meter = StageMeter(stages_of(dataset), self.most_threads, shared=False)
+        self.meter = StageMeter(stages_of(dataset), MOST_THREADS, shared=False)
         self._dataset = dataset
         self._threads: BatchThreads | None = None
 
@@ -71,15 +70,8 @@ class ThreadFeed(Feed):
         """Changes the number of threads, also within a pass; surplus threads end their chunk first.
 
         If the system starts no more, a warning says so, and ``settings`` have the number reached.
-
-        Raises:
-            ValueError: the feed has no threads, or its meter has too few rows.
         """
-        if not (self.settings.num_workers and 1 <= threads <= self.most_threads):
-            raise ValueError(
-                f"resize({threads}) of a feed with num_workers={self.settings.num_workers}: choose "
-                f"1 to {self.most_threads} threads, for a feed that has any"
-            )
+        assert self.settings.num_workers and 1 <= threads <= MOST_THREADS
         if self._threads is not None:
             threads = self._threads.resize(threads)
         self.settings = replace(self.settings, num_workers=threads)
@@ -163,12 +155,13 @@ class BatchThreads:
         self._filler = partial(Filler, dataset, meter=meter, gauge=gauge)
         self._image_size = dataset.image_size
         self._settings = settings
-        # of images and of labels, from the first batch on
-        self._pools: tuple[BufferPool, BufferPool] | None = None
         self._device: int | None = None
         if settings.pin_memory:
             self._device = torch.accelerator.current_device_index()
         self._ahead = 1 + (settings.prefetch_factor or 0)
+        # the consumer holds two: one in use or on its way, and the one that it is given
+        batch_bytes = settings.batch_size * 3 * dataset.image_size**2
+        self._pool = BufferPool(self._ahead + 2, batch_bytes, settings.pin_memory)
         # the consumer's, without threads
         self._own: Filler | None = None
         if not settings.num_workers:
@@ -177,8 +170,6 @@ class BatchThreads:
         # the indices of each batch to come
         self._requests: Iterator[np.ndarray] | None = None
         self._pending: deque[_PendingBatch] = deque()
-        # of no batch: raised after the pending ones
-        self._failures: list[BaseException] = []
         self._closed = False
         self._wanted = settings.num_workers
         self._threads: dict[int, threading.Thread] = {}
@@ -196,13 +187,11 @@ class BatchThreads:
             try:
                 self._start(wanted)
             except RuntimeError as error:
-                text = f"loader.num_workers={wanted}: {error}; lower it"
-                # the threads that read images for arrays are no setting
-                if self._settings.backend == ARRAYS:
-                    text = (
-                        f"{error}, of {wanted} that were to read files; set "
-                        "loader.backend=processes loader.num_workers=0"
-                    )
+                # those that read images for arrays are no loader.num_workers
+                text = (
+                    f"{error}, of {wanted} that were to load; allow more (ulimit -u), or set "
+                    "loader.backend=processes loader.num_workers=0"
+                )
                 self._fail(LoaderError(text))
 
     def resize(self, threads: int) -> int:
@@ -233,7 +222,7 @@ class BatchThreads:
                     del chunk
                 settled = self._done.wait_for(self._settled, wait_s)
                 if settled:
-                    if not self._pending and not self._failures:
+                    if not self._pending:
                         return
                     batch = self._take()
                     waited_s = 0.0
@@ -249,8 +238,6 @@ class BatchThreads:
     def _take(self) -> HostBatch:
         """Returns the oldest batch, or raises what failed in its place."""
         # without a name for the error or its batch: the traceback keeps this frame and its names
-        if not self._pending:
-            raise self._failures.pop(0)
         if self._pending[0].failures:
             raise self._pending.popleft().failures.pop(0)
         first = self._pending.popleft()
@@ -272,7 +259,7 @@ class BatchThreads:
         """Whether a batch is there, or none will come."""
         if self._pending:
             return self._pending[0].due
-        return bool(self._failures) or self._closed or self._requests is None
+        return self._closed or self._requests is None
 
     def _start(self, threads: int) -> None:
         """Sets the number of threads; if one cannot be started, those before it stay."""
@@ -289,7 +276,8 @@ class BatchThreads:
 
     def _fail(self, error: BaseException) -> None:
         """Begins no further batch, and has ``error`` raised after those that were begun."""
-        self._failures.append(error)
+        none = np.empty(0, np.int64)
+        self._pending.append(_PendingBatch(self._epoch, none, none, none, failures=[error]))
         self._requests = None
         self._done.notify_all()
 
@@ -343,14 +331,10 @@ class BatchThreads:
                 return None
             # a new batch, in buffers that no tensor views any more
             shape = (len(indices), self._image_size, self._image_size, 3)
-            size = self._settings.batch_size
-            if self._pools is None:
-                # the consumer holds two: one in use or on its way, and the one that it is given
-                pool = partial(BufferPool, self._ahead + 2, pin_memory=self._settings.pin_memory)
-                image_bytes = math.prod(shape[1:])
-                self._pools = pool(slot_bytes=size * image_bytes), pool(slot_bytes=size * 8)
-            images = self._pools[0].acquire(math.prod(shape)).view(shape).permute(0, 3, 1, 2)
-            labels = self._pools[1].acquire(len(indices) * 8).view(torch.int64)
+            images = self._pool.acquire(math.prod(shape)).view(shape).permute(0, 3, 1, 2)
+            # torch lends page-locked memory of this kind again
+            pins = self._settings.pin_memory
+            labels = torch.empty(len(indices), dtype=torch.int64, pin_memory=pins)
             pending.append(_PendingBatch(self._epoch, indices, images.numpy(), labels.numpy()))
         last = pending[-1]
         # Several chunks for each thread, so that threads end a batch together. At most 8 samples:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from harness.config import TunerConfig
@@ -221,8 +221,10 @@ class _Trainee(TimedSteps):
         own = self._own
         while True:
             # page-locked where that pays
-            own_copy = _changed(self._probes.last, lambda tensor: own.pin(tensor.clone()))
-            yield own_copy, batch.labels
+            copied = tree_map_only(
+                Tensor, lambda tensor: own.pin(tensor.clone()), self._probes.last
+            )
+            yield copied, batch.labels
 
     def fed(self, feed: Feed, clock: StepClock) -> Batches:
         lead = Lead(self._own, clock) if self.overlaps else None
@@ -245,28 +247,5 @@ def _enter(then: Callable[[int], None] | None, worker: int) -> None:
         then(worker)
 
 
-def _changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns a copy of nested containers with each tensor changed, everything else as it is."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        # its type may want more than the parts, as a defaultdict does
-        changed = copy.copy(batch)
-        changed.update({key: _changed(part, change) for key, part in batch.items()})
-        return changed
-    if isinstance(batch, tuple | list):
-        parts = [_changed(part, change) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
 def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    # a container may refuse anything but tensors
-    _changed(batch, note)
-    return found
+    return [part for part in tree_leaves(batch) if isinstance(part, Tensor)]

@@ -64,9 +64,8 @@ class Tuned:
         feeds = [feed, val_feed] if self.val_follows else [feed]
         threads = [one for one in feeds if isinstance(one, ThreadFeed)]
         if self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers:
-            most = min(self.most, *(one.most_threads for one in threads))
             cores = self.report.limits.cores
-            self.live = Live(threads, cores, most, step=step, before=self._before())
+            self.live = Live(threads, cores, self.most, step=step, before=self._before())
         watch.on_window.append(self.look)
 
     def look(self, clock: StepClock, window: Window) -> None:

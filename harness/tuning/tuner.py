@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from harness.config import TunerConfig, TunerName
 from harness.feed.interface import FeedSettings, in_form, with_workers
+from harness.feed.threads import MOST_THREADS
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
@@ -83,7 +84,7 @@ def tune(
 
 def most_workers(config: TunerConfig, limits: Limits) -> int:
     """Returns the most workers that a search tries, but for the user's number."""
-    return config.max_workers or max(8, 4 * int(limits.cores))
+    return config.max_workers or min(MOST_THREADS, max(8, 4 * int(limits.cores)))
 
 
 def automatic(

@@ -301,8 +301,8 @@ def test_the_gauge_times_the_sample_alone(
     """
     ticks = itertools.count(0, 2)
     cpu_ticks = itertools.count(0, 0.5)
-    monkeypatch.setattr("harness.feed.fill.time.perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr("harness.feed.fill.time.thread_time", lambda: float(next(cpu_ticks)))
+    monkeypatch.setattr("harness.feed.gauge.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("harness.feed.gauge.time.thread_time", lambda: float(next(cpu_ticks)))
     gauge = Gauge(0)
     with pytest.raises(BadSample):
         list(make_feed(0, samples.Troubled(4, 2, samples.refuse), gauge))

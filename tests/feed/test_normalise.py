@@ -280,5 +280,5 @@ def test_a_training_loop_uses_the_same_memory_again(batches: Batches) -> None:
 
 def test_a_callers_loop_gets_memory_of_its_own_unless_it_asks(batches: Batches) -> None:
     """Reuse is off by default."""
-    assert DataPrefetcher([], "cpu", mean=MEAN, std=STD)._mover.normalise._pool is None
-    assert batches(True)._mover.normalise._pool is not None
+    assert DataPrefetcher([], "cpu", mean=MEAN, std=STD)._mover.normalise._kept == 0
+    assert batches(True)._mover.normalise._kept == 3

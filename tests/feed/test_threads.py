@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from samples import assert_same, comes_true
 
 from harness.data.transforms import resize_into
+from harness.feed.buffers import BufferPool
 from harness.feed.gauge import Gauge
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
@@ -128,13 +129,21 @@ def test_memory_is_used_again(make_feed: MakeFeed) -> None:
 
 
 def test_the_feed_holds_nothing_of_its_own_while_it_waits(
-    make_feed: MakeFeed, gate: threading.Event
+    make_feed: MakeFeed, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A consumer that drops a batch and waits for the next one has the memory of all but those
     ahead free.
     """
     slow = int(Order(60, 4, seed=3).indices(0)[20])
     gauge = Gauge(3)
+    made = Counter[BufferPool]()
+    allocate = BufferPool._allocate
+
+    def counted(pool: BufferPool) -> np.ndarray:
+        made[pool] += 1
+        return allocate(pool)
+
+    monkeypatch.setattr(BufferPool, "_allocate", counted)
     feed = make_feed(
         3, samples.Troubled(60, slow, lambda: gate.wait(WAIT_S)), gauge, prefetch_factor=2
     )
@@ -143,16 +152,11 @@ def test_the_feed_holds_nothing_of_its_own_while_it_waits(
     assert comes_true(
         lambda: gauge.read().samples == 8 * 4 - 1
     )  # three are ahead, the first of which lacks a sample
-    assert comes_true(lambda: free_slots(feed) == 2)
+    assert feed._threads is not None
+    pool = feed._threads._pool
+    assert comes_true(lambda: made[pool] - len(pool._free) == 3)
     gate.set()
     taker.join(WAIT_S)
-
-
-def free_slots(feed: ThreadFeed) -> int:
-    assert feed._threads is not None and feed._threads._pools is not None
-    images, labels = (len(pool._free) for pool in feed._threads._pools)
-    assert images == labels
-    return images
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -407,7 +411,7 @@ def test_an_order_that_fails_comes_out_of_next(
 def test_a_thread_that_cannot_start_is_a_loader_error(
     make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch, prime: bool
 ) -> None:
-    """The system's refusal names the setting, from next()."""
+    """The system's refusal comes from next(), with two ways out."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -416,7 +420,7 @@ def test_a_thread_that_cannot_start_is_a_loader_error(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     if prime:
         feed.prime(0)
-    with pytest.raises(LoaderError, match="loader.num_workers=2: can't start new thread; lower it"):
+    with pytest.raises(LoaderError, match=r"can't start new thread, of 2 .*ulimit -u"):
         next(iter(feed))
 
 
@@ -505,14 +509,13 @@ class TestResize:
         assert len(list(feed)) == 2
 
     @pytest.mark.parametrize(("num_workers", "threads"), [(0, 2), (2, 0), (2, 10_000)])
-    def test_what_cannot_be_is_refused(
+    def test_what_cannot_be_is_not_asked_for(
         self, make_feed: MakeFeed, num_workers: int, threads: int
     ) -> None:
         """Neither no threads, nor more than there are rows to count in, nor any where the trainer
         fills.
         """
-        asked = rf"resize\({threads}\) of a feed with num_workers={num_workers}"
-        with pytest.raises(ValueError, match=rf"{asked}: choose 1 to \d+ "):
+        with pytest.raises(AssertionError):
             make_feed(num_workers, samples.Noise(8)).resize(threads)
 
 
