@@ -160,8 +160,9 @@ class BatchThreads:
             self._device = torch.accelerator.current_device_index()
         self._ahead = 1 + (settings.prefetch_factor or 0)
         # the consumer holds two: one in use or on its way, and the one that it is given
-        batch_bytes = settings.batch_size * 3 * dataset.image_size**2
-        self._pool = BufferPool(self._ahead + 2, batch_bytes, settings.pin_memory)
+        pool = partial(BufferPool, self._ahead + 2, pin_memory=settings.pin_memory)
+        self._images = pool(slot_bytes=settings.batch_size * 3 * dataset.image_size**2)
+        self._labels = pool(slot_bytes=settings.batch_size * 8)
         # the consumer's, without threads
         self._own: Filler | None = None
         if not settings.num_workers:
@@ -183,24 +184,34 @@ class BatchThreads:
         with self._lock:
             self._epoch = epoch
             self._requests = requests
-            wanted = self._wanted
-            try:
-                self._start(wanted)
-            except RuntimeError as error:
-                # those that read images for arrays are no loader.num_workers
-                text = (
-                    f"{error}, of {wanted} that were to load; allow more (ulimit -u), or set "
-                    "loader.backend=processes loader.num_workers=0"
-                )
-                self._fail(LoaderError(text))
+            self.resize(self._wanted)
 
     def resize(self, threads: int) -> int:
-        """Starts or ends threads; returns their number, less if the system starts no more."""
+        """Starts or ends threads; returns their number, less if the system starts no more.
+
+        Without a single one the pass ends with a LoaderError.
+        """
         with self._lock:
-            try:
-                self._start(threads)
-            except RuntimeError as error:
-                log.warning("%d threads load, and not %d: %s", self._wanted, threads, error)
+            self._wanted = threads
+            for slot in sorted({*range(threads)} - self._threads.keys()):
+                thread = threading.Thread(
+                    target=self._serve, args=(slot,), name=f"feed-{slot}", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._wanted = slot
+                    text = (
+                        f"{slot} threads load, and not {threads}: {error}; allow more (ulimit -u), "
+                        "or set loader.backend=processes loader.num_workers=0"
+                    )
+                    if slot == 0:
+                        self._fail(LoaderError(text))
+                    else:
+                        log.warning("%s", text)
+                    break
+                self._threads[slot] = thread
+            self._work.notify_all()
             return self._wanted
 
     def batches(self, poll_s: float) -> Iterator[HostBatch | None]:
@@ -261,19 +272,6 @@ class BatchThreads:
             return self._pending[0].due
         return self._closed or self._requests is None
 
-    def _start(self, threads: int) -> None:
-        """Sets the number of threads; if one cannot be started, those before it stay."""
-        for slot in range(threads):
-            if slot not in self._threads:
-                thread = threading.Thread(
-                    target=self._serve, args=(slot,), name=f"feed-{slot}", daemon=True
-                )
-                thread.start()
-                self._threads[slot] = thread
-            self._wanted = max(self._wanted, slot + 1)
-        self._wanted = threads
-        self._work.notify_all()
-
     def _fail(self, error: BaseException) -> None:
         """Begins no further batch, and has ``error`` raised after those that were begun."""
         none = np.empty(0, np.int64)
@@ -331,10 +329,8 @@ class BatchThreads:
                 return None
             # a new batch, in buffers that no tensor views any more
             shape = (len(indices), self._image_size, self._image_size, 3)
-            images = self._pool.acquire(math.prod(shape)).view(shape).permute(0, 3, 1, 2)
-            # torch lends page-locked memory of this kind again
-            pins = self._settings.pin_memory
-            labels = torch.empty(len(indices), dtype=torch.int64, pin_memory=pins)
+            images = self._images.acquire(math.prod(shape)).view(shape).permute(0, 3, 1, 2)
+            labels = self._labels.acquire(len(indices) * 8).view(torch.int64)
             pending.append(_PendingBatch(self._epoch, indices, images.numpy(), labels.numpy()))
         last = pending[-1]
         # Several chunks for each thread, so that threads end a batch together. At most 8 samples:

@@ -30,6 +30,7 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError, words
 from harness.runtime.snapshot import Snapshot
 from harness.tuning.answer import TuningReport
+from harness.tuning.measures import Probes
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.clock import StepClock
 
@@ -116,7 +117,7 @@ def _check(given: dict[str, Any]) -> None:
 
 
 @dataclass
-class _Probes:
+class _Probes(Probes):
     """Feeds over a data set of the caller's.
 
     ``last`` is the batch that came last, as ``collate_fn`` made it.
@@ -126,17 +127,10 @@ class _Probes:
     collate_fn: Callable[[list[Any]], Any]
     worker_init_fn: Callable[[int], None] | None
     last: Any = None
-    forms: tuple[str, ...] = ("processes",)
     cursor: Cursor = field(default_factory=Cursor)
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return sum(tensor.nbytes for tensor in _tensors(self.last)) or None
-
-    def held_bytes(self, settings: FeedSettings) -> int:
-        return 0
-
-    def val_settings(self, train: FeedSettings) -> FeedSettings:
-        return train
 
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False

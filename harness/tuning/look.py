@@ -112,7 +112,7 @@ class Look:
         if chosen != have and have.num_workers and not (self._is_fed(have) or self._refused(have)):
             kind: Kind = "steps" if self._of("steps", have) else "supply"
             if self._has_time(_TAKES_S[kind]):
-                yield from self._measure(kind, have, again=True)
+                yield from self._ask(kind, have)
                 chosen = self._best()
             elif self._got(chosen) < 1.5 * self._got(have):
                 chosen = have
@@ -155,13 +155,16 @@ class Look:
         if beside and settings == self._best(unseen=True):
             yield from self._measure("steps", settings)
 
-    def _measure(self, kind: Kind, settings: FeedSettings, *, again: bool = False) -> Asking:
+    def _measure(self, kind: Kind, settings: FeedSettings) -> Asking:
         """Asks for one measurement, unless it was made, cannot be, or would tell nothing."""
-        is_known = bool(self._of(kind, settings)) and not again
-        if is_known or self._refused(settings) or (kind == "steps" and self._steps_are_long()):
+        is_known = self._of(kind, settings) or self._refused(settings)
+        if is_known or (kind == "steps" and self._steps_are_long()):
             return
         if self._has_time(_TAKES_S[kind]):
-            self._note((yield Ask(settings, kind, _TAKES_S[kind] / 2)))
+            yield from self._ask(kind, settings)
+
+    def _ask(self, kind: Kind, settings: FeedSettings) -> Asking:
+        self._note((yield Ask(settings, kind, _TAKES_S[kind] / 2)))
 
     def _has_time(self, seconds: float) -> bool:
         """Returns whether that much of the budget is left; without it the look is incomplete."""

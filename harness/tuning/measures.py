@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from harness.feed.gauge import Gauge
-from harness.feed.interface import Feed, FeedSettings
+from harness.feed.interface import PROCESSES, Feed, FeedSettings
 from harness.feed.order import Cursor
 
 # Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
@@ -134,24 +134,20 @@ class Trial:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The cells of a table, from the backend to why it was refused."""
+        """The cells of a table: what was measured, images/s, waiting, seconds, the setting."""
         waiting = "" if self.wait_fraction is None else f"{self.wait_fraction:.0%}"
-        settings = self.settings
+        why = f": {self.refused}" if self.refused else ""
         return (
-            settings.backend,
-            str(settings.num_workers),
-            str(settings.prefetch_factor or ""),
-            "yes" if settings.pin_memory else "no",
-            {"supply": "loader alone", "steps": "real steps"}[self.kind],
+            "loader alone" if self.kind == "supply" else "real steps",
             str(self.rate or "refused"),
             waiting,
             f"{self.seconds:.1f}",
-            self.refused or "",
+            f"{self.settings}{why}",
         )
 
 
 class Probes(Protocol):
-    """Makes the feeds that tuning measures.
+    """Makes the feeds that tuning measures; by default of processes alone.
 
     Attributes:
         cursor: how far they are; is told what a probe has given, and can be read.
@@ -162,15 +158,18 @@ class Probes(Protocol):
     @property
     def forms(self) -> tuple[str, ...]:
         """The names of the backends that can serve the data set."""
+        return (PROCESSES,)
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         """Returns the bytes of one batch's tensors; None if only loading one would tell."""
 
     def held_bytes(self, settings: FeedSettings) -> int:
         """Returns the bytes that feeds of ``settings`` hold besides their batches."""
+        return 0
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         """Returns the validation feed's settings beside a training feed of ``train``."""
+        return train
 
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False

@@ -112,9 +112,7 @@ class Supply:
         _, cpu_s, first = self.points[0]
         _, last_cpu_s, last = self.points[-1]
         count = self.images
-        wall_s = (last.wall_s - first.wall_s) / count
-        square_s2 = (last.wall_sq_s2 - first.wall_sq_s2) / count
-        made_s = (last.cpu_s - first.cpu_s) / count
+        _, _, wall_s, square_s2, made_s = (np.subtract(last, first) / count).tolist()
         receive_s = (last_cpu_s - cpu_s) / count
         if self.ask.settings.backend != PROCESSES or self.ask.settings.num_workers == 0:
             # the samples are made in this process
@@ -178,29 +176,6 @@ def measure_supply(
     return supply
 
 
-def measure_copies(images: torch.Tensor, device: torch.device) -> tuple[float, float]:
-    """Returns the median seconds of a copy to a CUDA device, from pageable and from pinned memory.
-
-    They are measured in turn, one copy at a time: the host waits for each.
-
-    Raises:
-        RuntimeError: there is no room for page-locked memory.
-    """
-    own = accelerator.of(device)
-    pinned = own.pin(images)
-
-    def taken_s(source: torch.Tensor) -> float:
-        begin = own.now()
-        own.copy(source)
-        own.synchronize()
-        return own.now() - begin
-
-    turns = [(taken_s(images), taken_s(pinned)) for _ in range(12)]
-    # the first two warm up
-    pageable_s, pinned_s = zip(*turns[2:], strict=True)
-    return statistics.median(pageable_s), statistics.median(pinned_s)
-
-
 @dataclass(slots=True)
 class Lab:
     """Measures settings for one data set and one step.
@@ -220,8 +195,6 @@ class Lab:
     batch: HostBatch | None = None
     first_s: float = 0.0
     launch_s: float = 0.0
-    # batches of the last probe on samples of its own
-    _seen: int = 0
     _largest_bytes: int = 0
 
     def attempt(self, ask: Ask) -> Trial:
@@ -234,7 +207,7 @@ class Lab:
         if refused := self.unfit(ask.settings):
             return replace(trial, refused=refused)
         begin = self.now()
-        bad = None
+        bad: BadSample | None = None
         # a worker that hangs is refused within a minute, however long the user's runs wait
         settings = ask.settings
         patience_s = min(settings.timeout_s or 60.0, 60.0)
@@ -255,7 +228,7 @@ class Lab:
             else:
                 trial = self._supply(ask)
         except BadSample as error:
-            bad = (error.where, error.reason)
+            bad = error
         except LoaderError as error:
             refused = printable(str(error))
         except Exception as error:
@@ -270,8 +243,8 @@ class Lab:
             memory_bytes=self.needs(settings).memory_bytes,
         )
         trials, met = zip(*self.ranks.gathered((trial, bad)), strict=True)
-        for where in filter(None, met):
-            raise BadSample(*where)
+        for bad in filter(None, met):
+            raise bad
         slowest: Trial = min(trials, key=lambda trial: trial.images_per_s)
         return slowest
 
@@ -311,11 +284,30 @@ class Lab:
         return all(self.ranks.gathered(pays))
 
     def copies_s(self) -> tuple[float, float] | None:
-        """Returns what ``measure_copies`` does of a batch; None: no CUDA device, or no batch."""
-        device = self.trainee.device
-        if not accelerator.of(device).has_streams or self.batch is None:
+        """Returns the median seconds of a batch's copy, from pageable and from pinned memory.
+
+        They are measured in turn, one copy at a time: the host waits for each. None: no CUDA
+        device, or no batch.
+
+        Raises:
+            RuntimeError: there is no room for page-locked memory.
+        """
+        own = accelerator.of(self.trainee.device)
+        if not own.has_streams or self.batch is None:
             return None
-        return measure_copies(self.batch.images, device)
+
+        def taken_s(source: torch.Tensor) -> float:
+            begin = own.now()
+            own.copy(source)
+            own.synchronize()
+            return own.now() - begin
+
+        images = self.batch.images
+        pinned = own.pin(images)
+        turns = [(taken_s(images), taken_s(pinned)) for _ in range(12)]
+        # the first two warm up
+        pageable_s, pinned_s = zip(*turns[2:], strict=True)
+        return statistics.median(pageable_s), statistics.median(pinned_s)
 
     def needs(self, settings: FeedSettings) -> Needs:
         """Returns what a feed takes: private memory, batches in flight, images that it holds."""
@@ -347,9 +339,9 @@ class Lab:
     def _supply(self, ask: Ask) -> Trial:
         settings = ask.settings
         # samples that have loaded before: none of them can hang this process, nor is decoded in it
-        again = settings.num_workers == 0 and self._seen > 0
-        skip = again * self._seen
-        ask = replace(ask, needs_batch=self.batch is None, skip=skip)
+        seen = len(self.probes.cursor.seen)
+        again = settings.num_workers == 0 and seen > 0
+        ask = replace(ask, needs_batch=self.batch is None, skip=again * seen)
         try:
             gauge = Gauge(settings.num_workers)
         except (OSError, RuntimeError) as error:
@@ -363,7 +355,6 @@ class Lab:
         self.worker_bytes = self._largest_bytes or self.worker_bytes
         self.batch = self.batch or found.batch
         if found.batches and not again:
-            self._seen = found.batches
             self.probes.cursor.saw(found.batches)
         return Trial(settings, "supply", found.rate, found.images, cost=found.cost)
 

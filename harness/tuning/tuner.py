@@ -56,8 +56,7 @@ def tune(
     limits = replace(limits, cores=ranks.smallest(limits.cores))
     lab = Lab(probes, trainee, limits, ranks)
     title = f"tuning the loader (tuner={config.name.name})"
-    settings = ("backend  ", "num_workers", "prefetch", "pinned")
-    columns = (*settings, "measured    ", "images/s  ", "waiting", "seconds", "")
+    columns = ("measured    ", "images/s  ", "waiting", "seconds", "setting")
     trials: list[Trial] = []
     with trainee.kept(), live_table(title, columns) as rows:
 
@@ -78,8 +77,8 @@ def tune(
         if others is not None:
             log.warning("%s; tune again when they have ended", neighbours.told(others))
     device.release()
-    report = _report(lab, own, choice, config.name.name, trials)
-    return replace(report, seconds=device.now() - begin, others_cores=others)
+    seconds = device.now() - begin
+    return _report(lab, own, choice, config.name.name, trials, seconds, others)
 
 
 def most_workers(config: TunerConfig, limits: Limits) -> int:
@@ -110,12 +109,12 @@ def automatic(
             break
     if symptom := trials[-1].refused:
         log.warning("the loader could not be tuned: %s", symptom)
-        if any(trial.seconds for trial in trials):
-            return Choice(own, None, None, reason="No setting could be measured", complete=False)
-        return Choice(with_workers(own, 0), None, None, reason="Not even one worker fits")
+        # what did not even run does not fit
+        chosen = own if any(trial.seconds for trial in trials) else with_workers(own, 0)
+        return Choice(chosen, None, None, reason="No setting could be measured")
 
     demand, step_cpu_s = lab.demand(0.5)
-    rows.add((*[""] * 4, "demand", str(demand), "", "", "steps on one batch that is at hand"))
+    rows.add(("demand", str(demand), "", "", "steps on one batch that is at hand"))
     takes = demand.images_per_s
     budget_s = config.budget_s
     if budget_s is None:
@@ -141,7 +140,13 @@ def automatic(
 
 
 def _report(
-    lab: Lab, own: FeedSettings, choice: Choice, search: str, trials: list[Trial]
+    lab: Lab,
+    own: FeedSettings,
+    choice: Choice,
+    search: str,
+    trials: list[Trial],
+    seconds: float,
+    others_cores: float | None,
 ) -> TuningReport:
     """Returns everything that was found, with the validation feed's settings."""
     chosen = choice.settings
@@ -166,9 +171,10 @@ def _report(
         trials=tuple(trials),
         limits=lab.limits,
         notes=tuple(notes),
-        seconds=0.0,
+        seconds=seconds,
         complete=choice.complete,
         reused=False,
+        others_cores=others_cores,
     )
 
 

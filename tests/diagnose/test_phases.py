@@ -308,21 +308,19 @@ def test_copies_are_those_of_the_settings(
     """Ten images in 100 ms from pageable memory, in 10 ms from page-locked; without a CUDA device
     there are none.
     """
-    monkeypatch.setattr("harness.tuning.probe.measure_copies", lambda images, device: (0.1, 0.01))
     rig = Rig()
     assert rig.run().copy_per_s is None
-    rig.trainee.device = torch.device("cuda")
+    monkeypatch.setattr(Lab, "copies_s", lambda _: (0.1, 0.01))
     assert rig.run(pinned=pinned).copy_per_s == pytest.approx(copy_per_s)
 
 
 def test_copies_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory cannot be page-locked a note says why, and the figure is absent."""
 
-    def refuse(images: torch.Tensor, device: torch.device) -> tuple[float, float]:
+    def refuse(_: Lab) -> tuple[float, float]:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("harness.tuning.probe.measure_copies", refuse)
+    monkeypatch.setattr(Lab, "copies_s", refuse)
     rig = Rig()
-    rig.trainee.device = torch.device("cuda")
     found = rig.run()
     assert found.copy_per_s is None and found.notes == ("copies were not measured: out of memory",)

@@ -265,7 +265,7 @@ def test_readers_that_cannot_start_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     text = (
-        r"can't start new thread, of 3 that were to load; allow more \(ulimit -u\), or set "
+        r"^0 threads load, and not 3: can't start new thread; allow more \(ulimit -u\), or set "
         r"loader.backend=processes loader.num_workers=0$"
     )
     with pytest.raises(LoaderError, match=text):

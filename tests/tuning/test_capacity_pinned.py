@@ -161,7 +161,12 @@ def test_a_consumer_that_stands_still_finds_what_was_reckoned(
         settled(lambda: device.pinned_pool.reserved)
         clock.forward(1.5 * HOUR_S)
         next(batches)
-        assert settled(lambda: device.pinned_pool.peak_reserved) == reckoned(what, side)
+        taken = settled(lambda: device.pinned_pool.peak_reserved)
+        if what.backend == "threads" and not what.num_workers:
+            # nothing is made ahead of this consumer, whose second batch is the last that it has
+            assert taken == 2 / 3 * reckoned(what, side)
+        else:
+            assert taken == reckoned(what, side)
 
 
 @in_settings

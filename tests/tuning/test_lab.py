@@ -263,7 +263,7 @@ def test_what_fails_is_refused_with_its_symptom(error: Exception, reason: str) -
 def test_a_bad_sample_is_no_settings_fault(here: bool) -> None:
     """It is raised on every rank, whichever met it."""
     step = Step(fail(BadSample("7.jpg", "empty file"))) if here else None
-    ranks = Ranks() if here else Ranks((Trial(OWN, "steps"), ("7.jpg", "empty file")))
+    ranks = Ranks() if here else Ranks((Trial(OWN, "steps"), BadSample("7.jpg", "empty file")))
     with pytest.raises(BadSample, match="^7.jpg: empty file$"):
         lab(step, ranks).attempt(Ask(OWN, "steps"))
 
@@ -315,7 +315,7 @@ def test_pinning_must_pay(
 ) -> None:
     """On CUDA the copy from page-locked memory must fit and be clearly faster."""
     monkeypatch.setattr(Step, "device", torch.device("cuda"))
-    monkeypatch.setattr(probe, "measure_copies", lambda *_: (1.0, pinned_s))
+    monkeypatch.setattr(Lab, "copies_s", lambda _: (1.0, pinned_s))
     limits = dataclasses.replace(PLENTY, memory_bytes=memory_bytes)
     own = lab(limits=limits)
     own.batch = batch()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from harness.feed.interface import HostBatch
 from harness.runtime import accelerator
 from harness.runtime.seeding import random_state
 from harness.runtime.snapshot import Snapshot
-from harness.tuning.probe import measure_copies
+from harness.tuning.probe import Lab
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,9 +23,15 @@ pytestmark = [
 
 def test_copies_are_timed_on_the_device() -> None:
     """Both take time, and a batch of ImageNet's size does not come sooner from pageable memory."""
-    pageable_s, pinned_s = measure_copies(
-        torch.zeros(128, 3, 224, 224, dtype=torch.uint8), torch.device("cuda", 0)
+    images = torch.zeros(128, 3, 224, 224, dtype=torch.uint8)
+    labels = torch.zeros(128, dtype=torch.int64)
+    lab: Any = SimpleNamespace(
+        trainee=SimpleNamespace(device=torch.device("cuda", 0)),
+        batch=HostBatch(images, labels, labels),
     )
+    seconds = Lab.copies_s(lab)
+    assert seconds is not None
+    pageable_s, pinned_s = seconds
     assert 0 < pinned_s <= 1.2 * pageable_s
 
 
