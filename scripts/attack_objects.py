@@ -164,13 +164,12 @@ _BAD_OPTIONS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float64}, {"dtype": float}, {"clock": "x"}, {"clock": 5}, {"ahead": "no"},
     {"ahead": 5}, {"augment": 5}, {"augment": lambda i, b: None}, {"augment": lambda i, b: 1 / 0},
     {"augment": lambda i: i}, {"mix": lambda i, y, b: i}, {"mix": lambda i, y, b: None},
-    {"mix": lambda i, y, b: (i, y, b)}, {"mix": "x"}, {"reuse": "x"}, {"channels_last": "x"},
+    {"mix": lambda i, y, b: (i, y, b)}, {"mix": "x"}, {"channels_last": "x"},
     {"unknown": 1},
 )  # fmt: skip
 _GOOD_OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {}, {"ahead": True}, {"ahead": True}, {"channels_last": True}, {"dtype": torch.bfloat16},
     {"mean": (0.5,) * 3, "std": (0.25,) * 3},
-    {"mean": (0.5,) * 3, "std": (0.25,) * 3, "reuse": True},
 )  # fmt: skip
 
 
@@ -219,7 +218,7 @@ def _same(given: Any, had: Tensor, kwargs: dict[str, Any]) -> str:
     """Returns what became of one batch in silence, if anything."""
     if not isinstance(given, Tensor) or given.is_sparse or given.is_nested or given.is_quantized:
         return ""
-    if given.device.type == "meta" or kwargs.keys() - {"ahead", "channels_last", "reuse"}:
+    if given.device.type == "meta" or kwargs.keys() - {"ahead", "channels_last"}:
         return ""
     if had.device.type == "meta" or (had.is_complex() and not given.is_complex()):
         return ""

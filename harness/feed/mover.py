@@ -35,7 +35,6 @@ class Normalise:
         std: each channel's standard deviation as fractions of 255.
         dtype: the type of the result.
         channels_last: lay images out as NHWC.
-        reuse: on a CPU, write into memory of earlier results that nothing holds any more.
 
     Raises:
         ValueError: ``mean`` and ``std`` do not fit each other, ``dtype`` is no floating-point type,
@@ -49,8 +48,6 @@ class Normalise:
         std: Sequence[float] | None,
         dtype: torch.dtype,
         channels_last: bool,
-        *,
-        reuse: bool = False,
     ) -> None:
         self._plain = mean is None
         try:
@@ -78,8 +75,7 @@ class Normalise:
         shape = (1, len(self._means), 1, 1)
         self._mean = torch.from_numpy(self._means).to(device).view(shape)
         self._scale = torch.from_numpy(self._scales).to(device).view(shape)
-        # the step's batch, one that waits for the step, and one in the making
-        self._kept = 3 if reuse else 0
+        # of results on a CPU
         self._pool = BufferPool(0, 0)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -104,12 +100,15 @@ class Normalise:
     def _by_rows(self, images: Tensor) -> Tensor:
         """Returns the values of torch's expression in float32, with the strides of ``images``.
 
+        They lie in memory of earlier results that nothing holds any more, if there is any.
+
         By NumPy, in this thread alone: torch would wait in each operation for threads whose cores
         the loader has.
         """
         size = 4 * images.numel()
         if size > self._pool.slot_bytes:
-            self._pool = BufferPool(self._kept, size)
+            # the step's batch, one that waits for the step, and one in the making
+            self._pool = BufferPool(3, size)
         memory = self._pool.acquire(size).view(torch.float32)
         result = memory.as_strided(images.shape, images.stride())
 
@@ -196,7 +195,7 @@ class Mover:
                 return None
             there_s = now()
             images, labels = _pair(batch)
-            is_there = self.made_there or own.holds(images)
+            is_there = own.holds(images)
             if self.stream is not None and is_there:
                 own.keep_for(self.stream, images)
                 if not self.made_there:
@@ -206,7 +205,7 @@ class Mover:
                 start = end = start or self._mark(timed, timed)
                 if not is_there:
                     images = own.copy(images)
-                if not (self.made_there or own.holds(labels)):
+                if not own.holds(labels):
                     labels = own.copy(labels)
                 if own.has_streams and not is_there:
                     end = self._mark(True, timed)

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -226,8 +227,8 @@ class ProbeOrder:
     def batches(self, epoch: int, first: int = 0) -> Iterator[np.ndarray]:
         """Iterates over the batches from now on; ``epoch`` and ``first`` change nothing."""
         repeated = itertools.cycle(self.cursor.seen if self.again else ())
-        of = -1
-        indices = np.empty(0, np.int64)
+        # of the latest epoch
+        indices = lru_cache(1)(self.order.indices)
         whole = len(self.order)
         while True:
             position = next(repeated, None)
@@ -236,10 +237,7 @@ class ProbeOrder:
                 self.cursor.asked += 1
             # far from any epoch of training
             turn = 2**31 + position // whole
-            if turn != of:
-                of = turn
-                indices = self.order.indices(turn)
-            yield self.order.share(indices, turn, position % whole)
+            yield self.order.share(indices(turn), turn, position % whole)
 
 
 AnyOrder = Order | ProbeOrder

@@ -121,8 +121,8 @@ class InMemoryImages:
         if made.failures:
             self.replaced |= {failure.sample: failure for failure in made.failures}
             # the labels are those of other samples
-            place = self._moved(indices) if self.on_device else made.indices
-            self._labels[place] = self._own.copy(made.labels)
+            where = self._labels.device
+            self._labels[made.indices.to(where)] = made.labels.to(where)
 
     def _put(self, indices: np.ndarray, images: np.ndarray) -> None:
         pitch = self._pitch
@@ -183,14 +183,11 @@ class InMemoryImages:
         self, windows: Tensor, rows: np.ndarray, begin: np.ndarray, mirrored: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """As ``batch``, by a few launches for all samples together."""
-        # the mirrored ones come last, and lie together
-        order = np.argsort(mirrored, kind="stable")
-        places, back, own = self._moved(np.stack([begin[order], np.argsort(order), rows]))
+        places, own, turned = self._moved(np.stack([begin, rows, mirrored]))
         size = self._dataset.image_size
-        images = torch.index_select(windows, 0, places).view(len(rows), size, size, 3)
-        plain = len(order) - int(np.count_nonzero(mirrored))
-        images[plain:] = images[plain:].flip(2)
-        return images.index_select(0, back).permute(0, 3, 1, 2), self._labels.index_select(0, own)
+        images = windows.index_select(0, places).view(len(rows), size, size, 3)
+        images = torch.where(turned.bool().view(-1, 1, 1, 1), images.flip(2), images)
+        return images.permute(0, 3, 1, 2), self._labels.index_select(0, own)
 
     def _array(self) -> Tensor:
         if self._memory is None:

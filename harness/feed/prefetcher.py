@@ -33,8 +33,9 @@ class DataPrefetcher:
     side stream while the step runs; it is one batch ahead of what was asked for. ``next()`` first
     sleeps until the device has at most one step left, so that the host is never more than two
     steps ahead, nor their batches' memory. Elsewhere, and with
-    ``ahead=False``, each batch is moved when it is asked for. Each ``iter()`` is a new pass and
-    ends the pass before.
+    ``ahead=False``, each batch is moved when it is asked for. On a CPU it is normalised into memory
+    of earlier batches that no tensor and no array holds any more; up to three batches of memory
+    stay with the prefetcher. Each ``iter()`` is a new pass and ends the pass before.
 
     Args:
         loader: gives batches ``(images, labels)``, two tensors ``[N, C, H, W]`` and ``[N]``, or is
@@ -51,8 +52,6 @@ class DataPrefetcher:
             others in their place.
         mix: called with the normalised images, the labels on the device and the loader's batch;
             gives others in their place.
-        reuse: on a CPU, normalise into memory of earlier batches that no tensor and no array holds
-            any more; up to three batches of memory then stay with the prefetcher.
 
     Attributes:
         first_wait_s: seconds that the latest pass took for its first batch; None before.
@@ -76,7 +75,6 @@ class DataPrefetcher:
         ahead: bool | None = None,
         augment: Augment | None = None,
         mix: Mix | None = None,
-        reuse: bool = False,
     ) -> None:
         self.loader = loader
         own = accelerator.of(device)
@@ -84,7 +82,7 @@ class DataPrefetcher:
         self._ahead = own.has_streams if ahead is None else ahead
         stream = own.side_stream() if self._ahead else None
         with own.on(stream):
-            normalise = Normalise(self.device, mean, std, dtype, channels_last, reuse=reuse)
+            normalise = Normalise(self.device, mean, std, dtype, channels_last)
         made_there = getattr(loader, "on_device", False)
         self._mover = Mover(own, stream, clock, made_there, augment, normalise, mix)
         self._now = (clock or own).now

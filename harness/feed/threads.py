@@ -171,7 +171,6 @@ class BatchThreads:
         # the indices of each batch to come
         self._requests: Iterator[np.ndarray] | None = None
         self._pending: deque[_PendingBatch] = deque()
-        self._closed = False
         self._wanted = settings.num_workers
         self._threads: dict[int, threading.Thread] = {}
         # the collector may close this in the middle of a call of its own
@@ -268,9 +267,7 @@ class BatchThreads:
 
     def _settled(self) -> bool:
         """Whether a batch is there, or none will come."""
-        if self._pending:
-            return self._pending[0].due
-        return self._closed or self._requests is None
+        return self._pending[0].due if self._pending else self._requests is None
 
     def _fail(self, error: BaseException) -> None:
         """Begins no further batch, and has ``error`` raised after those that were begun."""
@@ -282,7 +279,8 @@ class BatchThreads:
     def _close(self) -> None:
         """Ends the threads; waits a moment for those that are busy."""
         with self._lock:
-            self._closed = True
+            self._wanted = 0
+            self._requests = None
             self._pending.clear()
             threads = {*self._threads.values()} - {threading.current_thread()}
             self._work.notify_all()
@@ -303,7 +301,7 @@ class BatchThreads:
                 with self._lock:
                     chunk = None
                     while chunk is None:
-                        if self._closed or slot >= self._wanted:
+                        if slot >= self._wanted:
                             self._threads.pop(slot, None)
                             return
                         if (chunk := self._hand_out()) is None:

@@ -21,7 +21,7 @@ from harness.training.engine import Engine
 from harness.watch.board import BAD_SAMPLES
 from harness.watch.console import say
 from harness.watch.evidence import Evidence
-from harness.watch.figures import Tag, Window, told
+from harness.watch.figures import Tag, told
 from harness.watch.host import environment
 from harness.watch.stages import StageTotals
 from harness.watch.verdict import Verdict, judge
@@ -35,8 +35,7 @@ class Reporter:
         config: the run's settings.
         overridden: what the command line set, as in ``loader.num_workers=2``: each is a column of
             the HParams page.
-        tuning: called with the run's figures, gives what tuning did, as plain values; None: nothing
-            was tuned.
+        tuning: called at the end, gives what tuning did, as plain values; None: nothing was tuned.
         cores: what this rank may use.
         write_page: writes the page of a run's folder, once ``report.json`` is there.
         splits: the data set, of which the surest mistakes are shown.
@@ -44,7 +43,7 @@ class Reporter:
 
     config: Config
     overridden: tuple[str, ...]
-    tuning: Callable[[Window], Mapping[str, Any]] | None
+    tuning: Callable[[], Mapping[str, Any]] | None
     cores: float
     write_page: Callable[[Path], object]
     splits: Splits | None = None
@@ -158,7 +157,7 @@ class Reporter:
             "turns_ms": engine.turns_ms or None,
             "stopped": engine.stopped,
             "loader": settings,
-            "tuning": self.tuning and self.tuning(total),
+            "tuning": self.tuning and self.tuning(),
             "cache": cache and cache.stats(),
             "verdict": judge(evidence),
             "environment": environment(own.name if own.kind == "cuda" else None),
@@ -200,8 +199,6 @@ class Reporter:
             tuned = ""
             if tuning:
                 tuned = "remembered" if tuning["reused"] else f"tuned in {tuning['seconds']:.0f} s"
-                if (gained_s := tuning.get("gained_s", 0.0)) >= 1:
-                    tuned += f", saved about {gained_s:.0f} s of training"
                 tuned = f" ({tuned})"
             say(f"loader         {engine.feed.settings}{tuned}")
             if settled := tuning.get("settled"):

@@ -267,5 +267,4 @@ def device_batches(
         ahead=None if config.loader.device_prefetch else False,
         augment=augment,
         mix=mix,
-        reuse=True,
     )

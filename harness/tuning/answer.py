@@ -136,14 +136,13 @@ class TuningReport:
             memory = "-" if side.memory_bytes is None else shown(side.memory_bytes)
             rows.append((name, str(side.images_per_s or "-"), waiting, memory, str(side.settings)))
         what = "images/s" if self.demand else "images/s (loader alone)"
-        how = "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"
         refused = [trial for trial in self.trials if trial.refused]
         return [
             title,
             *aligned(("", what, "waiting", "memory", "setting"), rows),
             self.sentence,
             f"the same without tuning: {self.override}",
-            f"the same {how}: {self.dataloader}",
+            f"the same in code: {self.dataloader}",
             *(f"refused {trial.settings}: {trial.refused}" for trial in refused),
             *(f"note: {note}" for note in self.notes),
         ]

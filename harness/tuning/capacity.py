@@ -56,16 +56,14 @@ def needs(
     workers = settings.num_workers
     prefetch = settings.prefetch_factor or 0
     size = batch_bytes or 0
-    ready = workers * prefetch
-    product = f"num_workers={workers} x prefetch_factor={prefetch}"
-    if settings.backend == THREADS:
-        ready = prefetch
-        product = f"prefetch_factor={prefetch}"
+    ready = prefetch
+    product = f"prefetch_factor={prefetch}"
+    if settings.backend != THREADS:
+        ready *= workers
+        product = f"num_workers={workers} x {product}"
 
     def batches(more: int, each: int, kind: str = "") -> tuple[str, int]:
-        count = f"({product} + {more})"
-        if not ready:
-            count = f"{more} batches"
+        count = f"({product} + {more})" if ready else f"{more} batches"
         return f"{count} x {shown(each)}{kind}", (ready + more) * each
 
     pinned_bytes = 0

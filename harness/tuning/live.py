@@ -169,15 +169,12 @@ class Live:
         cores: processors that this process may use.
         most: threads that may be tried.
         step: updates that are done already.
-        before: images/s with the user's setting, where that is another than the feeds'.
         cpu_now: processor seconds of this process.
         machine_now: those of the machine, of all its cores and used.
 
     Attributes:
         policy: asks for a number.
         changes: what was changed, in order.
-        gained_s: seconds that training took less than it would have at ``before`` images/s, or at
-            those before the first change, as long as samples cost what they did then.
     """
 
     def __init__(
@@ -187,7 +184,6 @@ class Live:
         most: int,
         *,
         step: int = 0,
-        before: float | None = None,
         cpu_now: Callable[[], float] = time.process_time,
         machine_now: Callable[[], tuple[float, float]] = machine_times,
     ) -> None:
@@ -195,10 +191,7 @@ class Live:
         assert feeds[0].meter is not None
         self.feeds = feeds
         self.changes = list[Change]()
-        self.gained_s = 0.0
         self._meter = feeds[0].meter
-        self._before = before
-        self._before_sample_s = 0.0
         self._cpu_now = cpu_now
         self._machine_now = machine_now
         # samples in the making at once
@@ -244,9 +237,6 @@ class Live:
                 step_cpu_s=self._step_cpu_s,
                 busy=busy,
             )
-            self._before_sample_s = self._before_sample_s or period.wall_s
-            if self._before is not None and period.wall_s * _OTHER > self._before_sample_s:
-                self.gained_s += images / self._before - seconds
             self._follow(period)
         self._begin()
 
@@ -262,9 +252,6 @@ class Live:
         if started != threads:
             # the system has no more
             policy.threads = policy.most = started
-        if self._before is None:
-            self._before = period.images_per_s
-            self._before_sample_s = period.wall_s
         change = Change(self._step, started, before, period.images_per_s, policy.reason)
         self.changes.append(change)
         say(f"Step {self._step}: {started} threads load instead of {before}. {policy.reason}.")

@@ -339,7 +339,5 @@ class Look:
             return f"{each}. Nothing cheaper does as well, and nothing is faster"
         if not self._is_fed(chosen) and chosen.num_workers == self._most(chosen.backend):
             return f"{each}. More workers are not tried, or do not fit (tuner.max_workers)"
-        what = "keeps the model busy" if self._is_fed(chosen) else "delivers what can be had"
-        if chosen.backend == ARRAYS:
-            return f"{each}. A feed of arrays needs no workers, and {what}"
-        return f"{each}. num_workers={chosen.num_workers} is the least that {what}"
+        what = "keeps the model busy" if self._is_fed(chosen) else "delivers as much"
+        return f"{each}. Nothing cheaper {what}"

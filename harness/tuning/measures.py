@@ -113,7 +113,6 @@ class Trial:
         seconds: what the trial cost, the workers' start and end included.
         wait_fraction: share of the time in which the steps waited for data ("steps" alone).
         cost: of one sample in a worker.
-        memory_bytes: the workers' private memory and the batches in flight.
         refused: why the setting cannot be used, or None.
     """
 
@@ -124,7 +123,6 @@ class Trial:
     seconds: float = 0.0
     wait_fraction: float | None = None
     cost: SampleCost | None = None
-    memory_bytes: int | None = None
     refused: str | None = None
 
     @property

@@ -19,7 +19,7 @@ from harness.runtime.limits import Limits
 from harness.watch.host import environment
 
 _MAX_AGE_S = 30 * 24 * 3600.0
-# settings that decide what a sample or a step costs, besides all of augment and tuner
+# settings that decide what a sample or a step costs, and what is searched, besides all of augment
 _SETTINGS = {
     "data.image_size",
     "data.eval_resize",
@@ -40,6 +40,9 @@ _SETTINGS = {
     "trainer.compile",
     "trainer.accumulate_steps",
     "trainer.deterministic",
+    "tuner.name",
+    "tuner.budget_s",
+    "tuner.max_workers",
 }
 
 
@@ -135,10 +138,8 @@ def fingerprint(
     settings = {
         path: shown(value)
         for path, value, _ in walk(config)
-        if path in _SETTINGS or path.startswith(("augment.", "tuner."))
+        if path in _SETTINGS or path.startswith("augment.")
     }
-    for name in ("fresh", "live"):
-        del settings[f"tuner.{name}"]
     # the code that decides what a sample costs, and what is chosen
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()

@@ -235,13 +235,8 @@ class Lab:
             if not is_out_of_memory(error):
                 raise
             refused = "out of memory"
-        trial = replace(
-            trial,
-            settings=settings,
-            refused=refused,
-            seconds=self.now() - begin,
-            memory_bytes=self.needs(settings).memory_bytes,
-        )
+        seconds = self.now() - begin
+        trial = replace(trial, settings=settings, refused=refused, seconds=seconds)
         trials, met = zip(*self.ranks.gathered((trial, bad)), strict=True)
         for bad in filter(None, met):
             raise bad

@@ -65,7 +65,7 @@ class Tuned:
         threads = [one for one in feeds if isinstance(one, ThreadFeed)]
         if self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers:
             cores = self.report.limits.cores
-            self.live = Live(threads, cores, self.most, step=step, before=self._before())
+            self.live = Live(threads, cores, self.most, step=step)
         watch.on_window.append(self.look)
 
     def look(self, clock: StepClock, window: Window) -> None:
@@ -111,18 +111,15 @@ class Tuned:
         self.forget()
         say("The remembered answer is forgotten. The next run tunes again.")
 
-    def summary(self, total: Window) -> dict[str, Any]:
-        """Returns what ``report.json`` says of tuning; ``total`` is of the run's steps."""
-        found = self.report.summary()
+    def summary(self) -> dict[str, Any]:
+        """Returns what ``report.json`` says of tuning."""
+        report = self.report
+        found = report.summary()
         live = self.live
         if live is None:
-            if before := self._before():
-                found["gained_s"] = max(0.0, total.images / before - total.elapsed_s)
             return found
-        found["gained_s"] = live.gained_s
         if live.changes:
             found["changes"] = live.changes
-        report = self.report
         if live.policy.settled != report.settings.num_workers:
             # how to begin with the last number
             settings = replace(report.settings, num_workers=live.policy.settled)
@@ -131,18 +128,6 @@ class Tuned:
                 val = replace(val, num_workers=live.policy.settled)
             found["settled"] = replace(report, settings=settings, val=val).override
         return found
-
-    def _before(self) -> float | None:
-        """Returns images/s that steps got with the user's setting, if this run measured them.
-
-        None too where that setting was chosen.
-        """
-        report = self.report
-        before = report.before
-        if report.reused or not report.demand or report.settings == before.settings:
-            return None
-        rate = before.images_per_s
-        return rate.images_per_s if rate else None
 
 
 def tuned(
@@ -193,14 +178,9 @@ def tuned(
     # ranks that wait for each other cannot judge their own tries
     follows = follows and config.tuner.name is TunerName.auto and world.size == 1
 
-    def forget() -> None:
-        # one rank for all
-        if world.is_main:
-            memory.forget()
-
     return Tuned(
         report,
-        forget,
+        memory.forget,
         most_workers(config.tuner, limits) if follows else None,
         val_follows=config.loader.val.num_workers is None
         and report.val.num_workers == report.settings.num_workers,

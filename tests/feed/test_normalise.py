@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.feed import mover
+from harness.feed.buffers import BufferPool
 from harness.feed.mover import Normalise
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
@@ -66,19 +67,18 @@ def bits(images: Tensor) -> Tensor:
     return images.contiguous().flatten().view(torch.uint8)
 
 
-@pytest.mark.parametrize("reuse", [False, True], ids=["fresh", "reused"])
 @pytest.mark.parametrize("channels_last", [False, True], ids=["to nchw", "to nhwc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_result_is_bitwise_the_plain_expression(
-    shape: tuple[int, ...], layout: str, dtype: torch.dtype, channels_last: bool, reuse: bool
+    shape: tuple[int, ...], layout: str, dtype: torch.dtype, channels_last: bool
 ) -> None:
     """Values, type and strides are those of torch's expression, for a whole batch and for a short
     last one.
     """
     mean, std = (MEAN[:1] * shape[1], STD[:1] * shape[1]) if shape[1] != 3 else (MEAN, STD)
-    one = Normalise(CPU, mean, std, dtype, channels_last, reuse=reuse)
+    one = Normalise(CPU, mean, std, dtype, channels_last)
     for images in (
         LAYOUTS[layout](uint8(*shape)),
         LAYOUTS[layout](uint8(*shape)[: max(1, shape[0] // 2)]),
@@ -97,7 +97,7 @@ def test_the_result_is_bitwise_the_plain_expression(
 
 def test_an_empty_batch_stays_empty() -> None:
     """No image gives no image, with the network's type."""
-    result = Normalise(CPU, MEAN, STD, torch.float16, True, reuse=True)(uint8(0, 3, 4, 4))
+    result = Normalise(CPU, MEAN, STD, torch.float16, True)(uint8(0, 3, 4, 4))
     assert (result.shape, result.dtype) == ((0, 3, 4, 4), torch.float16)
 
 
@@ -118,7 +118,7 @@ def test_a_mean_of_no_channel_fits_no_images() -> None:
 
 def test_a_larger_batch_gets_larger_memory() -> None:
     """Batches may grow; what was lent before stays as it is."""
-    one = Normalise(CPU, MEAN, STD, torch.float32, False, reuse=True)
+    one = Normalise(CPU, MEAN, STD, torch.float32, False)
     small = uint8(2, 3, 4, 4)
     large = uint8(7, 3, 9, 9)
     first = one(small)
@@ -135,7 +135,7 @@ def test_other_devices_keep_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -
         kind = "mps"
 
     monkeypatch.setattr(accelerator, "of", lambda device: Other(CPU))
-    one = Normalise(CPU, MEAN, STD, torch.float32, True, reuse=True)
+    one = Normalise(CPU, MEAN, STD, torch.float32, True)
     monkeypatch.setattr(one, "_by_rows", None)
     images = uint8(4, 3, 8, 8)
     assert torch.equal(one(images), plain(images, MEAN, STD, torch.float32, True))
@@ -169,7 +169,7 @@ Batches = Callable[[bool], DataPrefetcher]
 
 @pytest.fixture(params=[False, True], ids=["plain", "ahead"])
 def batches(request: pytest.FixtureRequest) -> Iterator[Batches]:
-    """Makes a prefetcher over nine different batches, with or without reuse."""
+    """Makes a prefetcher over nine different batches, with or without memory to use again."""
     host = [(uint8(4, 3, 8, 8, seed=k), torch.arange(4) % 2) for k in range(9)]
     made = []
 
@@ -182,9 +182,10 @@ def batches(request: pytest.FixtureRequest) -> Iterator[Batches]:
                 std=STD,
                 channels_last=True,
                 ahead=request.param,
-                reuse=reuse,
             )
         )
+        if not reuse:
+            made[-1]._mover.normalise._pool = BufferPool(0, 1 << 20)
         return made[-1]
 
     yield make
@@ -276,9 +277,3 @@ def test_a_training_loop_uses_the_same_memory_again(batches: Batches) -> None:
         places.add(images.data_ptr())
         others.append(torch.empty_like(images))
     assert len(places) <= 3
-
-
-def test_a_callers_loop_gets_memory_of_its_own_unless_it_asks(batches: Batches) -> None:
-    """Reuse is off by default."""
-    assert DataPrefetcher([], "cpu", mean=MEAN, std=STD)._mover.normalise._kept == 0
-    assert batches(True)._mover.normalise._kept == 3

@@ -42,7 +42,6 @@ def trial(
         1.5,
         0.1 if kind == "steps" else None,
         cost,
-        10**8,
         refused,
     )
 

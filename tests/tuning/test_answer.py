@@ -124,9 +124,7 @@ def test_the_override_names_the_form(
 
 @pytest.mark.parametrize("form", ["threads", "arrays"])
 def test_the_line_of_a_form_that_torch_has_not_is_python(form: str) -> None:
-    """It builds this project's feed with the settings that were chosen, and is not said to be
-    torch's.
-    """
+    """It builds this project's feed with the settings that were chosen."""
     settings = in_form(workers(3), form)
     own = report(settings=settings)
     pixels = ArraySource(np.zeros((100, 8, 8, 3), np.uint8), np.zeros(100), ("a",), "none")
@@ -140,7 +138,7 @@ def test_the_line_of_a_form_that_torch_has_not_is_python(form: str) -> None:
         settings,
         2,
     )
-    assert f"the same in a loop of your own: {own.dataloader}" in own.lines()
+    assert f"the same in code: {own.dataloader}" in own.lines()
 
 
 @pytest.mark.filterwarnings(
@@ -169,7 +167,7 @@ def test_the_user_reads_the_outcome() -> None:
         "after   620 ±5%   1%       1.6 GB    num_workers=3 pin_memory=false prefetch_factor=2",
         "Training gets 620 images/s instead of 240.",
         f"the same without tuning: {own.override}",
-        f"the same with torch alone: {own.dataloader}",
+        f"the same in code: {own.dataloader}",
         (
             "refused num_workers=8 pin_memory=false prefetch_factor=2: worker 7 exited: /dev/shm "
             "is "

@@ -174,7 +174,7 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
     assert own.worker_bytes == 50 * 10**6 and own.batch is not None
     assert isinstance(own.probes, Feeds) and own.probes.cursor.seen == range(7)
     assert own.refusal(dataclasses.replace(OWN, num_workers=8)) is None
-    assert trial.memory_bytes == 2 * 50 * 10**6 + (2 * 2 + 2) * 10**6
+    assert own.needs(OWN).memory_bytes == 2 * 50 * 10**6 + (2 * 2 + 2) * 10**6
 
 
 @pytest.mark.parametrize(

@@ -282,19 +282,6 @@ def test_all_feeds_follow_the_windows_of_a_run(
     assert 100 < change.step <= 220 and change.step % 10 == 0
 
 
-def test_what_is_gained_is_counted_from_the_rate_before_the_change(run: Run) -> None:
-    """As long as samples cost what they did then: nobody knows what it would be with others."""
-    run.windows(LATE, 80)
-    changed_s = (run.live.changes[0].step - 100) / 10 * 160 / LATE.period(2).images_per_s
-    after_s = run.seconds - changed_s
-    assert run.live.gained_s == pytest.approx(
-        3 * after_s, rel=0.1
-    )  # 8 threads take a quarter of what 2 do
-    before = run.live.gained_s
-    run.windows(Machine(), 200)
-    assert run.live.gained_s == before
-
-
 def test_windows_with_an_evaluation_tell_nothing_of_the_steps_processors(run: Run) -> None:
     """Of one epoch a window, each with a pause that takes all processors: threads are tried all the
     same.

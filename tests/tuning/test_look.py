@@ -431,6 +431,6 @@ def test_the_reason_says_who_makes_samples() -> None:
     threads = search(Machine(0.0014, 0.0014, demand=2000, form_speed=FORMS), own(1))
     assert (
         "A sample takes the trainer 0.0027 ms" in arrays.reason
-        and "A feed of arrays needs no workers" in arrays.reason
+        and "Nothing cheaper keeps the model busy" in arrays.reason
     )
     assert "A sample takes a worker" in threads.reason

@@ -172,7 +172,7 @@ def test_the_report_tells_before_and_after(on: On) -> None:
     assert report.before.wait_fraction == pytest.approx(
         2 / 7
     ) and report.after.wait_fraction == pytest.approx(0)
-    assert "num_workers=2 is the least that keeps the model busy" in report.sentence
+    assert "Nothing cheaper keeps the model busy" in report.sentence
     assert [trial.kind for trial in report.trials][:2] == ["supply", "supply"]
 
 
