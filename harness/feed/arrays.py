@@ -12,7 +12,6 @@ import torch
 
 from harness.data.images import ImageDataset
 from harness.feed.interface import (
-    ARRAYS,
     Failure,
     Feed,
     FeedSettings,
@@ -136,7 +135,6 @@ class ArrayFeed(Feed):
                 dataset = self.pixels.untransformed
                 settings = replace(
                     self.settings,
-                    backend=ARRAYS,
                     num_workers=self.readers,
                     prefetch_factor=2,
                     pin_memory=False,

@@ -277,9 +277,7 @@ def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
     """Returns the stages that ``dataset`` names, or ``sample``."""
     stages = getattr(dataset, "stages", None)
     # a data set that is not ours may use the name for something else
-    if not isinstance(stages, tuple):
-        return (SAMPLE,)
-    return stages
+    return stages if isinstance(stages, tuple) else (SAMPLE,)
 
 
 def too_slow(settings: FeedSettings) -> LoaderError:

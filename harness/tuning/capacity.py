@@ -100,19 +100,19 @@ def refusal(wanted: Needs, limits: Limits, beside: Needs = NONE) -> str | None:
     Args:
         wanted: what the feed takes.
         limits: what this rank may use.
-        beside: what another feed of this rank takes at the same time.
+        beside: what another feed of this rank takes at the same time; the line does not show it.
     """
     for terms, taken, free, what in (
         (wanted.shm, beside.shm, limits.shm_bytes, "shared memory"),
         (wanted.memory, beside.memory, limits.memory_bytes, "memory"),
     ):
-        if free is not None and (sums := _over(terms, taken, _SHARE * free, shown)):
+        if free is not None and (sums := _over(terms, _SHARE * free - total(taken), shown)):
             return (
                 f"{sums} of {what}, of which {shown(free)} are free (a fifth is kept back): "
                 "not tried"
             )
     free = limits.open_files - limits.files_open
-    if sums := _over(wanted.open_files, beside.open_files, free - _FILES_KEPT, str):
+    if sums := _over(wanted.open_files, free - _FILES_KEPT - total(beside.open_files), str):
         return (
             f"{sums} open files, of which {free} are free ({_FILES_KEPT} are kept back; ulimit "
             "-n raises them): not tried"
@@ -127,14 +127,9 @@ def shown(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
-def _over(terms: Terms, taken: Terms, allowed: float, show: Callable[[int], str]) -> str | None:
-    """Returns the sum of ``terms`` and ``taken`` in words if it is more than ``allowed``.
-
-    Of nothing, nothing is too much.
-    """
-    beside = total(taken)
-    whole = total(terms) + beside
-    if whole == beside or whole <= allowed:
+def _over(terms: Terms, allowed: float, show: Callable[[int], str]) -> str | None:
+    """Returns the sum of ``terms`` in words if it is more than ``allowed``, and not nothing."""
+    whole = total(terms)
+    if whole <= max(0, allowed):
         return None
-    terms = [*terms, (f"{show(beside)} of the other feed", beside)]
     return f"{' + '.join(text for text, amount in terms if amount)} = {show(whole)}"

@@ -150,7 +150,6 @@ class _Feed(ProcessFeed):
     """
 
     probes: _Probes
-    gauge: Gauge | None
 
     def polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
         none = torch.zeros(self.settings.batch_size, dtype=torch.int64)

@@ -369,5 +369,5 @@ class Lab:
             burst = settings.num_workers
         blocks = range(count % burst, count, burst * math.ceil(count // burst / _BLOCKS))
         rate = Rate.of(np.add.reduceat(run.images, blocks), np.add.reduceat(run.seconds, blocks))
-        images = sum(run.images)
-        return Trial(settings, "steps", rate, images, wait_fraction=run.stall_fraction)
+        wait_fraction = run.stall_fraction
+        return Trial(settings, "steps", rate, sum(run.images), wait_fraction=wait_fraction)

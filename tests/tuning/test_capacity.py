@@ -8,7 +8,6 @@ import pytest
 
 from harness.feed.interface import FeedSettings
 from harness.runtime.limits import Limits
-from harness.tuning import capacity
 from harness.tuning.capacity import Needs, needs, refusal, total
 
 MB = 10**6
@@ -112,12 +111,11 @@ def test_threads_need_no_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "limits", "taken", "expected"),
+    ("what", "limits", "expected"),
     [
         pytest.param(
             settings(4, 8),
             replace(ROOMY, shm_bytes=64 * MB),
-            capacity.NONE,
             "(num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB = 656.2 MB of shared memory, of "
             "which 64.0 MB are free "
             "(a fifth is kept back): not tried",
@@ -126,7 +124,6 @@ def test_threads_need_no_shared_memory() -> None:
         pytest.param(
             settings(4, 8, pin_memory=True),
             replace(ROOMY, memory_bytes=1500 * MB),
-            capacity.NONE,
             "num_workers=4 x 200.0 MB + (num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB + "
             "(num_workers=4 x "
             "prefetch_factor=8 + 3) x 33.6 MB page-locked = 2.6 GB of memory, of which 1.5 GB are "
@@ -137,7 +134,6 @@ def test_threads_need_no_shared_memory() -> None:
         pytest.param(
             settings(0),
             replace(ROOMY, memory_bytes=40 * MB),
-            capacity.NONE,
             "2 batches x 19.3 MB = 38.6 MB of memory, of which 40.0 MB are free (a fifth is kept "
             "back): not tried",
             id="memory without workers",
@@ -145,28 +141,25 @@ def test_threads_need_no_shared_memory() -> None:
         pytest.param(
             settings(4, 8),
             replace(ROOMY, open_files=300, files_open=10),
-            capacity.NONE,
             "num_workers=4 x (6 x prefetch_factor=8 + 10) = 232 open files, of which 290 are free "
             "(64 are kept back; "
             "ulimit -n raises them): not tried",
             id="open files",
         ),
-        pytest.param(
-            settings(1, 1),
-            replace(ROOMY, shm_bytes=100 * MB),
-            Needs(shm=[("", 50 * MB)]),
-            "(num_workers=1 x prefetch_factor=1 + 2) x 19.3 MB + 50.0 MB of the other feed = 107.9 "
-            "MB of shared memory, of "
-            "which 100.0 MB are free (a fifth is kept back): not tried",
-            id="beside another feed",
-        ),
     ],
 )
-def test_a_refusal_shows_the_sum(
-    what: FeedSettings, limits: Limits, taken: Needs, expected: str
-) -> None:
+def test_a_refusal_shows_the_sum(what: FeedSettings, limits: Limits, expected: str) -> None:
     """The line names the settings, what they need, and what is free."""
-    assert refusal(needs(what, 19_300_000, 200 * MB), limits, taken) == expected
+    assert refusal(needs(what, 19_300_000, 200 * MB), limits) == expected
+
+
+@pytest.mark.parametrize("kind", ["shm", "memory", "open_files"])
+def test_what_another_feed_takes_is_not_free(kind: str) -> None:
+    """To the byte, or to the file."""
+    limits = replace(ROOMY, shm_bytes=1000, memory_bytes=1000, open_files=64 + 800)
+    wanted = Needs(**{kind: [("", 500)]})
+    assert refusal(wanted, limits, Needs(**{kind: [("", 300)]})) is None
+    assert refusal(wanted, limits, Needs(**{kind: [("", 301)]})) is not None
 
 
 @pytest.mark.parametrize(
