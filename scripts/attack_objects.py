@@ -309,7 +309,6 @@ def _clocked(number: int, rng: random.Random) -> Callable[[], End]:
             lambda: [*itertools.islice(StepClock().watch(make()), 4)],
             lambda: [*itertools.islice(StepClock().watch(make(), lambda b: odd), 4)],
             lambda: StepClock(odd),
-            lambda: StepClock(slots=odd),
             lambda: _stepped(StepClock(now=_ticks((0.0, value))), 5),
             lambda: _stepped(StepClock(now=_ticks((3.0, 1.0, 2.0))), 5),
             lambda: _stepped(StepClock(), odd),

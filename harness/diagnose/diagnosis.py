@@ -26,7 +26,6 @@ from harness.watch.bottleneck import Bottleneck
 from harness.watch.console import aligned, live_table
 from harness.watch.evidence import total
 from harness.watch.neighbours import Neighbours
-from harness.watch.stages import SAMPLE, StageCost, StageTotals
 from harness.watch.verdict import Verdict
 
 
@@ -60,21 +59,19 @@ class Diagnosis:
 
     def publish(self, board: Board | None) -> None:
         """Prints the diagnosis; writes ``diagnosis.json`` and a text by ``board``, if any."""
-        known = plain(self)
-        if self.runs.stages is not None:
-            known["stages"] = self.runs.stages.rows()
+        known = {**plain(self), "stages": self.runs.stages.rows()}
         publish("diagnosis", self.lines(), known, board)
 
     def lines(self) -> list[str]:
         """Returns stages, changes, notes, the sentence, and what to type next."""
-        found: list[str] = []
-        if self.runs.stages is not None:
-            rows = [
-                (s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}")
-                for s in self.runs.stages.rows()
-            ]
-            found.append("a sample in a worker, files as they are")
-            found += aligned(("stage", "kind", "ms", "of it on a processor"), rows)
+        rows = [
+            (s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}")
+            for s in self.runs.stages.rows()
+        ]
+        found = [
+            "a sample in a worker, files as they are",
+            *aligned(("stage", "kind", "ms", "of it on a processor"), rows),
+        ]
         if self.what_ifs:
             changes = [
                 (w.change, str(Rate.exactly(w.images_per_s)), f"{w.speedup:.2f}x")
@@ -165,12 +162,10 @@ def measure(
 
     cost = runs.loading.cost
     assert cost is not None
-    # where no whole batch came, only what single samples took is known
-    sample = StageCost(cost.wall_s, cost.cpu_s)
-    stages = runs.stages or StageTotals(1, 0, cost.wall_s, {SAMPLE: sample})
     # with what a batch takes besides its samples
-    wall_s, cpu_s = total(stages.stages.values())
-    cost = replace(cost, wall_s=wall_s / stages.samples, cpu_s=cpu_s / stages.samples)
+    wall_s, cpu_s = total(runs.stages.stages.values())
+    samples = runs.stages.samples
+    cost = replace(cost, wall_s=wall_s / samples, cpu_s=cpu_s / samples)
     demand = runs.demand.images_per_s
     model = Model(
         demand=demand,
@@ -184,7 +179,6 @@ def measure(
         runs=runs,
         settings=settings,
         model=model,
-        stages=stages,
         device=accelerator.of(trainee.device).kind,
         cores_from=limits.sources.get("cores", ""),
         image_size=train.image_size,

@@ -23,7 +23,7 @@ from harness.tuning.measures import Rate, Trial
 from harness.tuning.probe import Lab
 from harness.tuning.search import Ask
 from harness.watch.console import LiveTable
-from harness.watch.stages import StageMeter, StageTotals
+from harness.watch.stages import SAMPLE, StageCost, StageMeter, StageTotals
 
 _ROUNDS = 3
 _LOADING_S = 1.5
@@ -88,7 +88,7 @@ class Runs:
     demand: Rate
     step_cpu_s: float
     loading: Trial
-    stages: StageTotals | None = None
+    stages: StageTotals
     warm: Trial | None = None
     delivered: Rate | None = None
     wait_fraction: float | None = None
@@ -130,9 +130,15 @@ class Session:
         self._row("", loading.rate)
         self.has_seen = self.lab.ranks.smallest(float(self.probes.has_seen)) > 0
         stages = self.probes.meter.read() if self.probes.meter else None
+        if not stages or not stages.samples:
+            # no whole batch came: only what single samples took is known
+            cost = loading.cost
+            assert cost is not None
+            sample = StageCost(cost.wall_s, cost.cpu_s)
+            stages = StageTotals(1, 0, cost.wall_s, {SAMPLE: sample})
         return Runs(
             loading=loading,
-            stages=stages if stages and stages.samples else None,
+            stages=stages,
             **self.rounds(settings, loading),
             warm=self.warm(settings),
             fetch=self.cold(max(1, settings.num_workers)),

@@ -69,6 +69,12 @@ def _unreadable(
     elif isinstance(dataset, OwnDataset):
         dataset = replace(dataset, skips=False)
     own: list[Failure] = []
+
+    def note(failures: Iterable[Failure]) -> None:
+        if board is not None:
+            for failure in failures:
+                board.bad_sample(name, failure.sample, failure.where, failure.reason)
+
     with (
         closing(feeds.whole(dataset, settings)) as feed,
         progress(f"verify: {name} images", len(feed), "batches") as bar,
@@ -80,16 +86,10 @@ def _unreadable(
             if batch is None:
                 continue
             own += batch.failures
-            _list(board, name, batch.failures)
+            note(batch.failures)
             bar.advance(1)
     # the first rank has listed its own
     first, *others = feeds.world.gathered(own)
     for failures in others:
-        _list(board, name, failures)
+        note(failures)
     return sorted(itertools.chain(first, *others))
-
-
-def _list(board: Board | None, name: str, failures: Iterable[Failure]) -> None:
-    if board is not None:
-        for failure in failures:
-            board.bad_sample(name, failure.sample, failure.where, failure.reason)

@@ -19,7 +19,7 @@ from harness.watch.bottleneck import HARM, Bottleneck
 from harness.watch.evidence import Evidence, total, worker_cost
 from harness.watch.figures import Tag
 from harness.watch.ledger import Ledger
-from harness.watch.stages import StageCost, StageTotals
+from harness.watch.stages import StageCost
 from harness.watch.verdict import Verdict, judge
 
 # the rates are too uneven, or other programs' too
@@ -34,7 +34,6 @@ class Facts:
         runs: what was measured.
         settings: the loader's.
         model: of throughput, by the cost of a sample with the files as they are.
-        stages: what the workers spent a sample's time on.
         device: cpu, cuda or mps.
         cores_from: where the number of cores is said.
         image_size: side of the crop in pixels.
@@ -46,7 +45,6 @@ class Facts:
     runs: Runs
     settings: FeedSettings
     model: Model
-    stages: StageTotals
     device: str
     cores_from: str
     image_size: int
@@ -138,7 +136,7 @@ def judged(facts: Facts, **network: Any) -> Verdict:
     verdict = judge(
         Evidence(
             window=window,
-            stages=facts.stages,
+            stages=facts.runs.stages,
             settings=facts.settings,
             cores=model.cores,
             cores_from=facts.cores_from,
@@ -196,13 +194,13 @@ def _changes(facts: Facts) -> Iterator[tuple[str, Model, int]]:
             yield f"{more} more core{'s' * (more > 1)}, and a worker for each", wider, own + more
 
     # what a sample would cost less, as shares of its wall and of its processor time
-    stages = facts.stages.stages
+    stages = facts.runs.stages.stages
     whole = total(stages.values())
     encoded = total([stages[name] for name in ("read", "decode") if name in stages])
     wall = encoded.wall_s / whole.wall_s
     cpu = encoded.cpu_s / max(whole.cpu_s, 1e-9)
     read = stages.get("read", StageCost(0.0, 0.0))
-    sample = worker_cost(facts.stages, 1.0)
+    sample = worker_cost(facts.runs.stages, 1.0)
     assert sample is not None
     # what reading waits for, but for a processor
     waits = (read.wall_s - sample.contention * read.cpu_s) / whole.wall_s

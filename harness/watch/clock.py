@@ -29,9 +29,9 @@ class StepClock:
 
     The loop puts ``waiting()`` around ``next()`` on its feed and ``computing()`` around forward to
     optimizer step, and calls ``step`` at the end of each; or it lets ``watch`` do all three. No
-    step synchronises: on CUDA ``computing()`` records three events out of a ring, which are read
-    some steps later, once they have come; where none are free the block goes unmeasured. On the
-    device's time line, over the ``computing()`` blocks i::
+    step synchronises: on CUDA ``computing()`` records three events, which are read some steps
+    later, once they have come, and used again. On the device's time line, over the
+    ``computing()`` blocks i::
 
         gap_i          = end of compute i-1 to start of compute i, but for a gap with a pause
         exposed_copy_i = the part of gap_i in which a batch was copied that the host had asked for
@@ -47,7 +47,6 @@ class StepClock:
 
     Args:
         device: where the network runs.
-        slots: the number of ``computing()`` blocks that the host may be ahead of the device.
         now: a monotonic clock in seconds, kept as an attribute; None: the device's own.
         events: where timing events come from; None: the device's own, if it has streams.
         keep_steps: keep what ``device_steps`` tells, which takes memory for every step.
@@ -57,7 +56,6 @@ class StepClock:
         self,
         device: torch.device | str = "cpu",
         *,
-        slots: int = 64,
         now: Callable[[], float] | None = None,
         events: Events | None = None,
         keep_steps: bool = False,
@@ -70,7 +68,7 @@ class StepClock:
         self.now = now or own.now
         self._timeline = None
         if events:
-            self._timeline = Timeline(slots, events, self.now, keep_steps)
+            self._timeline = Timeline(events, self.now, keep_steps)
         # when a call returns, a CPU has done its work; MPS has not
         self._times_compute = own.kind == "cpu" and not events
         self._ledger = Ledger()
@@ -171,7 +169,7 @@ class StepClock:
         self._since["compute"] = self._begin() - self._collected_s()
         self._computed_s = None
         if self._timeline:
-            self._timeline.begin(self._ledger, first=self._first)
+            self._timeline.begin(first=self._first)
         return True
 
     def computed(self) -> None:

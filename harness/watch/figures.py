@@ -169,7 +169,6 @@ class Window:
         first_steps: that ended.
         first_step_s: wall time of the first steps together, with what lay between two epochs.
         pauses_s: wall time by name.
-        dropped: ``computing()`` blocks without device figures because no slot was free.
     """
 
     steps: int
@@ -245,7 +244,6 @@ class Window:
     first_steps: int
     first_step_s: float | None
     pauses_s: Mapping[str, float]
-    dropped: int
 
     def of_ranks(self, ranks: int) -> Window:
         """Returns the same with the images of all ``ranks`` at this rank's rate."""

@@ -105,8 +105,8 @@ class Sampler:
         self._recent: dict[str, tuple[float, int]] = {}
         # of training, since the restart
         self._whole: dict[str, tuple[float, int]] = {}
-        self._before: dict[str, tuple[float, int]] = {}  # all others
-        self._aside = False
+        self._others: dict[str, tuple[float, int]] = {}
+        self._aside = True
         # the time since the last look began was not all training: rates reach back to that look
         self._mixed = False
         self._lock = threading.Lock()
@@ -136,7 +136,7 @@ class Sampler:
         for source in self._sources:
             found = source.sample()
             with self._lock:
-                of_run = self._before if mixed or self._mixed else self._whole
+                of_run = self._others if mixed or self._mixed else self._whole
                 for sums in (self._recent, of_run):
                     for tag, value in found.items():
                         total, count = sums.get(tag, (0.0, 0))
@@ -150,10 +150,9 @@ class Sampler:
         return {tag: total / count for tag, (total, count) in recent.items()}
 
     def restart(self) -> None:
-        """Forget the means of the run: imports and tuning are not what training is like."""
+        """Begin the means of the run: imports and tuning are not what training is like."""
         with self._lock:
-            self._before = self._whole
-            self._whole = {}
+            self._aside = False
             self._mixed = True
 
     @contextmanager
@@ -164,19 +163,17 @@ class Sampler:
         try:
             yield
         finally:
-            with self._lock:
-                self._aside = False
-                self._mixed = True
+            self.restart()
 
     def means(self) -> dict[str, float]:
         """Returns the mean of each figure since the last ``restart``.
 
-        Of the time before, where no sample came since. A figure that was lost on the way is absent:
+        Of all other time, where no sample came since. A figure that was lost on the way is absent:
         what came before speaks for no run.
         """
         lost = set[str]().union(*(source.lost for source in self._sources))
         with self._lock:
-            sums = self._whole or self._before
+            sums = self._whole or self._others
             return {tag: total / count for tag, (total, count) in sums.items() if tag not in lost}
 
 

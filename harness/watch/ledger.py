@@ -101,7 +101,6 @@ class Ledger:
     prepare_s: float = 0.0  # by the host's clock
     first_steps: int = 0
     first_s: float = 0.0
-    dropped: int = 0
     # by the same names as ``Window.shares``
     device_s: dict[str, float] = field(default_factory=dict)
     wait_parts_s: dict[str, float] = field(default_factory=dict)
@@ -164,7 +163,6 @@ class Ledger:
             first_steps=self.first_steps,
             first_step_s=self.first_s if self.first_steps else None,
             pauses_s=dict(self.pauses_s),
-            dropped=self.dropped,
             **spreads,
         )
 

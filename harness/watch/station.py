@@ -48,8 +48,7 @@ def watched(
     where the run goes on from one.
     """
     with ExitStack() as stack:
-        slots = max(64, 2 * config.trainer.accumulate_steps)
-        watch = Watch(StepClock(world.device, slots=slots), Course(began_s))
+        watch = Watch(StepClock(world.device), Course(began_s))
         watch.course.mark("start")
         if world.is_main:
             writers = []

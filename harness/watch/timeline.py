@@ -85,10 +85,9 @@ class _Slot:
 
 
 class Timeline:
-    """A ring of events around blocks of computing; ``StepClock`` says what the figures mean.
+    """Events around blocks of computing; ``StepClock`` says what the figures mean.
 
     Args:
-        slots: the number of blocks that the host may be ahead of the device.
         events: makes the events, and says on which streams to record them.
         now: the host's clock in seconds.
         keep_steps: keep when each step ended.
@@ -99,19 +98,19 @@ class Timeline:
         ends_s: when the device ended each step, by the host's clock; empty unless they are kept.
     """
 
-    def __init__(
-        self, slots: int, events: Events, now: Callable[[], float], keep_steps: bool = False
-    ) -> None:
+    def __init__(self, events: Events, now: Callable[[], float], keep_steps: bool = False) -> None:
         self._events = events
         self._now = now
-        self._free = [_Slot(events.make(), events.make(), events.make()) for _ in range(slots)]
+        # as many as the host was ahead of the device
+        self._free: list[_Slot] = []
         self._pending: deque[_Slot] = deque()
         # of the block that has begun, if it is measured
         self._running: _Slot | None = None
         # the end of the running block is recorded already
         self._marked = False
-        self.waits: deque[Span] = deque(maxlen=slots)
-        self.copies: deque[Copy] = deque(maxlen=slots)
+        # those of loops that never compute are no more
+        self.waits: deque[Span] = deque(maxlen=64)
+        self.copies: deque[Copy] = deque(maxlen=64)
         # the last one read: the next gap begins at its end
         self._previous: _Slot | None = None
         # when the device passed that end, by the host's clock
@@ -133,21 +132,15 @@ class Timeline:
         self._known = True
         self._step_s: dict[str, float] = {}  # of that step
 
-    def begin(self, ledger: Ledger, *, first: bool) -> None:
-        """Begin a block; one for which the device is too far behind is dropped."""
-        waits = tuple(self.waits)
-        copies = tuple(self.copies)
+    def begin(self, *, first: bool) -> None:
+        """Begin a block."""
+        make = self._events.make
+        slot = self._free.pop() if self._free else _Slot(make(), make(), make())
+        self._running = slot
+        slot.waits = tuple(self.waits)
+        slot.copies = tuple(self.copies)
         self.waits.clear()
         self.copies.clear()
-        if not self._free:
-            self.read(ledger)
-        if not self._free:
-            ledger.dropped += 1
-            self._fresh = True
-            return
-        slot = self._running = self._free.pop()
-        slot.waits = waits
-        slot.copies = copies
         slot.first = first
         slot.fresh = self._fresh
         slot.stepped_s = None
@@ -183,10 +176,10 @@ class Timeline:
     def mark_end(self) -> None:
         """Let the running block end here, unless this is called again."""
         slot = self._running
-        if slot is not None:
-            slot.end.record(slot.stream)
-            slot.whole = slot.whole and not slot.start.query()
-            self._marked = True
+        assert slot is not None
+        slot.end.record(slot.stream)
+        slot.whole = slot.whole and not slot.start.query()
+        self._marked = True
 
     def end(self, *, whole: bool) -> None:
         """End the block; one that is not ``whole`` is left out."""
@@ -196,8 +189,7 @@ class Timeline:
         self._running = None
         self._marked = False
         self._fresh |= not whole
-        if slot is None:
-            return
+        assert slot is not None
         self._copies = len(slot.copies)
         if self._fresh:
             self._free.append(slot)

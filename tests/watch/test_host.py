@@ -301,12 +301,14 @@ def test_the_means_of_the_run_begin_anew() -> None:
 def test_the_means_of_the_run_leave_out_what_is_aside() -> None:
     """Samples in an evaluation, and the first after it, are in the windows alone."""
     sampler = Sampler([Counting()], 1.0)
+    sampler.restart()
+    sampler.look()
     sampler.look()
     with sampler.aside():
         sampler.look()
     sampler.look()
     sampler.look()
-    assert (sampler.means(), sampler.read()) == ({Tag.CPU_CORES: (1 + 4) / 2}, {Tag.CPU_CORES: 2.5})
+    assert (sampler.means(), sampler.read()) == ({Tag.CPU_CORES: (2 + 5) / 2}, {Tag.CPU_CORES: 3.0})
 
 
 def test_a_restart_during_a_look_is_not_lost() -> None:

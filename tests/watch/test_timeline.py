@@ -58,36 +58,28 @@ def test_no_step_waits_for_the_device(clock: StepClock, gpu: Gpu) -> None:
     assert gpu.waits == 0
 
 
-def test_blocks_beyond_the_ring_are_dropped_and_counted(clock: StepClock, gpu: Gpu) -> None:
-    """With 64 pairs pending on a hung device the rest goes unmeasured, and host figures go on."""
-    gpu.hung = True
-    for _ in range(100):
-        step(clock, gpu, compute_s=0.001)
-    total = clock.total()
-    assert (total.dropped, total.steps, total.stall_basis) == (36, 99, "host")
-    assert total.step_ms
-
-
-def test_after_a_drop_the_figures_are_right_again(clock: StepClock, gpu: Gpu) -> None:
-    """A gap beside a dropped block is left out: no step of 10 ms is shown as longer."""
+def test_a_device_far_behind_has_figures_once_it_comes(clock: StepClock, gpu: Gpu) -> None:
+    """Meanwhile the host's go on; afterwards every step has its own."""
     gpu.hung = True
     for _ in range(100):
         step(clock, gpu, wait_s=0.008, launch_s=0.002)
+    total = clock.total()
+    assert (total.steps, total.stall_basis) == (99, "host")
+    assert total.step_ms
     gpu.hung = False
     for _ in range(100):
         step(clock, gpu, wait_s=0.008, launch_s=0.002)
     total = settled(clock, gpu)
-    assert total.dropped == 36
     assert known(total.step_ms).max == pytest.approx(10)
     assert total.stall_fraction == pytest.approx(0.8, abs=0.01)
 
 
 def test_memory_stays_as_it_was(clock: StepClock, gpu: Gpu) -> None:
-    """Thousands of steps make no event beyond the ring's, and leave no copies behind."""
+    """Thousands of steps make no more events than a few, and leave no copies behind."""
     for _ in range(3000):
         step(clock, gpu, wait_s=0.001, compute_s=0.001, copy_s=0.0005)
     assert clock._timeline is not None
-    assert gpu.made == 192
+    assert gpu.made < 40
     assert len(clock._timeline.copies) + len(clock._timeline._pending) < 40
 
 
@@ -190,24 +182,6 @@ def test_blocks_of_one_step_add_up(clock: StepClock, gpu: Gpu) -> None:
     assert total.stall_fraction == pytest.approx(0.8, abs=0.01)
 
 
-def test_a_step_that_lost_a_block_is_left_out(gpu: Gpu) -> None:
-    """Where one of a step's blocks was dropped, the other's time is not the step's."""
-    clock = StepClock("cuda", slots=4, now=gpu.now, events=gpu.events())
-    for number in range(12):
-        gpu.hung = (
-            number > 0 and number % 2 == 0
-            # the first of its blocks takes the last free slot
-        )
-        for _ in range(2):
-            with clock.computing():
-                gpu.host += 0.005
-        clock.step(8)
-    total = settled(clock, gpu)
-    assert total.dropped > 0
-    assert known(total.compute_ms).median == pytest.approx(10, rel=0.011)
-    assert known(total.compute_ms).max == pytest.approx(10)
-
-
 def test_a_window_closed_within_a_step_does_not_split_it(clock: StepClock, gpu: Gpu) -> None:
     """The blocks of a step that has not ended are left for the window that it ends in."""
     for _ in range(10):
@@ -220,7 +194,7 @@ def test_a_window_closed_within_a_step_does_not_split_it(clock: StepClock, gpu: 
 
 
 def test_a_block_that_raises_is_left_out(clock: StepClock, gpu: Gpu) -> None:
-    """An error in a step spoils neither the ring nor its neighbours' figures."""
+    """An error in a step spoils neither its events nor its neighbours' figures."""
     for count in range(30):
         if count % 3 == 2:
             with contextlib.suppress(KeyError), clock.computing():
@@ -232,7 +206,7 @@ def test_a_block_that_raises_is_left_out(clock: StepClock, gpu: Gpu) -> None:
     total = settled(clock, gpu)
     assert known(total.compute_ms).max < 5
     assert clock._timeline is not None
-    assert len(clock._timeline._free) + len(clock._timeline._pending) + 1 == 64
+    assert len(clock._timeline._free) + len(clock._timeline._pending) + 1 < 20
 
 
 def test_a_pause_inside_a_block_leaves_it_out(clock: StepClock, gpu: Gpu) -> None:
