@@ -135,10 +135,14 @@ def main_worker(local_rank: int, job: Job) -> None:
         # while torch is imported here
         workers.start_server()
     from harness.runtime import distributed
-    from harness.watch import station
+    from harness.watch import console, station
 
     joined = distributed.joined(local_rank, config)
-    with joined as world, folder.logging_to(job.folder, world.rank), station.quiet_ranks(world):
+    with (
+        joined as world,
+        folder.logging_to(job.folder, world.rank),
+        console.speaking(world.is_main),
+    ):
         signals.set_grace(config.checkpoint.grace_s)
         station.refuse_hidden_gpu(config, world)
         if config.mode is Mode.verify:

@@ -229,8 +229,7 @@ def _read(source: Source, order: np.ndarray) -> None:
 def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
     """Returns the tuner's choice of all forms and of each, and what they deliver in turns."""
     one = WORKLOADS[workload]
-    console.set_quiet(True)
-    with distributed.joined(0, composed()) as world:
+    with distributed.joined(0, composed()) as world, console.speaking(False):
         rig = Rig(one, one.make(Path(folder)), world)
         rig.config.loader.autotune = True
         warm(Path(folder))

@@ -215,12 +215,9 @@ def _tuned(name: TunerName, budget_s: float | None, rig: Rig, folder: Path) -> C
     config = TunerConfig(name=name, max_workers=rig.most)
     if budget_s is not None:
         config.budget_s = budget_s
-    console.set_quiet(True)
     begin = time.perf_counter()
-    try:
+    with console.speaking(False):
         report = tune(rig.feeds(), rig.trainee, rig.own, config, rig.limits, rig.world)
-    finally:
-        console.set_quiet(False)
     seconds = time.perf_counter() - begin
     chosen = report.settings
     setting = Setting.of(chosen.num_workers, chosen.prefetch_factor, chosen.backend)

@@ -33,10 +33,15 @@ _busy = False
 Item = TypeVar("Item")
 
 
-def set_quiet(quiet: bool) -> None:
-    """Print nothing from now on, or again; the log is written in any case."""
+@contextmanager
+def speaking(speaks: bool) -> Iterator[None]:
+    """Print nothing inside the block, unless it ``speaks``; the log is written in any case."""
     global _quiet
-    _quiet = quiet
+    _quiet = not speaks
+    try:
+        yield
+    finally:
+        _quiet = False
 
 
 def say(text: str, *, stands_out: bool = False) -> None:

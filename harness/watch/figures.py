@@ -44,12 +44,13 @@ class Figure(NamedTuple):
 class Tag(StrEnum):
     """A figure that is no window's; what a device cannot give is left out.
 
-    Above each is what it says; ``docs/tensorboard.md`` has more.
+    Above each is what it says; ``docs/tensorboard.md`` has more. A unit is told where a chart or a
+    bound needs it: else the name has it.
     """
 
     figure: Figure
 
-    def __new__(cls, tag: str, unit: str, *charted: str) -> Self:
+    def __new__(cls, tag: str, unit: str = "", *charted: str) -> Self:
         """Makes a member; the arguments are those of ``Figure`` but for the text."""
         member = str.__new__(cls, tag)
         member._value_ = tag
@@ -57,17 +58,17 @@ class Tag(StrEnum):
         return member
 
     # mean training loss of the window
-    LOSS = "train/loss", ""
+    LOSS = "train/loss"
     # learning rate of the first parameter group
-    LR = "train/lr", ""
+    LR = "train/lr"
     # validation images whose label is the first guess
     VAL_TOP1 = "val/top1", "fraction"
     # validation images whose label is among the first five guesses
     VAL_TOP5 = "val/top5", "fraction"
     # mean validation loss
-    VAL_LOSS = "val/loss", ""
+    VAL_LOSS = "val/loss"
     # most that torch had allocated in the evaluation
-    VAL_MEMORY_PEAK_BYTES = "val/memory_peak_allocated_bytes", "bytes"
+    VAL_MEMORY_PEAK_BYTES = "val/memory_peak_allocated_bytes"
     # of the time some kernel ran
     GPU_UTILIZATION = "gpu/utilization", "fraction", _UTILIZATION, "some kernel ran"
     # of the multiprocessors at work
@@ -75,13 +76,13 @@ class Tag(StrEnum):
     # of the time kernels of other programs ran
     GPU_OTHERS_UTILIZATION = "gpu/others_utilization", "fraction"
     # memory of the whole GPU in use
-    GPU_MEMORY_USED_BYTES = "gpu/memory_used_bytes", "bytes"
+    GPU_MEMORY_USED_BYTES = "gpu/memory_used_bytes"
     # most that torch had allocated in the window
-    GPU_MEMORY_PEAK_ALLOCATED_BYTES = "gpu/memory_peak_allocated_bytes", "bytes"
+    GPU_MEMORY_PEAK_ALLOCATED_BYTES = "gpu/memory_peak_allocated_bytes"
     # most that torch had taken from the driver in the window
-    GPU_MEMORY_PEAK_RESERVED_BYTES = "gpu/memory_peak_reserved_bytes", "bytes"
+    GPU_MEMORY_PEAK_RESERVED_BYTES = "gpu/memory_peak_reserved_bytes"
     # power that the whole GPU draws
-    GPU_POWER_W = "gpu/power_w", "W"
+    GPU_POWER_W = "gpu/power_w"
     # of the workers' time they made batches
     BUSY_FRACTION = (
         "stages/busy_fraction",
@@ -98,11 +99,11 @@ class Tag(StrEnum):
     # cores that this run uses
     CPU_CORES = "host/own_cpu_cores", "cores", _PROCESSORS, "this run"
     # cores that others take of those this run may use
-    OTHERS_CPU_CORES = "host/others_cpu_cores", "cores"
+    OTHERS_CPU_CORES = "host/others_cpu_cores"
     # threads of this run that wait for a core, on average
-    QUEUED_THREADS = "host/own_queued_threads", ""
+    QUEUED_THREADS = "host/own_queued_threads"
     # memory of the machine that is neither free nor cache
-    RAM_USED_BYTES = "host/ram_used_bytes", "bytes"
+    RAM_USED_BYTES = "host/ram_used_bytes"
     # of the periods a processor quota stopped this run
     THROTTLED_FRACTION = (
         "host/throttled_fraction",
@@ -118,7 +119,7 @@ class Tag(StrEnum):
         "waiting for memory",
     )
     # read from local disks, by all programs
-    DISK_READ_BYTES_PER_S = "host/disk_read_bytes_per_s", "bytes/s"
+    DISK_READ_BYTES_PER_S = "host/disk_read_bytes_per_s"
     # returned to this run by read calls
     READ_BYTES_PER_S = "host/own_read_bytes_per_s", "bytes/s", _READS, "asked for"
     # fetched from storage for this run
@@ -129,7 +130,7 @@ class Tag(StrEnum):
         "came from storage (not from the page cache)",
     )
     # page faults of this run that waited for storage, per second
-    MAJOR_FAULTS_PER_S = "host/major_faults_per_s", ""
+    MAJOR_FAULTS_PER_S = "host/major_faults_per_s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import torch
 from harness.config import Config, ConfigError, Wandb
 from harness.runtime import accelerator, limits
 from harness.runtime.distributed import World
-from harness.watch import console
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.device import GpuSource, Source, nvml_sees_gpu
@@ -66,16 +65,6 @@ def watched(
                 sources.append(GpuSource(uuid))
             watch.sampler = stack.enter_context(Sampler(sources, config.watch.sample_s))
         yield watch
-
-
-@contextmanager
-def quiet_ranks(world: World) -> Iterator[None]:
-    """Let the first rank alone speak inside the block."""
-    console.set_quiet(not world.is_main)
-    try:
-        yield
-    finally:
-        console.set_quiet(False)
 
 
 def refuse_hidden_gpu(config: Config, world: World) -> None:

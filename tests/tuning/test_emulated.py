@@ -35,9 +35,8 @@ HOSTS = {"eager": (15e-3, 170), "compiled": (5e-3, 60)}
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    console.set_quiet(True)
-    yield
-    console.set_quiet(False)
+    with console.speaking(False):
+        yield
 
 
 @contextlib.contextmanager

@@ -7,18 +7,11 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from harness.runtime.folder import LOGGER
 from harness.watch import console
-
-
-@pytest.fixture(autouse=True)
-def speaking() -> Iterator[None]:
-    yield
-    console.set_quiet(False)
 
 
 @pytest.fixture
@@ -115,13 +108,13 @@ def test_other_ranks_are_silent_and_still_log(
     capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture
 ) -> None:
     """A quiet rank prints nothing at all; its log has every line."""
-    console.set_quiet(True)
-    console.say("hello")
-    with console.live_table("live", ["b"]) as shown:
-        shown.add(["2"])
-    logging.getLogger(LOGGER).warning("careful")
-    with console.progress("work", 10, "steps", now=Hand()) as bar:
-        bar.advance(10)
+    with console.speaking(False):
+        console.say("hello")
+        with console.live_table("live", ["b"]) as shown:
+            shown.add(["2"])
+        logging.getLogger(LOGGER).warning("careful")
+        with console.progress("work", 10, "steps", now=Hand()) as bar:
+            bar.advance(10)
     assert capsys.readouterr() == ("", "")
     assert [record.getMessage() for record in log.records] == ["hello", "live", "b", "2", "careful"]
 
