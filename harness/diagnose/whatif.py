@@ -200,7 +200,7 @@ def _changes(facts: Facts) -> Iterator[tuple[str, Model, int]]:
     wall = encoded.wall_s / whole.wall_s
     cpu = encoded.cpu_s / max(whole.cpu_s, 1e-9)
     read = stages.get("read", StageCost(0.0, 0.0))
-    sample = worker_cost(facts.runs.stages, 1.0)
+    sample = worker_cost(facts.runs.stages)
     assert sample is not None
     # what reading waits for, but for a processor
     waits = (read.wall_s - sample.contention * read.cpu_s) / whole.wall_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -114,27 +113,23 @@ class WorkerCost:
     waits: bool
 
 
-def worker_cost(totals: StageTotals | None, max_contention: float) -> WorkerCost | None:
-    """Returns what a sample costs; None: ``totals`` say nothing.
+def worker_cost(totals: StageTotals | None, *, full: bool = False) -> WorkerCost | None:
+    """Returns what a sample costs; None: ``totals`` of the workers say nothing.
 
-    Args:
-        totals: of the workers.
-        max_contention: upper bound of wall over processor time for want of a processor, used where
-            a single stage works; infinite: the processors were full.
+    ``full`` processors may have kept a stage that works waiting.
     """
     stages = totals.stages if totals else {}
     wall_s, cpu_s = total(stages.values())
     if totals is None or totals.samples <= 0 or wall_s <= 0:
         return None
     # crowded processors prolong every stage that works: the least prolonged one tells by how much.
-    # A lone stage that is crowded out cannot be told from one that waits.
+    # A lone stage that is crowded out cannot be told from one that waits, but by their fullness.
     prolonged = [
         cost.wall_s / cost.cpu_s for cost in stages.values() if cost.cpu_s >= max(1e-9, 0.1 * cpu_s)
     ]
-    if len(prolonged) == 1:
-        prolonged.append(max_contention)
+    if len(prolonged) == 1 and not full:
+        prolonged.append(1.0)
     contention = max(1.0, min(prolonged, default=1.0))
-    full = math.isinf(max_contention)
 
     def waits(cost: StageCost) -> bool:
         # on full processors only a stage that hardly ever has one is sure to wait for another thing
@@ -229,11 +224,9 @@ class StallBreakdown:
         self.throttled = self.sampled(Tag.THROTTLED_FRACTION, 0.0)
         used = self.sampled(Tag.CPU_CORES, 0.0) / evidence.cores
         # where nine tenths of the processors are in use, some work waits for one
-        full = max(used, self.sampled(Tag.CPU_FRACTION, 0.0)) >= 0.9
-        contention = 1.0
-        if full or self.throttled >= THROTTLED or self.others is not None:
-            contention = math.inf
-        self.cost = worker_cost(evidence.stages, contention)
+        in_use = max(used, self.sampled(Tag.CPU_FRACTION, 0.0))
+        full = in_use >= 0.9 or self.throttled >= THROTTLED or self.others is not None
+        self.cost = worker_cost(evidence.stages, full=full)
 
     @property
     def waited(self) -> str:
