@@ -121,7 +121,7 @@ class Session:
             BadSample: a sample cannot be read.
             LoaderError: loading does not work at all.
         """
-        loading = self._supply("", settings)
+        loading = self._supply(settings)
         if loading.rate is None:
             raise LoaderError(
                 f"loading does not work with {settings}: {loading.refused}; "
@@ -155,9 +155,8 @@ class Session:
         trials: list[Trial] = []
         # P, F and their workers need some of the time
         after_s = 2 * _LOADING_S + _FETCH_S + _START_S
-        for number in range(1, _ROUNDS + 1):
+        for _ in range(_ROUNDS):
             began = self.now()
-            self.rows.status(f"{_WHAT['G']}, then {_WHAT['A']} (round {number})")
             # by the mean, as real steps are counted: the two are to be compared
             demands.append(self.lab.demand(_DEMAND_S, Rate.of))
             trials.append(self.steps(settings, loading, demands[-1][0]))
@@ -204,7 +203,7 @@ class Session:
             missing = _UNREAD
         elif self._left_s() > 2 * _LOADING_S + _START_S:
             self.probes.warm = True
-            trial = self._supply("P", settings)
+            trial = self._supply(settings)
             if trial.rate:
                 self._row("P", trial.rate, "warm")
                 return trial
@@ -214,7 +213,6 @@ class Session:
 
     def cold(self, readers: int) -> Fetch | None:
         """Returns F of the slowest rank; None: a rank could not measure it."""
-        self.rows.status(_WHAT["F"])
         limit_s = min(_FETCH_S, self._left_s() - _START_S)
         found: Fetch | str = "no time was left"
         if limit_s > 0:
@@ -247,9 +245,8 @@ class Session:
         """Returns seconds left to the rank that has the fewest, after ``less_s`` of its own."""
         return self.lab.ranks.smallest(self.ends + self.lab.first_s - self.now() - less_s)
 
-    def _supply(self, name: str, settings: FeedSettings) -> Trial:
+    def _supply(self, settings: FeedSettings) -> Trial:
         """Returns loading alone, of at least one worker: a worker that hangs can be ended."""
-        self.rows.status(_WHAT[name])
         working = with_workers(settings, max(1, settings.num_workers))
         return self.lab.attempt(Ask(working, "supply", limit_s=_LOADING_S))
 

@@ -61,7 +61,6 @@ def tune(
     with trainee.kept(), live_table(title, columns) as rows:
 
         def attempt(ask: Ask) -> Trial:
-            rows.status(f"measuring {ask.settings} ({ask.kind})")
             trials.append(lab.attempt(ask))
             rows.add(trials[-1].row)
             return trials[-1]

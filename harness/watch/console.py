@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rich.console import Console
-from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
@@ -61,34 +60,23 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LiveTable:
-    """A table whose rows come one by one, above a line for what is done now.
-
-    A row is a line, padded to ``widths``. What is done now is shown where there is a ``live``.
-    """
+    """A table whose rows come one by one, each a line padded to ``widths``."""
 
     widths: Sequence[int]
-    live: Live | None = None
 
     def add(self, row: Sequence[str]) -> None:
         """Add a row, which has as many cells as there are columns."""
         say("  ".join(map(str.ljust, map(printable, row), self.widths)).rstrip())
-        self.status("")
-
-    def status(self, text: str) -> None:
-        """Say what is being done now, on a terminal alone, until the next row."""
-        if self.live:
-            self.live.update(Text(printable(text), "dim"), refresh=True)
 
 
 @contextmanager
 def live_table(title: str, columns: Sequence[str]) -> Iterator[LiveTable]:
     """Show a table that grows inside the block, line by line.
 
-    A ``progress`` inside the table shows nothing, and a table inside a ``progress`` or another
-    table has no line for what is done now. A column is as wide as its heading, which may end with
-    spaces: a line is written before the rows to come are known.
+    A ``progress`` inside the table shows nothing. A column is as wide as its heading, which may end
+    with spaces: a line is written before the rows to come are known.
     """
     global _busy
     was_busy = _busy
@@ -97,12 +85,7 @@ def live_table(title: str, columns: Sequence[str]) -> Iterator[LiveTable]:
     try:
         say(title)
         table.add(columns)
-        if was_busy or _quiet or not _on_terminal():
-            yield table
-            return
-        # drawn when told, not by a thread of rich's: that would run inside what is being measured
-        with Live(console=_console, auto_refresh=False, transient=True) as table.live:
-            yield table
+        yield table
     finally:
         _busy = was_busy
 

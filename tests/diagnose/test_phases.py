@@ -94,9 +94,6 @@ class Rig:
     def saw(self, batches: int) -> None:
         self.has_seen = self.has_seen or batches > 0
 
-    def status(self, text: str) -> None:
-        """Nobody looks."""
-
     def add(self, row: tuple[str, ...]) -> None:
         self.rows.append(row)
 

@@ -431,7 +431,8 @@ def test_a_data_set_that_names_no_stages(cpu_ms: float, bottleneck: str) -> None
     workers, cores = (2, 8.0) if bottleneck == "storage" else (8, 2.0)
     known = facts(workers, cores=cores, delivered=400.0)
     model = dataclasses.replace(known.model, cost=cost)
-    found = dataclasses.replace(known, stages=totals, model=model)
+    runs = dataclasses.replace(known.runs, stages=totals)
+    found = dataclasses.replace(known, runs=runs, model=model)
     assert kind(found) == bottleneck
     assert not any("decoded" in change or "disk" in change for change in given(found))
 
