@@ -78,35 +78,26 @@ class Boundary:
         second where steps are slow.
         """
         wanted = self._config.checkpoint
-        signum = signals.received()
-        due = False
-        is_over = self._now() >= self._ends_s
-        if wanted.enabled and wanted.every_minutes is not None:
-            due = self._now() - self._saved_s >= 60 * wanted.every_minutes
+        signum = due = 0.0
         # ranks must not part: what one of them knows waits for all
-        if self._world.size > 1 and step < self._next:
-            signum = 0
-            due = False
-            is_over = False
-        elif self._world.size > 1:
-            step_s = (self._now() - self._asked_s) / max(1, step - self._asked)
-            heard, saves, over, step_s = self._world.largest(
-                signum, due, is_over, max(1e-6, step_s)
+        if step >= self._next:
+            now = self._now()
+            due = now - self._saved_s >= 60 * (wanted.every_minutes or math.inf)
+            step_s = max(1e-6, (now - self._asked_s) / max(1, step - self._asked))
+            signum, due, over, step_s = self._world.largest(
+                signals.received(), due, now >= self._ends_s, step_s
             )
-            signum = int(heard)
-            due = bool(saves)
-            is_over = bool(over)
-            self._asked = step
-            self._asked_s = self._now()
-            window = self._config.watch.window_steps
-            self._next = step + max(1, min(window - step % window, int(1 / step_s)))
-        self.is_over = is_over
-        if due:
-            self._saved_s = self._now()
+            self.is_over = bool(over)
+            if due:
+                self._saved_s = now
+            if self._world.size > 1:
+                self._asked = step
+                self._asked_s = now
+                window = self._config.watch.window_steps
+                self._next = step + max(1, min(window - step % window, int(1 / step_s)))
         # all ranks count alike
-        if wanted.enabled and wanted.every_steps is not None:
-            due = due or step % wanted.every_steps == 0
-        return signum, due
+        due = due or step % (wanted.every_steps or math.inf) == 0
+        return int(signum), bool(due) and wanted.enabled
 
 
 class Saves:
