@@ -13,7 +13,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, groupby
@@ -883,6 +883,35 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def adopted(
+    config: Config,
+    theirs: Mapping[str, Any],
+    kept: Collection[str],
+    source: str,
+    tell: Callable[[str], None],
+) -> Config:
+    """Returns ``config`` with the values of ``theirs``, by path, but for the paths ``kept``.
+
+    Every difference is told by ``tell``, which names the ``source`` of these values.
+    """
+    tree = OmegaConf.create(to_plain(config))
+    taken = []
+    for path, ours, _ in walk(config):
+        value = theirs.get(path, ours)
+        text = shown(value)
+        if text == shown(ours):
+            continue
+        if path in kept:
+            tell(f"{source}: {path} {text}, now {shown(ours)}")
+            continue
+        written = value.written if isinstance(value, Interpolated) else value
+        OmegaConf.update(tree, path, written, merge=False)
+        taken.append(f"{path}={text}")
+    if taken:
+        tell(f"from {source}: {' '.join(taken)}")
+    return load(tree)
 
 
 def form_asked_for(loader: LoaderConfig) -> Backend | None:

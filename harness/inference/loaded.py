@@ -21,7 +21,6 @@ from harness.runtime.files import read_regular
 from harness.runtime.folder import log
 from harness.runtime.seeding import SampleRng
 from harness.training import checkpoint, models, resume
-from harness.training.state import check_saved
 
 ImageLike = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 
@@ -125,7 +124,6 @@ def network(saved: resume.Saved, config: Config) -> tuple[nn.Module, tuple[str, 
         CheckpointError: there are no classes, or the weights do not fit.
         ConfigError: the network cannot be built.
     """
-    check_saved(saved.state, saved.where)
     classes = tuple(saved.state.get("classes", ()))
     if not classes:
         raise CheckpointError(

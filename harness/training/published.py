@@ -17,17 +17,21 @@ from harness.config import (
     ConfigError,
     Mode,
     ModelConfig,
-    from_plain,
-    shown,
-    to_plain,
+    adopted,
 )
 from harness.runtime import launch, parts
 from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.files import open_regular
 from harness.watch.console import say
 
-# of data.*
-_EXPECTED = ("image_size", "eval_resize", "eval_squash", "interpolation", "mean", "std")
+_EXPECTED = (
+    "data.image_size",
+    "data.eval_resize",
+    "data.eval_squash",
+    "data.interpolation",
+    "data.mean",
+    "data.std",
+)
 
 
 def are_meant(model: ModelConfig) -> bool:
@@ -53,19 +57,8 @@ def settings(config: Config, typed: tuple[str, ...]) -> Config:
     name = config.model.name
     size = config.data.image_size if "data.image_size" in kept else None
     expected = _timms(name, size) if name.startswith(TIMM) else _torchvisions(name, size)
-    plain = to_plain(config)
-    taken = []
-    for key, value in zip(_EXPECTED, expected, strict=True):
-        ours = shown(getattr(config.data, key))
-        theirs = shown(value)
-        if ours != theirs and f"data.{key}" in kept:
-            say(f"the weights of {name}: data.{key} {theirs}, now {ours}")
-        elif ours != theirs:
-            plain["data"][key] = value
-            taken.append(f"data.{key}={theirs}")
-    if taken:
-        say(f"from the weights of {name}: {' '.join(taken)}")
-    return from_plain(plain)
+    theirs = dict(zip(_EXPECTED, expected, strict=True))
+    return adopted(config, theirs, kept, f"the weights of {name}", say)
 
 
 def _torchvisions(name: str, size: int | None) -> tuple[Any, ...]:

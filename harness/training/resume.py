@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from harness.config import Config, Mode, from_plain, shown, to_plain, walk
+from harness.config import Config, Mode, adopted, from_plain, walk
 from harness.feed.order import Order, Rest
 from harness.runtime import launch
 from harness.runtime.distributed import World
@@ -36,7 +37,6 @@ _TRAINS = (
 _APPLIES = (Mode.evaluate, Mode.predict, Mode.export)
 # of data.*, what is this command's alone
 _COMMANDS = {"data.on_error", "data.max_bad_fraction"}
-_CACHE = {"data.cache", "data.cache_gb", "data.cache_max_side"}
 # of data.*, what a network expects of its images; the rest says which images
 PIXELS = {
     "data.image_size",
@@ -51,11 +51,33 @@ PIXELS = {
 }
 
 
-class Saved(NamedTuple):
-    """What a file holds: a run's whole state, or weights alone."""
+@dataclass
+class Saved:
+    """What a file holds: a run's whole state, or weights alone.
+
+    Attributes:
+        where: names the file.
+        state: what it holds.
+        trained: the settings of the run that saved it, if a run did.
+
+    Raises:
+        CheckpointError: counts, classes or settings are none that a run saves.
+    """
 
     where: str
     state: dict[str, Any]
+    trained: Config | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        check_saved(self.state, self.where)
+        if "settings" not in self.state:
+            return
+        try:
+            # its resume=auto may be one that only its launcher could take
+            self.trained = from_plain({**self.state["settings"], "resume": None})
+        # odd contents may raise anything
+        except Exception as error:
+            raise CheckpointError(f"{self.where}: its settings cannot be used: {error}") from error
 
 
 def find(config: Config, folder: Path) -> Saved | None:
@@ -103,53 +125,37 @@ def settings(
     Raises:
         CheckpointError: the checkpoint's settings cannot be used.
     """
-    applies = config.mode in _APPLIES
     if saved is None:
         return config
-    where = saved.where
-    if "settings" not in saved.state:
+    applies = config.mode in _APPLIES
+    trained = saved.trained
+    if trained is None:
         if applies and not published.are_meant(config.model):
             tell(
-                f"{where}: holds no settings; data.*, model.name and trainer.precision are those "
-                "of this command"
+                f"{saved.where}: holds no settings; data.*, model.name and trainer.precision are "
+                "those of this command"
             )
         return config
-    try:
-        trained = _trained(saved.state)
-    # odd contents may raise anything
-    except Exception as error:
-        raise CheckpointError(f"{where}: its settings cannot be used: {error}") from error
-    compared: tuple[str, ...] = ("data.", *_NETWORK)
-    kept = set[str]()
-    commands = _commands(config)
-    if applies:
-        kept = _chosen(config, trained, typed)
-    else:
-        compared += _TRAINS
-    theirs = {path: value for path, value, _ in walk(trained)}
-    used = copy.deepcopy(config)
-    taken = []
-    for path, ours, _ in walk(config):
-        value = theirs[path]
-        if ours == value or not path.startswith(compared) or path in commands:
-            continue
-        if not applies or path in kept:
-            tell(f"checkpoint: {path} {shown(value)}, now {shown(ours)}")
-            continue
+    compared = ("data.", *_NETWORK, *(() if applies else _TRAINS))
+    commands = _of_data(config) if config.mode is Mode.predict else _COMMANDS
+    theirs = {
+        path: value
+        for path, value, _ in walk(trained)
+        if path.startswith(compared) and path not in commands
+    }
+    kept = _chosen(config, trained, typed) if applies else theirs.keys()
+    used = adopted(config, theirs, kept, "the checkpoint", tell)
+    for path in ("model.name", "data.name"):
         # a file that somebody gave away must not name what is imported and called here
-        if path in ("model.name", "data.name") and ":" in value:
+        name = attrgetter(path)(used)
+        if ":" in name and name != attrgetter(path)(config):
             raise CheckpointError(
-                f"{where}: needs code of yours; add {path}={value} if you trust it"
+                f"{saved.where}: needs code of yours; add {path}={name} if you trust it"
             )
-        group, _, name = path.rpartition(".")
-        setattr(attrgetter(group)(used), name, value)
-        taken.append(f"{path}={shown(value)}")
-    if taken:
-        tell(f"from the checkpoint: {' '.join(taken)}")
     if applies:
         # no file is read: DEFAULT decides how googlenet and inception_v3 are built
-        used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else where
-    return from_plain(to_plain(used))
+        used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else saved.where
+    return used
 
 
 def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
@@ -161,13 +167,6 @@ def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]
         # other images: where they lie is this command's, what the network expects of them stays
         chosen |= _of_data(config)
     return chosen
-
-
-def _commands(config: Config) -> set[str]:
-    """Returns the settings of ``data`` that no checkpoint decides."""
-    if config.mode is Mode.predict:
-        return _of_data(config)
-    return _COMMANDS | _CACHE if config.mode is Mode.export else _COMMANDS
 
 
 def _of_data(config: Config) -> set[str]:
@@ -191,8 +190,7 @@ def rest(
     if saved is None or config.mode is not Mode.train or "ranks" not in saved.state:
         return config, None
     state = saved.state
-    check_saved(state, saved.where)
-    trained = _trained(state)
+    trained = saved.trained or config
     config = _same_update(config, trained, state["ranks"], world.size)
     if not state["samples"]:
         return config, None
@@ -214,14 +212,6 @@ def rest(
     except ValueError as error:
         raise CheckpointError(f"{saved.where}: {error}") from error
     return config, left
-
-
-def _trained(state: dict[str, Any]) -> Config:
-    """Returns the settings of the run that saved ``state``.
-
-    Its ``resume=auto`` may be one that only its launcher could take.
-    """
-    return from_plain({**state["settings"], "resume": None})
 
 
 def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Config:
@@ -264,19 +254,18 @@ def take_over(
     if saved is not None:
         where = saved.where
         held = saved.state
-        check_saved(held, where)
         trained = tuple(held.get("classes", classes))
         if trained != classes:
             data = ""
-            if "settings" in held:
-                data = f"it was trained with data.name={printable(_trained(held).data.name)}; "
+            if saved.trained is not None:
+                data = f"it was trained with data.name={printable(saved.trained.data.name)}; "
             raise CheckpointError(
                 f"{where}: its classes are not this data set's: {_listed(trained)}, not "
                 f"{_listed(classes)}; {data}choose its data set with data= and data.root="
             )
         if config.mode is Mode.evaluate:
             fill(state.network, saved, config.model.name)
-            if "settings" in held:
+            if saved.trained is not None:
                 state.epoch = held["epoch"]
                 state.step = held["step"]
             say(f"evaluating {where}")

@@ -77,9 +77,7 @@ def images(tmp_path: Path) -> Path:
 
 def exported(config: Config, network: nn.Module, folder: Path, *classes: str) -> Path:
     """The file that ``network`` becomes, of a checkpoint of a run of ``config``."""
-    saved = resume.Saved(
-        "x.pt", {"model": network.state_dict(), "classes": [*classes], "settings": to_plain(config)}
-    )
+    saved = resume.Saved("x.pt", {"model": network.state_dict(), "classes": [*classes]})
     folder.mkdir(exist_ok=True)
     export(saved, config, folder)
     return folder / f"model.{config.export.format.name}"

@@ -427,9 +427,9 @@ def test_a_rest_that_cannot_be_had_is_refused(
     composed: Composed, size: int, length: int, more: dict[str, Any], text: str
 ) -> None:
     """Other images, another order and too few samples are errors that name the checkpoint."""
-    saved = kept(composed, size, 320)
-    saved.state["settings"].update(more.pop("settings", {}))
-    saved.state.update(more)
+    state = kept(composed, size, 320).state
+    state["settings"].update(more.get("settings", {}))
+    saved = Saved("last.pt", {**state, **more, "settings": state["settings"]})
     with pytest.raises(CheckpointError, match=text):
         resume.rest(composed(), saved, world(size), length)
 
