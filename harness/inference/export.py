@@ -21,7 +21,7 @@ from harness.data import datasets
 from harness.data.storage import spread
 from harness.inference.loaded import Transform, network
 from harness.runtime import parts
-from harness.runtime.errors import BadSample, RunError, is_out_of_memory
+from harness.runtime.errors import BadSample, RunError
 from harness.runtime.files import write_whole
 from harness.training import resume
 from harness.watch.board import plain
@@ -126,16 +126,12 @@ def _program(whole: nn.Module, config: Config) -> ExportedProgram:
     size = config.data.image_size
     # made of one image, a program would be for one alone
     images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
-    try:
+    with parts.explained(
+        f"model.name={config.model.name}: torch.export can make no program of the network for any "
+        "number of images; its code may not depend on that number, nor branch by what is in the "
+        "images:"
+    ):
         return torch.export.export(whole, (images,), dynamic_shapes=({0: Dim("batch", min=1)},))
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"model.name={config.model.name}: torch.export can make no program of the network for "
-            "any number of images; its code may not depend on that number, nor branch by what is "
-            f"in the images: {parts.told(error)}"
-        ) from error
 
 
 def _pt2(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
@@ -152,7 +148,11 @@ def _onnx(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
     Raises:
         ConfigError: packages are missing, the network has no form in ONNX, or is too large.
     """
-    try:
+    packages = (
+        '; its packages come by pip install -e ".[onnx]" or uv sync --extra onnx; '
+        "export.format=pt2 needs none"
+    )
+    with parts.explained("export.format=onnx:", packages):
         from onnxruntime import InferenceSession, SessionOptions
 
         names: Any = {"input_names": ["images"], "output_names": ["logits"]}
@@ -163,11 +163,4 @@ def _onnx(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
         # else one for each core of the machine
         options.intra_op_num_threads = torch.get_num_threads()
         session = InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"export.format=onnx: {parts.told(error)}; its packages come by pip install -e "
-            '".[onnx]" or uv sync --extra onnx; export.format=pt2 needs none'
-        ) from error
     return data, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])

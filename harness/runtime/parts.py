@@ -8,14 +8,15 @@ import os
 import sys
 import sysconfig
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from harness.config import ConfigError
-from harness.runtime.errors import RunError, printable, words
+from harness.runtime.errors import RunError, is_out_of_memory, printable, words
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -43,8 +44,6 @@ def check(setting: str, name: str) -> None:
 def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
     """Calls the user's function ``name`` with ``given`` and those of ``more`` that it takes.
 
-    Errors that have a line and an exit code of their own pass as they are.
-
     Raises:
         ConfigError: there is no such function, or it failed; the line names the ``setting``.
     """
@@ -55,12 +54,25 @@ def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
         parameters = inspect.signature(function).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         taken = {name: more[name] for name in more if takes_all or name in parameters}
-    try:
+    with explained(f"{setting}={name}: failed with"):
         return function(*given, **taken)
-    except (RunError, ConfigError):
-        raise
+
+
+@contextmanager
+def explained(begin: str, end: str = "") -> Iterator[None]:
+    """A block whose errors are told in one line, between ``begin`` and ``end``.
+
+    Errors that have a line and an exit code of their own pass as they are.
+
+    Raises:
+        ConfigError: the block failed.
+    """
+    try:
+        yield
     except Exception as error:
-        raise ConfigError(f"{setting}={name}: failed with {told(error)}") from error
+        if isinstance(error, RunError | ConfigError) or is_out_of_memory(error):
+            raise
+        raise ConfigError(f"{begin} {told(error)}{end}") from error
 
 
 def digest(name: str) -> str:

@@ -134,8 +134,6 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
         if found is None:
             raise CheckpointError(f"{printable(str(path))}: holds no checkpoint")
         return found
-    if not path.is_file():
-        raise CheckpointError(f"{printable(str(path))}: no such checkpoint")
     target = _target(path)
     record = _record(target.with_suffix(".json"))
     return record, _load(target, record.sha256)
@@ -147,13 +145,7 @@ def read_any(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, damaged or not a checkpoint.
     """
-    if path.is_dir():
-        return read(path)[1]
-    if not path.is_file():
-        raise CheckpointError(
-            f"model.weights={printable(str(path))}: no such file; use null, DEFAULT or a path"
-        )
-    if _target(path).with_suffix(".json").is_file():
+    if path.is_dir() or _target(path).with_suffix(".json").is_file():
         return read(path)[1]
     return _load(path, None)
 

@@ -31,36 +31,43 @@ def build(
         ConfigError: unknown name, unpublished weights, or an image size that does not fit.
         CheckpointError: the file is missing, damaged or of another network.
     """
-    check(config, image_size)
-    name = config.name
-    network: nn.Module
-    if parts.is_own(name):
-        network = _own(name, num_classes, image_size)
-    elif name.startswith(TIMM):
-        network = published.timm_network(name, num_classes, image_size)
-    elif name == "small":
-        network = small(num_classes)
-    else:
-        extra: dict[str, Any] = {}
-        if name.startswith("vit_"):
-            extra = {"image_size": image_size}
-        elif name in ("googlenet", "inception_v3"):
-            # no auxiliary heads, for a classifier here gives one tensor; the published weights come
-            # from TensorFlow, where images were normalised in another way
-            extra = {
-                "aux_logits": False,
-                "init_weights": True,
-                "transform_input": config.weights == "DEFAULT",
-            }
-        network = zoo.get_model(name, weights=None, num_classes=num_classes, **extra)
+    check_model(config, names())
+    where = f"model.name={config.name}"
+    with parts.explained(f"{where}: for data.image_size={image_size} it failed with"):
+        network: nn.Module = _made(config, num_classes, image_size)
+        if parts.is_own(config.name) or config.name.startswith(TIMM):
+            _prove(network, where, num_classes, image_size)
     if config.weights is None or filled:
         return network
-    where = f"model.weights={printable(config.weights)}"
-    weights = checkpoint.weights_of(held(config, image_size), where)
-    misfit = f"{where}: does not fit model.name={name}"
+    source = f"model.weights={printable(config.weights)}"
+    weights = checkpoint.weights_of(held(config, image_size), source)
+    misfit = f"{source}: does not fit {where} for data.image_size={image_size}"
     if take_over(network, weights, misfit, may_differ=head_keys(network)):
-        say(f"{where}: the head is new, for {num_classes} classes")
+        say(f"{source}: the head is new, for {num_classes} classes")
     return network
+
+
+def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
+    """Returns the network with random weights; what a user's function gave as it is."""
+    name = config.name
+    if parts.is_own(name):
+        return parts.call("model.name", name, num_classes, image_size=image_size)
+    if name.startswith(TIMM):
+        return published.created(name, image_size, num_classes=num_classes)
+    if name == "small":
+        return small(num_classes)
+    extra: dict[str, Any] = {}
+    if name.startswith("vit_"):
+        extra = {"image_size": image_size}
+    elif name in ("googlenet", "inception_v3"):
+        # no auxiliary heads, for a classifier here gives one tensor; the published weights come
+        # from TensorFlow, where images were normalised in another way
+        extra = {
+            "aux_logits": False,
+            "init_weights": True,
+            "transform_input": config.weights == "DEFAULT",
+        }
+    return zoo.get_model(name, weights=None, num_classes=num_classes, **extra)
 
 
 def names() -> list[str]:
@@ -68,53 +75,20 @@ def names() -> list[str]:
     return ["small", *zoo.list_models(module=zoo)]
 
 
-def check(config: ModelConfig, image_size: int) -> None:
-    """Refuses a network that cannot be built, or cannot take images of ``image_size`` pixels.
+def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
+    """Refuses what cannot be trained or saved; a pass of two images sizes lazy layers.
 
     Raises:
-        ConfigError: names the setting and the way out.
+        ConfigError: it is no network, or gives anything but a number for each class.
     """
-    name = config.name
-    check_model(config, names())
-    if not name.startswith("vit_"):
-        return
-    patch = int(name.rpartition("_")[2])
-    if image_size % patch:
-        raise ConfigError(
-            f"data.image_size={image_size}: {name} cuts images into squares of {patch}; use a "
-            "multiple of that"
-        )
-    if config.weights == "DEFAULT":
-        size = zoo.get_model_weights(name).DEFAULT.meta["min_size"][0]
-        if image_size != size:
-            raise ConfigError(
-                f"data.image_size={image_size}: the published weights of {name} are for {size}; "
-                "use that, or model.weights=null"
-            )
-
-
-def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
-    """Returns the network of the user's function, after a pass that sizes its lazy layers.
-
-    Raises:
-        ConfigError: it is none, failed, or gives anything but a number for each class.
-    """
-    where = f"model.name={name}"
-    network = parts.call("model.name", name, num_classes, image_size=image_size)
     if not isinstance(network, nn.Module):
         raise ConfigError(f"{where}: returned {type(network).__name__}, not a torch.nn.Module")
     first = next(network.parameters(), None)
     if first is None:
         raise ConfigError(f"{where}: the network has no parameters to train")
-    images = torch.zeros(2, 3, image_size, image_size, device=first.device)
-    try:
-        with torch.no_grad():
-            given = network.eval()(images)
-        state = network.state_dict()
-    except Exception as error:
-        raise ConfigError(
-            f"{where}: the network failed on images {list(images.shape)} with {parts.told(error)}"
-        ) from error
+    with torch.no_grad():
+        given = network.eval()(torch.zeros(2, 3, image_size, image_size, device=first.device))
+    network.train()
     found: object = type(given).__name__
     if isinstance(given, torch.Tensor):
         found = list(given.shape)
@@ -123,14 +97,13 @@ def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
             f"{where}: the network gives {found} for 2 images; it must give [2, {num_classes}], "
             "one a class"
         )
-    for key, value in state.items():
+    for key, value in network.state_dict().items():
         kept = isinstance(value, torch.Tensor) and value.layout is torch.strided
         if not kept or is_lazy(value) or value.is_meta:
             raise ConfigError(
                 f"{where}: {printable(key)} of its state_dict is no dense tensor, and a checkpoint "
                 "holds nothing else; make it one, or keep it out (persistent=False)"
             )
-    return network.train()
 
 
 def held(config: ModelConfig, image_size: int) -> dict[str, Any]:

@@ -106,7 +106,8 @@ def _facts(name: str) -> Any:
         raise ConfigError(f"model.name={name}: no such weights{hint}") from error
 
 
-def _created(name: str, image_size: int, **how: Any) -> nn.Module:
+def created(name: str, image_size: int, **how: Any) -> nn.Module:
+    """Returns timm's network ``name`` for images of ``image_size`` pixels."""
     import timm
 
     # the others take images of many sizes as they are
@@ -114,28 +115,6 @@ def _created(name: str, image_size: int, **how: Any) -> nn.Module:
         how["img_size"] = image_size
     made: nn.Module = timm.create_model(name.removeprefix(TIMM), **how)
     return made
-
-
-def timm_network(name: str, num_classes: int, image_size: int) -> nn.Module:
-    """Returns timm's network ``name``, after a pass of two images.
-
-    Raises:
-        ConfigError: it cannot be built, or cannot take images of ``image_size`` pixels.
-    """
-    own = _facts(name).input_size[-1]
-    try:
-        made = _created(name, image_size, num_classes=num_classes)
-        with torch.no_grad():
-            given = made.eval()(torch.zeros(2, 3, image_size, image_size))
-        if given.shape != (2, num_classes):
-            raise ValueError(f"it gives {list(given.shape)}, not a number a class")
-    # whatever timm's networks raise
-    except Exception as error:
-        raise ConfigError(
-            f"data.image_size={image_size}: model.name={name} failed with {parts.told(error)}; it "
-            f"is made for {own}"
-        ) from error
-    return made.train()
 
 
 def weights(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:
@@ -149,39 +128,36 @@ def weights(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:
         CheckpointError: timm's file is missing, or does not fit.
     """
     name = model.name
-    if name.startswith(TIMM):
-        return _timm_weights(name, str(model.weights), image_size)
+    source = str(model.weights)
+    how: dict[str, Any] = {"pretrained": True}
     try:
-        found: dict[str, torch.Tensor] = zoo.get_model(name, weights="DEFAULT").state_dict()
-    except (OSError, RuntimeError) as error:
-        # torch lists every key that does not fit after the first line
-        why = str(error).partition("\n")[0]
-        url = zoo.get_model_weights(name).DEFAULT.url
-        raise ConfigError(
-            f"model.weights=DEFAULT: the weights of {name} cannot be fetched ({why}); use "
-            f"model.weights=null, or put {url} into {torch.hub.get_dir()}/checkpoints"
+        if source != "DEFAULT":
+            # never a wait for a pipe
+            os.close(open_regular(source))
+            how["pretrained_cfg_overlay"] = {"file": source}
+        if name.startswith(TIMM):
+            # with as many classes as the weights: else the loader lets keys be missing
+            network = created(name, image_size, **how)
+        else:
+            network = zoo.get_model(name, weights="DEFAULT")
+    # fetching and loading raise anything
+    except Exception as error:
+        kind = ConfigError if source == "DEFAULT" else CheckpointError
+        raise kind(
+            f"model.weights={printable(source)}: cannot be loaded for {name} "
+            f"({parts.told(error)}); use null, or {_way_out(name)}"
         ) from error
+    found: dict[str, torch.Tensor] = network.state_dict()
     return {key: value for key, value in found.items() if not key.startswith("AuxLogits.")}
 
 
-def _timm_weights(name: str, weights: str, image_size: int) -> dict[str, torch.Tensor]:
-    kind: type[Exception] = ConfigError
-    how = {}
-    try:
-        if weights != "DEFAULT":
-            kind = CheckpointError
-            # never a wait for a pipe
-            os.close(open_regular(weights))
-            how["pretrained_cfg_overlay"] = {"file": weights}
-        # with as many classes as the weights: else the loader lets keys be missing
-        return _created(name, image_size, pretrained=True, **how).state_dict()
-    # fetching and loading raise anything
-    except Exception as error:
-        facts = _facts(name)
-        url = facts.url
-        if facts.hf_hub_id:
-            url = f"https://huggingface.co/{facts.hf_hub_id}/resolve/main/model.safetensors"
-        raise kind(
-            f"model.weights={printable(weights)}: cannot be loaded for {name} "
-            f"({parts.told(error)}); use null, or fetch {url} and name that file"
-        ) from error
+def _way_out(name: str) -> str:
+    """Returns what to do where the weights of ``name`` cannot be fetched."""
+    if not name.startswith(TIMM):
+        url = zoo.get_model_weights(name).DEFAULT.url
+        return f"put {url} into {torch.hub.get_dir()}/checkpoints"
+    facts = _facts(name)
+    url = facts.url
+    if facts.hf_hub_id:
+        url = f"https://huggingface.co/{facts.hf_hub_id}/resolve/main/model.safetensors"
+    return f"fetch {url} and name that file"

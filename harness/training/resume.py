@@ -107,8 +107,6 @@ def find(config: Config, folder: Path) -> Saved | None:
     weights = config.model.weights
     if not applies or weights is None:
         return None
-    if weights == "DEFAULT":
-        models.check(config.model, config.data.image_size)
     where = f"model.weights={printable(weights)}"
     return Saved(where, models.held(config.model, config.data.image_size))
 

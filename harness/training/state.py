@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from harness.config import (
     Config,
-    ConfigError,
     Mode,
     Precision,
     TrainerConfig,
@@ -329,19 +328,9 @@ def state_of(
         scaler = GradScaler(device.type)
     state = TrainState(network, optimizer, schedule, scaler, steps_per_epoch=steps_per_epoch)
     if optim.ema_decay is not None and config.mode is Mode.train:
-        try:
+        name = f"model.name={config.model.name}"
+        with parts.explained(f"optim.ema_decay={optim.ema_decay}: {name} cannot be copied:"):
             state.average = Average(network, optim.ema_decay)
-        except Exception as error:
-            raise ConfigError(
-                f"optim.ema_decay={optim.ema_decay}: the network of model.name={config.model.name} "
-                f"cannot be copied: {parts.told(error)}"
-            ) from error
-        left = optim.ema_decay ** (config.trainer.epochs * steps_per_epoch)
-        if left > 0.1:
-            say(
-                f"optim.ema_decay={optim.ema_decay}: at the run's end {left:.0%} of the average "
-                "are still the weights of its start; lower it"
-            )
     if optim.freeze is not None:
         state.frozen = frozen_names(network, optim.freeze, config.model.name)
         state.freeze_epochs = optim.freeze_epochs or math.inf

@@ -23,7 +23,7 @@ from PIL import Image
 from torch import nn
 
 import harness
-from harness.config import Config, ConfigError, to_plain
+from harness.config import Config, ConfigError
 from harness.inference import export as module
 from harness.inference.export import export
 from harness.training import resume

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.config import Config, ConfigError, OptimName, Precision, to_plain
+from harness.config import Config, ConfigError, Precision, to_plain
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.training import checkpoint
@@ -223,14 +223,5 @@ def test_a_network_that_cannot_be_copied_is_named() -> None:
     """One line with setting, network and reason."""
     model = network()
     model.register_buffer("kept", model[0].weight * 2, persistent=False)
-    with pytest.raises(ConfigError, match=r"optim.ema_decay=0.9: the network of model.name=small"):
+    with pytest.raises(ConfigError, match=r"optim.ema_decay=0.9: model.name=small cannot be"):
         state_of(model, settled(), CPU.device, 50)
-
-
-def test_an_average_that_never_gets_away_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """A decay for long runs leaves a short one with the weights of its start."""
-    config = settled(ema_decay=0.9999)
-    state_of(network(), config, CPU.device, 50)
-    assert "at the run's end 95% of the average are still" in capsys.readouterr().out
-    state_of(network(), settled(name=OptimName.adamw), CPU.device, 50)
-    assert capsys.readouterr().out == ""
