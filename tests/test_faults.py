@@ -17,6 +17,7 @@ from typing import Any
 import disk
 import pytest
 import torch
+from checkpoints import commit
 from commands import trained
 from PIL import Image
 from torch import nn
@@ -28,7 +29,7 @@ from harness.page.course import read_windows
 from harness.runtime import folder as folder_room
 from harness.runtime.errors import CheckpointError
 from harness.runtime.folder import own
-from harness.training import checkpoint, saving
+from harness.training import checkpoint
 from harness.watch.board import Board
 
 OPTIONS = DecodeOptions()
@@ -37,7 +38,7 @@ OPTIONS = DecodeOptions()
 def save(folder: Path, step: int) -> checkpoint.Record:
     """Saves a small state, which holds its step."""
     state = {"model": {"w": torch.full((9,), float(step))}, "step": step, "epoch": 1}
-    return saving.save(folder, state, top1=None, keep_last=2)
+    return commit(folder, state)
 
 
 def held(path: Path) -> int:

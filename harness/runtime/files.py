@@ -192,7 +192,7 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes | memoryview) -> None:
     """Writes the file ``path``, whole or not at all."""
     with replacing(path) as temporary, open(temporary, "xb") as file:
         file.write(data)

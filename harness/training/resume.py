@@ -254,12 +254,9 @@ def take_over(
         held = saved.state
         trained = tuple(held.get("classes", classes))
         if trained != classes:
-            data = ""
-            if saved.trained is not None:
-                data = f"it was trained with data.name={printable(saved.trained.data.name)}; "
             raise CheckpointError(
                 f"{where}: its classes are not this data set's: {_listed(trained)}, not "
-                f"{_listed(classes)}; {data}choose its data set with data= and data.root="
+                f"{_listed(classes)}; choose its data set with data= and data.root="
             )
         if config.mode is Mode.evaluate:
             fill(state.network, saved, config.model.name)

@@ -1,22 +1,21 @@
 """When a run's state is saved, and how it gets to disk: whole or not at all.
 
-``step-N.pt`` is written to a temporary file in the same folder, synced and renamed; its record
-``step-N.json`` follows in the same way. What was committed before is deleted only then. Both were
-synced, so the disk has them; reading them back would show the page cache, not the disk.
+A state is packed in memory. A thread writes it as ``step-N.pt``, to a temporary file in the same
+folder, which is synced and renamed; the record ``step-N.json`` follows in the same way. What was
+committed before is deleted only then. Both were synced, so the disk has them; reading them back
+would show the page cache, not the disk.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedWriter, RawIOBase
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,6 @@ from harness.runtime.files import replacing, set_aside, sync_folder, write_whole
 from harness.runtime.workers import give_way
 from harness.training.checkpoint import UNNAMED, Record, order, records, sealed
 from harness.training.state import TrainState
-
-# by place in a state and size, which are the same each time
-Rooms = dict[tuple[int, int], torch.UntypedStorage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +127,7 @@ class Saves:
             _clear(self._folder)
         self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
         self._last: Future[Record] | None = None
-        self._rooms: Rooms = {}
+        self._file = BytesIO()
         # the state that was given to be written, unless that failed
         self._saved: tuple[int, bool] | None = (state.step, state.pending)
 
@@ -155,12 +151,9 @@ class Saves:
         if self._saved == (state.step, state.pending):
             return
         saved = state.to_dict({**self._facts, "stop": self._order.stop(state.epoch)})
+        file = packed(saved, self._file)
         self._last = self._thread.submit(
-            save,
-            self._folder,
-            on_host(saved, self._rooms, {}),
-            top1=top1,
-            keep_last=self._keep_last,
+            save, self._folder, file, state.step, state.epoch, top1, self._keep_last
         )
         self._saved = (state.step, state.pending)
         if at_once:
@@ -196,66 +189,38 @@ class Saves:
             raise
 
 
-def on_host(value: Any, rooms: Rooms, copied: dict[int, torch.UntypedStorage]) -> Any:
-    """Returns a state in host memory, shared where it was; the caller waits for the device.
+def packed(state: dict[str, Any], file: BytesIO) -> BytesIO:
+    """Writes ``state`` over what ``file`` held; the caller waits for the device.
 
-    Afterwards the tensors of the state may change.
-
-    Args:
-        value: the state, or a part of it.
-        rooms: the memory, filled again with each state: to get new would take longer than to fill
-            it. What was copied there before is overwritten.
-        copied: by their places, those of this state so far.
+    Afterwards the tensors of the state may change. Memory that was filled before is faster.
     """
-    if isinstance(value, torch.Tensor):
-        is_lazy = value.is_conj() or value.is_neg()
-        # a storage knows nothing of these two
-        value = value.resolve_conj().resolve_neg()
-        storage = value.untyped_storage()
-        key = storage.data_ptr()
-        if is_lazy:
-            # new memory, whose address another may have next
-            key = -1 - len(copied)
-        if key not in copied:
-            room = len(copied), storage.nbytes()
-            if room not in rooms:
-                rooms[room] = torch.UntypedStorage(storage.nbytes())
-            copied[key] = rooms[room].copy_(storage)
-        place = value.storage_offset(), value.shape, value.stride()
-        return torch.empty(0, dtype=value.dtype).set_(copied[key], *place)
-    if isinstance(value, dict):
-        # keeps the _metadata of a network's state, too
-        made = copy.copy(value)
-        made.update((key, on_host(item, rooms, copied)) for key, item in value.items())
-        return made
-    if isinstance(value, list | tuple):
-        parts = [on_host(item, rooms, copied) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+    file.seek(0)
+    # the digest of the whole file makes torch's checksums needless, and they take longer
+    with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        torch.save(state, file)
+    file.truncate()
+    return file
 
 
 def save(
-    folder: Path,
-    state: dict[str, Any],
-    *,
-    top1: float | None,
-    keep_last: int,
+    folder: Path, state: BytesIO, step: int, epoch: int, top1: float | None, keep_last: int
 ) -> Record:
-    """Commits ``state`` under a free name in ``folder``, moves the pointers and drops old ones.
+    """Commits a packed ``state`` under a free name, moves the pointers and drops old ones.
 
-    The name is that of the state's ``step``. Of equal top-1 ``best.pt`` has the earlier.
+    The name is that of its ``step``. Of equal top-1 ``best.pt`` has the earlier.
 
     Raises:
         DiskError: a file could not be written; what was there before stays whole.
     """
-    step: int = state["step"]
     path = folder / f"step-{step}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clear(folder)
         if taken := [number for of, number in map(order, folder.glob("step-*")) if of == step]:
             path = folder / f"step-{step}.{1 + max(taken)}.pt"
-        record = Record(path, step, state["epoch"], top1, _write(path, state))
+        with state.getbuffer() as data:
+            record = Record(path, step, epoch, top1, hashlib.sha256(data).hexdigest())
+            write_whole(path, data)
         sync_folder(folder)
         write_whole(path.with_suffix(".json"), sealed(record))
         sync_folder(folder)
@@ -268,33 +233,6 @@ def save(
     finally:
         _clear(folder)
     return record
-
-
-class _Hashing(BufferedWriter):
-    """Hashes what is written."""
-
-    def __init__(self, raw: RawIOBase) -> None:
-        super().__init__(raw)
-        self.digest = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        return super().write(data)
-
-
-def _write(path: Path, state: dict[str, Any]) -> str:
-    """Writes the file of ``state``, whole or not at all; returns the SHA-256 of its bytes."""
-    with replacing(path) as temporary, _Hashing(open(temporary, "xb", buffering=0)) as file:
-        try:
-            # the digest of the whole file makes torch's checksums needless, and they take longer
-            with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-                torch.save(state, file)
-        except RuntimeError as error:
-            # torch hides the error of the file behind one without path or errno
-            raise error.__context__ or error from None
-        file.flush()
-        os.fsync(file.fileno())
-    return file.digest.hexdigest()
 
 
 def _retain(folder: Path, newest: Record, keep_last: int) -> None:

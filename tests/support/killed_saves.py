@@ -13,8 +13,9 @@ from pathlib import Path
 
 import disk
 import torch
+from checkpoints import commit
 
-from harness.training import checkpoint, saving
+from harness.training import checkpoint
 
 MOST = 500
 
@@ -22,7 +23,7 @@ MOST = 500
 def save(folder: Path, step: int, top1: float | None = None) -> None:
     """Save a small state, which holds its step."""
     state = {"w": torch.full((5000,), float(step)), "step": step, "epoch": 1}
-    saving.save(folder, state, top1=top1, keep_last=2)
+    commit(folder, state, top1)
 
 
 def killed_at(number: int, folder: Path, step: int) -> bool:

@@ -16,10 +16,11 @@ from typing import Any
 import oddities
 import pytest
 import torch
+from checkpoints import commit
 from oddities import Plant
 
 from harness.runtime.errors import CheckpointError
-from harness.training import checkpoint, saving
+from harness.training import checkpoint
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -35,12 +36,7 @@ def save(
     folder: Path, step: int, top1: float | None = None, keep_last: int = 2
 ) -> checkpoint.Record:
     """Save a small state."""
-    return saving.save(
-        folder,
-        {**state(step), "step": step, "epoch": step // 10},
-        top1=top1,
-        keep_last=keep_last,
-    )
+    return commit(folder, {**state(step), "step": step, "epoch": step // 10}, top1, keep_last)
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import commit
 from torch import nn
 from torchvision import models as zoo
 from torchvision.models.regnet import BlockParams
 
 from harness.config import ConfigError, ModelConfig
 from harness.runtime.errors import CheckpointError
-from harness.training import models, saving
+from harness.training import models
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_a_run_of_ours_gives_its_weights(tmp_path: Path) -> None:
     """A checkpoint of ours gives weights, the head too where the classes are the same."""
     donor = models.build(ModelConfig(name="small"), 4, image_size=64)
     state = {"model": donor.state_dict(), "step": 1, "epoch": 1}
-    record = saving.save(tmp_path, state, top1=None, keep_last=2)
+    record = commit(tmp_path, state)
     network = models.build(ModelConfig(name="small", weights=str(record.path)), 4, image_size=64)
     for key, value in donor.state_dict().items():
         assert torch.equal(network.state_dict()[key], value)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import commit
 
 from harness.config import (
     Config,
@@ -22,7 +23,7 @@ from harness.config import (
 from harness.feed.order import Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
-from harness.training import models, resume, saving
+from harness.training import models, resume
 from harness.training.resume import Saved
 from harness.training.state import TrainState, make_state
 
@@ -319,7 +320,7 @@ def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path
     """A copied best.pt is evaluated through model.weights with the settings that it holds."""
     settings = to_plain(composed("data=digits"))
     state = {"model": {}, "settings": settings, "step": 1, "epoch": 1}
-    record = saving.save(tmp_path, state, top1=None, keep_last=2)
+    record = commit(tmp_path, state)
     copy = tmp_path / "copied.pt"
     copy.write_bytes(record.path.read_bytes())
     typed = ("mode=evaluate", f"model.weights={copy}")
@@ -471,7 +472,7 @@ def test_lost_records_are_no_fresh_start(composed: Composed, tmp_path: Path) -> 
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
         state = {"w": torch.ones(1), "step": step, "epoch": 0}
-        saving.save(folder, state, top1=None, keep_last=2)
+        commit(folder, state)
     for record in tmp_path.glob("checkpoints/*.json"):
         record.unlink()
     with pytest.raises(CheckpointError, match="the records .* are missing"):
