@@ -209,8 +209,8 @@ def test_a_disk_that_is_full_ends_the_run(
     """A failed background save ends the run within a step, after one more try."""
     calls: list[int] = []
 
-    def full(folder: Path, state: dict[str, Any], **facts: Any) -> None:
-        calls.append(state["step"])
+    def full(folder: Path, state: object, step: int, *facts: object) -> None:
+        calls.append(step)
         raise DiskError(f"{folder}: No space left on device")
 
     monkeypatch.setattr("harness.training.saving.save", full)

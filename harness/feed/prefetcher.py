@@ -53,9 +53,6 @@ class DataPrefetcher:
         mix: called with the normalised images, the labels on the device and the loader's batch;
             gives others in their place.
 
-    Attributes:
-        first_wait_s: seconds that the latest pass took for its first batch; None before.
-
     Raises:
         ValueError: ``mean`` and ``std`` do not fit each other, or, from ``next()``, the images.
         TypeError: from ``next()``, for a batch with other parts than these two; none is dropped.
@@ -85,9 +82,7 @@ class DataPrefetcher:
             normalise = Normalise(self.device, mean, std, dtype, channels_last)
         made_there = getattr(loader, "on_device", False)
         self._mover = Mover(own, stream, clock, made_there, augment, normalise, mix)
-        self._now = (clock or own).now
         self._lead = Lead(own, clock) if own.has_streams else None
-        self.first_wait_s: float | None = None
         self._pass: Batches | None = None
         self._end_pass: Callable[[], Any] | None = None
 
@@ -96,7 +91,6 @@ class DataPrefetcher:
 
     def __iter__(self) -> DataPrefetcher:
         self.close()
-        self.first_wait_s = None
         self._pass = _batches(self.loader, self._mover, self._ahead)
         # a pass left half-way has a thread
         self._end_pass = weakref.finalize(self, self._pass.close)
@@ -108,12 +102,7 @@ class DataPrefetcher:
         assert self._pass is not None
         if self._lead is not None:
             self._lead.hold()
-        if self.first_wait_s is not None:
-            return next(self._pass)
-        began_s = self._now()
-        first = next(self._pass)
-        self.first_wait_s = self._now() - began_s
-        return first
+        return next(self._pass)
 
     def next(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Returns the next batch, or ``(None, None)`` at the end, as Apex's prefetcher does."""

@@ -36,18 +36,14 @@ _TOLERANCE = 1e-4
 class _Whole(nn.Module):
     """A network behind its normalisation: uint8 ``[N, 3, S, S]`` to logits ``[N, classes]``."""
 
-    mean: Tensor
-    scale: Tensor
-
     def __init__(self, network: nn.Module, data: DataConfig) -> None:
         super().__init__()
         self.network = network
-        shape = (1, 3, 1, 1)
-        self.register_buffer("mean", 255.0 * torch.tensor(data.mean).view(shape))
-        self.register_buffer("scale", 1.0 / (255.0 * torch.tensor(data.std).view(shape)))
+        self.mean = nn.Buffer(255.0 * torch.tensor(data.mean).view(1, 3, 1, 1))
+        self.std = nn.Buffer(255.0 * torch.tensor(data.std).view(1, 3, 1, 1))
 
     def forward(self, images: Tensor) -> Any:
-        return self.network((images - self.mean) * self.scale)
+        return self.network((images - self.mean) / self.std)
 
 
 def export(saved: resume.Saved, config: Config, folder: Path) -> None:

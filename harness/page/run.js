@@ -226,7 +226,7 @@ function hostParts(parts) {
   return told.length > 0 && note(`Host work between steps, in all: ${told.join(", ")}.`);
 }
 
-function goodputSection({ goodput, turns_ms: turns = [] }, ended) {
+function goodputSection({ goodput }, ended) {
   if (!goodput || goodput.wall_s <= 0) return absent(ended ? "the device's own time is not known"
     : "it is known when the run ends");
   const { fraction, busy_s: busy, wall_s: wall } = goodput;
@@ -240,17 +240,7 @@ function goodputSection({ goodput, turns_ms: turns = [] }, ended) {
     note(`${share(fraction)} of ${seconds(wall)}, from the command to the exit, went into steps.`),
     wholeBar({ title: "Wall time", columns: ["share", "time"], segments: segments.map((part) => (
       { ...part, value: part.s, cells: [share(part.s / wall), seconds(part.s)] })) }),
-    turns.length > 0 && note(turnsTold(turns)),
   ];
-}
-
-// The pause around an evaluation: the waits for its first batch and for the first one of the epoch
-// after it.
-function turnsTold(turns) {
-  const [val, train] = ["val", "train"].map((name) => Math.max(...turns.map((turn) => turn[name])));
-  return `Around ${many(turns.length, "evaluation")} the loop waited at most `
-    + `${ms(val)} for the first validation batch `
-    + `and ${ms(train)} for the next epoch's first batch.`;
 }
 
 function stagesSection({ stages, workers, loader }) {

@@ -34,7 +34,6 @@ REPORT: dict[Any, Any] = {
     "shares?": {str: float},
     "wait_parts?": {str: float},
     "host_parts_s?": {str: float},
-    "turns_ms?": [{"val": float, "train": float}],
     "verdict?": {
         "sentence": str,
         "bottleneck": str,

@@ -57,8 +57,6 @@ class Engine:
         answers: all that the network gave in it.
         skipped: updates left out for a non-finite gradient.
         replaced: the samples that could not be read.
-        turns_ms: for each evaluation with an epoch after it, the waits for its first batch and for
-            that epoch's.
         ranks: every rank's figures at the end of a completed run of several.
         worker_s: seconds of the feed's workers so far, at work or not.
     """
@@ -86,7 +84,6 @@ class Engine:
         self.evaluation: Evaluation | None = None
         self.answers: Answers | None = None
         self.skipped = 0
-        self.turns_ms: list[dict[str, float]] = []
         self.ranks: tuple[RankFigures, ...] = ()
         # a probe has no end
         assert isinstance(feed.order, Order)
@@ -115,11 +112,9 @@ class Engine:
         state = self.state
         trainer = self.config.trainer
         with self._ending():
-            evaluation = None
             # a signal came before or during the evaluation
             if state.pending:
-                evaluation = self.evaluate(state.epoch - (state.samples == 0))
-                self._save(evaluation)
+                self._save(self.evaluate(state.epoch - (state.samples == 0)))
             elif state.is_done(trainer):
                 say(
                     f"nothing left to train after step {state.step}: raise trainer.epochs, "
@@ -130,10 +125,6 @@ class Engine:
             while not self._ends():
                 epoch = state.epoch
                 due = self._train_epoch(epoch)
-                if evaluation is not None:
-                    val_s = self.val_batches.first_wait_s or 0.0
-                    train_s = self.train_batches.first_wait_s or 0.0
-                    self.turns_ms.append({"val": 1e3 * val_s, "train": 1e3 * train_s})
                 evaluation = None
                 if state.pending:
                     evaluation = self.evaluate(epoch)

@@ -59,21 +59,16 @@ class Trace:
                 # it would complain that there is no GPU
                 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             every_thread = _ExperimentalConfig(profile_all_threads=True)
-            try:
-                with self._pause("profile"):
-                    profiler = profile(activities=activities, experimental_config=every_thread)
-                    profiler.start()
-                    self._profiler = profiler
-                    spans.record(record_function)
-            except Exception as error:
-                self._last = 0
-                log.warning("profile.steps: no trace: %s", error)
+            with self._optional():
+                profiler = profile(activities=activities, experimental_config=every_thread)
+                profiler.start()
+                self._profiler = profiler
+                spans.record(record_function)
         self._ended = number
         with spans.named(f"step {number}"):
             yield
         if number == self._last:
-            with self._pause("profile"):
-                self.close()
+            self.close()
 
     def close(self) -> None:
         """Ends the recording and writes it, whole or not at all.
@@ -92,8 +87,7 @@ class Trace:
             return
         spans.record(None)
         path = self._folder / f"steps-{self._began}-{self._ended}.json"
-        shown = os.path.relpath(path)
-        try:
+        with self._optional():
             profiler.stop()
             self._folder.mkdir(exist_ok=True)
             with replacing(path) as temporary:
@@ -102,11 +96,18 @@ class Trace:
                 with temporary.open("rb") as file:
                     file.seek(-min(64, temporary.stat().st_size), os.SEEK_END)
                     if not file.read().rstrip().endswith(b"}"):
-                        raise OSError("the file is not whole; free some space")
-        except Exception as error:
-            log.warning("profile.steps: no trace in %s: %s", shown, error)
-        else:
+                        raise OSError(f"{path} is not whole; free some space")
             say(
-                f"trace of steps {self._began} to {self._ended}: open {shown} in "
+                f"trace of steps {self._began} to {self._ended}: open {os.path.relpath(path)} in "
                 "https://ui.perfetto.dev"
             )
+
+    @contextmanager
+    def _optional(self) -> Iterator[None]:
+        """A block whose time is not the steps', and whose failure costs the trace alone."""
+        try:
+            with self._pause("profile"):
+                yield
+        except Exception as error:
+            self._last = 0
+            log.warning("profile.steps: no trace: %s", error)

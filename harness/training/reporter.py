@@ -154,7 +154,6 @@ class Reporter:
             "sampled": sampled or None,
             "ranks": engine.ranks or None,
             "goodput": engine.watch.course.goodput(total),
-            "turns_ms": engine.turns_ms or None,
             "stopped": engine.stopped,
             "loader": settings,
             "tuning": self.tuning and self.tuning(),

@@ -147,15 +147,13 @@ class Step:
 
     def _check(self, logits: Any, count: int) -> None:
         """Refuses what no loss can be made of: a network's modes may give other things."""
+        kind = type(logits).__name__
         if isinstance(logits, Tensor):
-            kind = f"{logits.dtype} {list(logits.shape)}"
             plain = logits.is_floating_point() and logits.layout is torch.strided
-            if not logits.requires_grad:
-                kind += " without a gradient"
-            elif plain and logits.shape == (count, self._classes or logits.shape[-1]):
+            wanted = (count, self._classes or logits.shape[-1])
+            if plain and logits.requires_grad and logits.shape == wanted:
                 return
-        else:
-            kind = type(logits).__name__
+            kind = f"{logits.dtype} {list(logits.shape)}"
         raise ConfigError(
             f"model.name={self._config.model.name}: while it trains the network gives {kind} for "
             f"{count} images; it must give a floating-point tensor [images, classes] with a "
@@ -191,12 +189,13 @@ class Step:
         self._losses = []
         self._found_inf = []
         finite = [loss for loss in values[:count] if math.isfinite(loss)]
+        loss = sum(finite) / len(finite) if finite else None
+        skipped = 0
         worst = 0
         for found in values[count:]:
+            skipped += bool(found)
             self._streak = (self._streak + 1) * bool(found)
             worst = max(worst, self._streak)
-        skipped = sum(map(bool, values[count:]))
-        loss = sum(finite) / len(finite) if finite else None
         return StepFigures(loss, skipped, worst)
 
     def forget(self) -> None:

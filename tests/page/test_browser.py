@@ -162,19 +162,6 @@ def test_every_figure_of_the_steps_is_listed(show: Callable[..., webdriver.Chrom
     assert any(row.startswith("stall fraction 38.7%") for row in rows)
 
 
-def test_the_pause_around_an_evaluation_is_told(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """The longest waits for a first batch, of the evaluation and of the epoch after it."""
-    turns = [{"val": 3.1, "train": 220.0}, {"val": 12.0, "train": 180.0}]
-    write_report(runs.cpu_run(tmp_path, turns_ms=turns))
-    browser.get((tmp_path / "report.html").as_uri())
-    until(browser, lambda: one(browser, ".chart svg"))
-    told = (
-        "Around 2 evaluations the loop waited at most 12.0 ms for the first validation batch "
-        "and 220 ms for the next"
-    )
-    assert any(text.startswith(told) for text in texts(browser, ".run section .note"))
-
-
 def test_without_workers_none_is_spoken_of(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """Where the training process loads, its stages are its own."""
     write_report(runs.cpu_run(tmp_path, loader={"num_workers": 0}))

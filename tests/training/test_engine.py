@@ -190,13 +190,6 @@ def test_the_rate_shown_is_the_last_step_s(
     assert engine._epoch.lr == pytest.approx(0.1 * (1 + math.cos(0.75 * math.pi)) / 2)
 
 
-def test_the_turns_are_noted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each evaluation before another epoch leaves both first waits in milliseconds."""
-    engine, _ = run(make_engine, monkeypatch, epochs=3)
-    assert len(engine.turns_ms) == 2
-    assert all(turn["val"] > 0 and turn["train"] > 0 for turn in engine.turns_ms)
-
-
 @pytest.mark.parametrize(
     ("step_s", "told_at"),
     [

@@ -127,7 +127,7 @@ def test_a_trace_that_cannot_be_written_costs_the_trace_alone(
     """Training goes on, told in a warning, where the folder cannot be made."""
     (tmp_path / "trace").write_text("in the way")
     go(Trace("1-1", tmp_path, Pauses()), 1, 2)
-    assert "profile.steps: no trace in" in logged.text
+    assert "profile.steps: no trace: " in logged.text
     assert not names_are_made()
 
 
@@ -140,7 +140,7 @@ def test_half_a_trace_is_not_left(
         lambda _, path: Path(path).write_text('{"traceEvents": [{'),
     )
     go(Trace("1-1", tmp_path, Pauses()), 1, 2)
-    assert "the file is not whole" in logged.text
+    assert "steps-1-1.json is not whole" in logged.text
     assert not [*(tmp_path / "trace").iterdir()]
 
 

@@ -66,7 +66,6 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
         skipped=0,
         replaced=(),
         ranks=(),
-        turns_ms=[{"val": 1.5, "train": 2.5}],
         evaluation=None,
         world=SimpleNamespace(size=2, device=torch.device("cpu")),
         state=SimpleNamespace(epoch=1, step=40),
