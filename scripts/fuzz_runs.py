@@ -136,6 +136,7 @@ def _trained(name: str) -> _Trained:
     torch.manual_seed(0)
     config = Config()
     config.optim.name = schema.OptimName[name]
+    config.resume = "step-0.pt"
     network = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
     state = state_of(network, config, torch.device("cpu"), 10)
     _update(state)

@@ -220,23 +220,18 @@ def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Conf
     if ranks == size or (batch, parts) != before:
         return config
     images = batch * parts * ranks
-    same = copy.deepcopy(config)
     if images % (batch * size) == 0:
         parts = images // (batch * size)
     elif images % (parts * size) == 0:
         batch = images // (parts * size)
-    else:
-        say(
-            f"checkpoint: {ranks} ranks, now {size}: they cannot share {images} images; an update "
-            f"has {batch * parts * size}"
-        )
-        return config
-    same.loader.batch_size = batch
-    same.trainer.accumulate_steps = parts
     say(
         f"checkpoint: {ranks} ranks, now {size}: loader.batch_size={batch} "
-        f"trainer.accumulate_steps={parts}, so that an update still has {images} images"
+        f"trainer.accumulate_steps={parts}: an update has {batch * parts * size} images, before "
+        f"{images}"
     )
+    same = copy.deepcopy(config)
+    same.loader.batch_size = batch
+    same.trainer.accumulate_steps = parts
     return same
 
 
@@ -275,7 +270,7 @@ def take_over(
                 if state.samples:
                     goes_on += f" ({state.samples} of its {held['length']} images are done)"
             say(f"resumed {where}{goes_on}")
-    if world.smallest(state.step) != world.largest(state.step)[0]:
+    if len({*world.gathered(state.step)}) > 1:
         raise CheckpointError(
             "the ranks see different checkpoints; the run folder must be shared by all nodes"
         )

@@ -119,11 +119,7 @@ class Saves:
         self._keep_last = config.checkpoint.keep_last
         self._writes = config.checkpoint.enabled and config.mode is Mode.train and world.is_main
         if self._writes:
-            # what a killed save has left to do; an error would come again with the next save, which
-            # tells of it
-            with suppress(OSError):
-                if committed := records(self._folder):
-                    _retain(self._folder, committed[-1], self._keep_last)
+            # what a killed save has left
             _clear(self._folder)
         self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
         self._last: Future[Record] | None = None
