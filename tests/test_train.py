@@ -434,7 +434,7 @@ def test_resuming_gives_the_uninterrupted_run(composed: Composed, tmp_path: Path
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (("resume=nowhere",), "nowhere: no such checkpoint"),
+        (("resume=nowhere",), "nowhere.json: missing"),
         (("model=resnet18",), r"does not fit this run: .* and \d+ more"),
         (("optim=adamw",), "does not fit this run: the optimizer is of another kind"),
         (
