@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
+import pickletools
+import re
 from functools import partial
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,17 +126,9 @@ def _opened(folder: Path, md5: str, name: str) -> tuple[ArraySource, ArraySource
         for split in ("train", "val"):
             images = np.load(folder / f"{split}_images.npy", mmap_mode="r")
             labels = np.load(folder / f"{split}_labels.npy", mmap_mode="r")
-            if (
-                images.dtype != np.uint8
-                or labels.dtype != np.int64
-                or images.shape[1:] != (32, 32, 3)
-                or labels.shape != images.shape[:1]
-                or not 0 <= labels.min() <= labels.max() < len(classes)
-            ):
-                return None
             sources.append(ArraySource(images, labels, classes, f"{name} {split}"))
     except Exception:
-        # numpy's reader raises anything on damaged bytes
+        # numpy's reader raises anything on damaged bytes, and ArraySource on another form
         return None
     return sources[0], sources[1]
 
@@ -182,7 +175,9 @@ def _read_archive(name: str, archive: Path) -> dict[str, NDArray[Any]]:
     member = f"{published.folder}/{published.meta}"
     try:
         key = f"{published.prefix}label_names"
-        if _unpickled(members[member]).get(key) != [*published.classes]:
+        values = _values(members[member])
+        begin = values.index(key) + 1
+        if values[begin : begin + count] != [*published.classes]:
             raise ValueError(f"{key} are not the {count} classes of {name}, in their order")
 
         for split, batches in (("train", published.train), ("val", published.val)):
@@ -190,17 +185,14 @@ def _read_archive(name: str, archive: Path) -> dict[str, NDArray[Any]]:
             labels: list[int] = []
             for part in batches:
                 member = f"{published.folder}/{part}"
-                batch = _unpickled(members.pop(member))
+                values = _values(members.pop(member))
                 # A row holds the red plane, the green one and the blue one.
-                rows = _pixels(batch.get("data"))
+                rows = _pixels(values)
                 images.append(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
                 key = f"{published.prefix}labels"
-                given = batch.get(key)
-                if (
-                    not isinstance(given, list)
-                    or len(given) != len(rows)
-                    or not all(type(label) is int and 0 <= label < count for label in given)
-                ):
+                behind = values[values.index(key) + 1 :]
+                given = list(takewhile(lambda value: type(value) is int, behind))
+                if len(given) != len(rows) or not 0 <= min(given) <= max(given) < count:
                     raise ValueError(
                         f"{key} is not a list of {len(rows)} whole numbers from 0 to {count - 1}, "
                         "one for each row"
@@ -218,86 +210,32 @@ def _read_archive(name: str, archive: Path) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-class _StandIn:
-    """Stands for a name of numpy in a pickle: keeps its arguments, does nothing.
+def _values(content: bytes) -> list[Any]:
+    """Returns the texts and numbers in a pickle of any protocol, in their order.
 
-    To allow numpy's own functions would not be safe: a pickled dtype sets its own flags, and an
-    array of objects whose flags deny that it holds any takes bytes of the file for addresses in
-    memory.
+    Nothing is unpickled: pickletools lists the operations, so that a pickle calls nothing and takes
+    no more memory than it has bytes. Bytes become texts. Of truth values there is ``True`` alone.
     """
+    values: list[Any] = []
+    for operation, argument, _ in pickletools.genops(content):
+        if operation.name == "NEWTRUE":
+            values.append(True)
+        elif isinstance(argument, bytes | bytearray):
+            values.append(argument.decode("latin-1"))
+        # not the numbers of places in the memo and the like
+        elif argument is not None and not re.search("GET|PUT|PROTO|FRAME|GLOBAL", operation.name):
+            values.append(argument)
+    return values
 
-    state: Any = None
 
-    def __init__(self, name: str, *args: Any) -> None:
-        self.name = name
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def _pixels(value: object) -> NDArray[np.uint8]:
-    """Returns the array uint8 ``[N, 3072]`` that ``value`` stands for."""
-    match value:
-        # as numpy pickles it up to protocol 4
-        case _StandIn(
-            name="_reconstruct",
-            state=[1, shape, _StandIn(name="dtype", args=["u1", *_]), fortran, raw],
-        ):
-            pass
-        # and from 5 on
-        case _StandIn(
-            name="_frombuffer", args=[raw, _StandIn(name="dtype", args=["u1", *_]), shape, order]
-        ):
-            fortran = order == "F"
-        case _:
-            raise ValueError("data is not an array of bytes")
-    # protocols before 3 have text for bytes
-    if isinstance(raw, str):
-        raw = raw.encode("latin-1")
+def _pixels(values: list[Any]) -> NDArray[np.uint8]:
+    """Returns the array uint8 ``[N, 3072]`` among the values of a batch."""
+    raw = max((value for value in values if isinstance(value, str)), key=len)
     rows = len(raw) // 3072
-    if rows == 0 or shape != [rows, 3072]:
+    if rows == 0 or "u1" not in values or (rows, 3072) not in pairwise(values):
         raise ValueError("data is not rows of 3072 bytes")
-    pixels = np.frombuffer(raw, np.uint8)
-    return pixels.reshape(3072, rows).T if fortran else pixels.reshape(shape)
-
-
-class _Reader(pickle._Unpickler):
-    """The unpickler, with nothing that a pickle could call.
-
-    It is the one written in Python: the one in C takes as much memory as a number in the pickle
-    says (a memo's index).
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        # makes bytes of a text, which may stay one
-        if (module, name) == ("_codecs", "encode"):
-            return lambda text, encoding: text
-        if module.partition(".")[0] != "numpy":
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file needs")
-        return partial(_StandIn, name)
-
-
-def _to_list(count: int, reader: Any) -> None:
-    """Puts the last ``count`` values that were read into a list."""
-    reader.stack[-count:] = [reader.stack[-count:]]
-
-
-# Short bytes, as Python 3 writes the strings that it read from Python 2, become texts as those do.
-# Tuples become lists, which have no hash: hashing a million tuples inside each other overflows the
-# stack and ends the process.
-_Reader.dispatch = _Reader.dispatch | {
-    pickle.SHORT_BINBYTES[0]: _Reader.dispatch[pickle.SHORT_BINSTRING[0]],
-    pickle.TUPLE[0]: _Reader.dispatch[pickle.LIST[0]],
-    pickle.TUPLE1[0]: partial(_to_list, 1),
-    pickle.TUPLE2[0]: partial(_to_list, 2),
-    pickle.TUPLE3[0]: partial(_to_list, 3),
-}
-
-
-def _unpickled(content: bytes) -> dict[str, object]:
-    # Python 2's strings become texts
-    batch = _Reader(io.BytesIO(content), encoding="latin-1").load()
-    if not isinstance(batch, dict):
-        raise pickle.UnpicklingError("not a dictionary")
-    return batch
+    pixels = np.frombuffer(raw.encode("latin-1"), np.uint8)
+    # column by column, say a flag before the bytes or, since protocol 5, a letter
+    if values[values.index(raw) - 1] is True or "F" in values:
+        return pixels.reshape(3072, rows).T
+    return pixels.reshape(rows, 3072)

@@ -72,8 +72,7 @@ def archive(tmp_path: Path) -> Path:
 def refused(archive: Path, reason: str, most_bytes: int = 1 << 20) -> None:
     with pytest.raises(DataError, match=reason) as caught:
         read_members(archive, WANTED, most_bytes)
-    assert str(caught.value).startswith(f"{archive}: ")
-    assert ("damaged: " in str(caught.value)) == ("damaged: " in reason)
+    assert str(caught.value).startswith(f"{archive}: damaged: ")
     assert str(caught.value).endswith("; delete the file and get it from its publisher")
     assert listing(archive.parent.parent) == ["inner", "inner/x.tar.gz"]
 
@@ -87,67 +86,50 @@ def test_wanted_members(archive: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"),
+    "more",
     [
-        pytest.param(
-            [member("../canary")], r"member \.\./canary has a name that leads out", id="up"
-        ),
-        pytest.param([member("set/../../canary")], "leads out", id="down and up"),
-        pytest.param([member("/tmp/canary")], "leads out", id="absolute"),
-        pytest.param(
-            [member("a", tarfile.SYMTYPE, "/etc/passwd")],
-            "member a is a link",
-            id="absolute symlink",
-        ),
-        pytest.param(
-            [member("a", tarfile.SYMTYPE, "set/one")], "member a is a link", id="symlink inside"
-        ),
-        pytest.param(
-            [member("a", tarfile.LNKTYPE, "../../etc/passwd")],
-            "member a is a link",
-            id="hard link out",
-        ),
-        pytest.param(link_chain(), "member a is a link", id="CVE-2025-4517"),
-        pytest.param(
-            [member("a", tarfile.FIFOTYPE)], "a is a link, a device or another", id="FIFO"
-        ),
-        pytest.param(
-            [member("a", tarfile.CHRTYPE)],
-            "a is a link, a device or another",
-            id="character device",
-        ),
-        pytest.param(
-            [member("a", tarfile.BLKTYPE)], "a is a link, a device or another", id="block device"
-        ),
-        pytest.param([sparse("a")], "a is a link, a device or another", id="4 GiB sparse"),
-        pytest.param([member("a", mode=0o4755)], "member a is setuid or setgid", id="setuid"),
-        pytest.param([member("set/one")], "member set/one is there twice", id="twice"),
-        pytest.param(
-            [member(f"m{i}") for i in range(1500)], "more than 1000 members", id="too many"
-        ),
-        pytest.param(
-            [member("\x1b[2Ja", tarfile.SYMTYPE, "x")],
-            r"member \\x1b\[2Ja is",
-            id="terminal escape in a name",
-        ),
+        pytest.param([member("../canary")], id="up"),
+        pytest.param([member("set/../../canary")], id="down and up"),
+        pytest.param([member("/tmp/canary")], id="absolute"),
+        pytest.param([member("a", tarfile.SYMTYPE, "/etc/passwd")], id="absolute symlink"),
+        pytest.param([member("set/one", tarfile.SYMTYPE, "two")], id="symlink inside"),
+        pytest.param([member("a", tarfile.LNKTYPE, "../../etc/passwd")], id="hard link out"),
+        pytest.param(link_chain(), id="CVE-2025-4517"),
+        pytest.param([member("a", tarfile.FIFOTYPE)], id="FIFO"),
+        pytest.param([member("set/two", tarfile.CHRTYPE)], id="character device"),
+        pytest.param([member("a", tarfile.BLKTYPE)], id="block device"),
+        pytest.param([sparse("set/one")], id="4 GiB sparse"),
+        pytest.param([member("a", mode=0o4755)], id="setuid"),
+        pytest.param([member("\x1b[2Ja", tarfile.SYMTYPE, "x")], id="terminal escape in a name"),
     ],
 )
-def test_refused_member(archive: Path, more: list[tarfile.TarInfo], reason: str) -> None:
-    """One dishonest member refuses the whole archive by name, and nothing is written anywhere."""
+def test_what_is_no_wanted_file_is_passed_over(archive: Path, more: list[tarfile.TarInfo]) -> None:
+    """Dishonest members are never looked into, and nothing is written anywhere."""
     write_members(archive, GOOD, more)
-    refused(archive, reason)
+    before = listing(archive.parent.parent)
+    assert read_members(archive, WANTED) == GOOD
+    assert listing(archive.parent.parent) == before == ["inner", "inner/x.tar.gz"]
 
 
-def test_folder_in_place_of_file(archive: Path) -> None:
-    """A folder with the name of a wanted file is refused."""
-    write_members(archive, {"set/two": b"2"}, [member("set/one", tarfile.DIRTYPE)])
-    refused(archive, "is a folder")
+@pytest.mark.parametrize(
+    "kind", [tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE]
+)
+def test_something_in_place_of_a_file(archive: Path, kind: bytes) -> None:
+    """What has the name of a wanted file and is none does not count as one."""
+    write_members(archive, {"set/two": b"2"}, [member("set/one", kind, "set/two")])
+    refused(archive, "has no file set/one")
+
+
+def test_too_many_members(archive: Path) -> None:
+    """The reading ends before their names take memory."""
+    write_members(archive, GOOD, [member(f"m{i}") for i in range(1500)])
+    refused(archive, "more than 1000 members")
 
 
 def test_missing_members(archive: Path) -> None:
     """Missing members are listed."""
     write_members(archive, {"set/three": b""})
-    refused(archive, "has no member set/one, set/two")
+    refused(archive, "has no file set/one, set/two")
 
 
 @pytest.mark.parametrize("name", ["set/one", "rest"], ids=["wanted", "not wanted"])
@@ -211,7 +193,7 @@ def test_damage(archive: Path, damage: Callable[[bytes], bytes]) -> None:
     """A damaged archive is an error that says so, even behind the last member."""
     write_members(archive, GOOD | {"set/noise": os.urandom(5000)})
     archive.write_bytes(damage(archive.read_bytes()))
-    refused(archive, "damaged: .+")
+    refused(archive, ".")
 
 
 def test_missing_archive(tmp_path: Path) -> None:
