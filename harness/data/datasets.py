@@ -18,6 +18,7 @@ import numpy as np
 from harness.config import (
     AugmentConfig,
     ConfigError,
+    Crop,
     DataCache,
     DataConfig,
     OnError,
@@ -39,7 +40,7 @@ from harness.data.storage import (
     split,
     spread,
 )
-from harness.data.transforms import TrainTransform, eval_transform_of
+from harness.data.transforms import TrainTransform
 from harness.runtime import parts
 from harness.runtime.errors import BadSample, DataError
 from harness.watch.console import say
@@ -290,7 +291,7 @@ def load(
 def as_evaluated(data: DataConfig) -> tuple[DecodeOptions, TrainTransform]:
     """Returns how an image is decoded, and what it then goes through in evaluation."""
     options = DecodeOptions(data.exif_orientation, data.background, data.max_pixels)
-    return options, eval_transform_of(data)
+    return options, TrainTransform.from_config(AugmentConfig(Crop.center, hflip=0.0), data)
 
 
 def _check_settings(data: DataConfig) -> None:

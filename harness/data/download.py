@@ -33,7 +33,8 @@ from harness.watch.console import progress, say
 # how often a wait looks for a signal
 _POLL_S = 0.1
 _STALL_BYTES = 64 << 10
-_PAGE = "the server sent a web page in place of the file"
+# more than any archive that is known here
+_MOST_BYTES = 1 << 30
 _ADVICE = "free space or set another data.root"
 
 
@@ -215,7 +216,7 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
         # it may refuse parts alone
         reply = asked()
     if reply.headers.get_content_type() == "text/html":
-        raise _Fault(_PAGE)
+        raise _Fault("the server sent a web page in place of the file")
     if reply.status != 206:
         here = 0
     total = _size(reply, here)
@@ -224,8 +225,6 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
     with progress(f"Downloading {part.stem}", total=total, unit="B") as bar:
         bar.advance(here)
         while chunk := _waited(lambda: reply.read1(1 << 18), due_s, stall_s):
-            if file.tell() == 0 and chunk.lstrip()[:5].lower() in (b"<!doc", b"<html"):
-                raise _Fault(_PAGE)
             file.write(chunk)
             bar.advance(len(chunk))
             if file.tell() - counted >= _STALL_BYTES:
@@ -248,22 +247,19 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
 
 def _size(reply: Any, here: int) -> int:
     """Returns the bytes of the whole file, of which ``reply`` gives those from ``here`` on."""
-    total: int = here + (reply.length or 0)
+    total: int = reply.length or 0
     if reply.status == 206:
-        span = re.match(r"bytes (\d+)-\d+(?:/(\d+))?", reply.headers.get("Content-Range", ""))
+        span = re.match(r"bytes (\d+)-\d+/(\d+)", reply.headers.get("Content-Range", ""))
         if span is None or int(span[1]) != here:
             raise _Fault(
                 "the server sent another range than was asked for", retry=True, restart=True
             )
-        if reply.length is None:
-            total = int(span[2] or 0)
-    if total == 0:
+        total = int(span[2])
+    if not 0 < total <= _MOST_BYTES:
         raise _Fault(
-            "the server does not give the file's size (Content-Length), so that a cut-off could "
-            "not be told"
+            f"the server says that the file has {total or 'no'} bytes (Content-Length), not 1 to "
+            f"{_MOST_BYTES}"
         )
-    if total > 1 << 30:
-        raise _Fault(f"the server offers {total} bytes, more than any archive that is known here")
     return total
 
 
@@ -293,13 +289,11 @@ def _waited(call: Callable[[], Any], due_s: float, stall_s: float) -> Any:
 def _fault(error: Exception) -> _Fault:
     if isinstance(error, HTTPError):
         error.close()
-        if error.code == 416:
-            return _Fault("the server cannot go on from there", retry=True, restart=True)
-        if error.code < 400:
-            return _Fault(f"HTTP {error.code} a redirect that cannot be followed")
         # Codes that speak of now, not of the address.
         retry = error.code >= 500 or error.code in (408, 425, 429)
-        return _Fault(f"HTTP {error.code} {error.reason}", retry=retry)
+        # of a loop of redirects it is three lines
+        reason = str(error.reason).partition("\n")[0]
+        return _Fault(f"HTTP {error.code} {reason}", retry=retry)
     if isinstance(error, URLError):
         return _Fault(str(error.reason), retry=True)
     return _Fault(str(error) or type(error).__name__, retry=not isinstance(error, ValueError))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from harness.config import AugmentConfig, Crop, DataConfig
+from harness.config import AugmentConfig, DataConfig
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
@@ -126,16 +126,6 @@ class TrainTransform:
                 f"{long}"
             )
         return (short, long) if width <= height else (long, short)
-
-
-def eval_transform(size: int, resize: int | None = None) -> TrainTransform:
-    """Returns what ``Resize`` and ``CenterCrop`` do: a center crop that is never mirrored."""
-    return TrainTransform(size, crop="center", hflip=0.0, resize=resize)
-
-
-def eval_transform_of(data: DataConfig) -> TrainTransform:
-    """Returns the transform of evaluation that the settings ``data`` describe."""
-    return TrainTransform.from_config(AugmentConfig(Crop.center, hflip=0.0), data)
 
 
 def resize_into(

@@ -188,16 +188,13 @@ def test_passing_fault(tmp_path: Path, code: int) -> None:
             id="HTML by type",
         ),
         pytest.param(
-            lambda h: reply(h, 200, b"\n<!DOCTYPE html><html>"), "web page", id="HTML by content"
-        ),
-        pytest.param(
             lambda h: reply(h, 302, Location=h.path),
-            "a redirect that cannot be followed",
+            "HTTP 302 .* infinite loop",
             id="redirect loop",
         ),
         pytest.param(
             lambda h: reply(h, 302, Location="file:///etc/passwd"),
-            "a redirect that",
+            "HTTP 302 .*file:///etc/passwd. is not allowed",
             id="redirect to a file",
         ),
         pytest.param(
@@ -205,7 +202,9 @@ def test_passing_fault(tmp_path: Path, code: int) -> None:
         ),
         pytest.param(lambda h: reply(h, 200), "Content-Length", id="no bytes"),
         pytest.param(
-            lambda h: reply(h, 200, Content_Length=str(2**40)), "more than any archive", id="1 TiB"
+            lambda h: reply(h, 200, Content_Length=str(2**40)),
+            "has 1099511627776 bytes",
+            id="1 TiB",
         ),
         pytest.param(
             lambda h: reply(h, 200, BODY[::-1]),

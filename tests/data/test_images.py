@@ -11,12 +11,12 @@ import numpy as np
 import psutil
 import pytest
 from photographs import photograph
-from samples import numbers
+from samples import eval_transform, numbers
 
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource
-from harness.data.transforms import TrainTransform, eval_transform, resized
+from harness.data.transforms import TrainTransform, resized
 from harness.runtime.errors import BadSample
 
 OPTIONS = DecodeOptions()

@@ -13,18 +13,15 @@ from pictures import noise
 from PIL import Image
 
 pytest.importorskip("scipy", reason="needs scipy (uv sync)")
+from samples import eval_transform
 from scipy.stats import binomtest, ks_2samp
 from torchvision import transforms as tv
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tvf
 
 from harness.config import AugmentConfig, Crop, DataConfig, Interpolation
-from harness.data.transforms import (
-    TrainTransform,
-    eval_transform,
-    eval_transform_of,
-    random_crop_box,
-)
+from harness.data.datasets import as_evaluated
+from harness.data.transforms import TrainTransform, random_crop_box
 from harness.runtime.seeding import SampleRng, uniforms
 
 SCALE = (0.08, 1.0)
@@ -199,7 +196,7 @@ def test_photographs_are_evaluated_as_with_pillow(
         eval_squash=squash,
         interpolation=Interpolation[interpolation],
     )
-    ours = applied(eval_transform_of(data), np.array(image))
+    ours = applied(as_evaluated(data)[1], np.array(image))
     errors = np.abs(ours.transpose(1, 2, 0).astype(int) - np.asarray(expected))
     assert errors.mean() <= 0.05 and errors.max() <= 1
 

@@ -22,7 +22,7 @@ from samples import random_states
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, Source, Subset
-from harness.data.transforms import TrainTransform, eval_transform
+from harness.data.transforms import TrainTransform
 from harness.feed import pixels
 from harness.feed.arrays import ArrayFeed
 from harness.feed.gauge import Gauge
@@ -118,8 +118,8 @@ def assert_same(found: list[HostBatch], expected: list[HostBatch]) -> None:
         pytest.param(
             TrainTransform(SIDE, crop="center", resize=9, hflip=0.0), id="center of a resized image"
         ),
-        pytest.param(eval_transform(SIDE), id="evaluation"),
-        pytest.param(eval_transform(SIDE, resize=10), id="evaluation of a resized image"),
+        pytest.param(samples.eval_transform(SIDE), id="evaluation"),
+        pytest.param(samples.eval_transform(SIDE, resize=10), id="evaluation of a resized image"),
     ],
 )
 def test_batches_are_bitwise_those_of_processes(
@@ -194,7 +194,7 @@ def test_making_batches_starts_no_threads() -> None:
     """Torch's own would wait for processors that the step has: a thread that makes batches is alone
     with it.
     """
-    images = ImageDataset(arrays(64, 256), eval_transform(64), DecodeOptions(), 64, seed=5)
+    images = ImageDataset(arrays(64, 256), samples.eval_transform(64), DecodeOptions(), 64, seed=5)
     started = []
 
     def make() -> None:
@@ -435,7 +435,7 @@ def test_batches_are_in_memory_of_their_own() -> None:
 def test_neighbours_share_the_zeros_between_them() -> None:
     """Each image takes one border of zeros, the last one two; without a crop there are none."""
     assert pixel_bytes(dataset(arrays())) == 3 * ((LENGTH * 10 + 2) * 10 + 2)
-    assert pixel_bytes(dataset(arrays(), eval_transform(SIDE))) == 3 * LENGTH * SIDE**2
+    assert pixel_bytes(dataset(arrays(), samples.eval_transform(SIDE))) == 3 * LENGTH * SIDE**2
 
 
 def test_what_is_cut_from_whole_images_cannot_be_served() -> None:

@@ -24,7 +24,7 @@ from harness.data.datasets import FakeDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
-from harness.data.transforms import TrainTransform, eval_transform
+from harness.data.transforms import TrainTransform
 from harness.feed import forms
 from harness.feed.arrays import ArrayFeed
 from harness.feed.forms import Feeds
@@ -196,7 +196,9 @@ def small(backend: Backend | None = None, crop: Crop = Crop.pad, **loader: objec
         return ImageDataset(source, transform, DecodeOptions(), 8, seed=0)
 
     train = images(20, TrainTransform(8, crop=crop.name, pad=2))
-    return Feeds(Splits(train, images(6, eval_transform(8)), ("a",), "noise", ""), config, CPU)
+    return Feeds(
+        Splits(train, images(6, samples.eval_transform(8)), ("a",), "noise", ""), config, CPU
+    )
 
 
 @pytest.mark.parametrize(

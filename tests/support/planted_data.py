@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from samples import eval_transform
 
 from harness.data.datasets import Splits
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource, Source
-from harness.data.transforms import TrainTransform, eval_transform
+from harness.data.transforms import TrainTransform
 from harness.watch.stages import Lap
 
 # of an image in pixels, where its size does not matter

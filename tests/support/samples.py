@@ -21,12 +21,18 @@ import psutil
 import torch
 
 from harness.data.storage import ArraySource
+from harness.data.transforms import TrainTransform
 from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.runtime import workers
 from harness.runtime.errors import BadSample
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
+
+
+def eval_transform(size: int, resize: int | None = None) -> TrainTransform:
+    """Returns a center crop that is never mirrored, as in evaluation."""
+    return TrainTransform(size, crop="center", hflip=0.0, resize=resize)
 
 
 class Noise:

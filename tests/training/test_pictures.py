@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from samples import eval_transform
 from sklearn.metrics import precision_score, recall_score
 
 from harness.config import DataConfig
@@ -20,7 +21,6 @@ from harness.data.datasets import FakeDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
-from harness.data.transforms import eval_transform
 from harness.runtime.errors import BadSample
 from harness.training import pictures
 from harness.training.mistakes import Answers

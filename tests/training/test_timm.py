@@ -28,7 +28,7 @@ from timm.optim import param_groups_layer_decay
 
 from harness import config as schema
 from harness.config import Config, ConfigError, ModelConfig
-from harness.data.transforms import eval_transform_of
+from harness.data.datasets import as_evaluated
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.runtime.seeding import SampleRng
@@ -215,7 +215,7 @@ def test_evaluation_sees_timms_pixels(name: str, composed: Composed) -> None:
     data = published.settings(composed(*typed), typed).data
     facts = timm.get_pretrained_cfg(name.removeprefix("timm/")).to_dict()
     theirs = create_transform(**resolve_data_config(pretrained_cfg=facts), normalize=False)
-    transform = eval_transform_of(data)
+    transform = as_evaluated(data)[1]
     assert data.interpolation.name == facts["interpolation"]
     for picture in NAMES:
         for image in (photograph(picture), photograph(picture).rotate(90, expand=True)):

@@ -23,7 +23,6 @@ from harness.config import Config, LoaderConfig
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
-from harness.data.transforms import eval_transform
 from harness.feed.interface import FeedSettings, in_form, train_settings, val_settings
 from harness.runtime.files import typed
 from harness.runtime.limits import Limits
@@ -128,7 +127,7 @@ def test_the_line_of_a_form_that_torch_has_not_is_python(form: str) -> None:
     settings = in_form(workers(3), form)
     own = report(settings=settings)
     pixels = ArraySource(np.zeros((100, 8, 8, 3), np.uint8), np.zeros(100), ("a",), "none")
-    dataset = ImageDataset(pixels, eval_transform(8), DecodeOptions(), 8, seed=0)
+    dataset = ImageDataset(pixels, samples.eval_transform(8), DecodeOptions(), 8, seed=0)
     names: dict[str, Any] = {"dataset": dataset}
     line, _, imports = own.dataloader.partition("  # ")
     exec(imports, names)

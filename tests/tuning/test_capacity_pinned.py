@@ -17,7 +17,6 @@ from emulator import EmulatedDevice, WallClock, emulated
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
-from harness.data.transforms import eval_transform
 from harness.feed.forms import FORMS
 from harness.feed.interface import Feed, FeedSettings
 from harness.feed.order import Order
@@ -108,7 +107,7 @@ def made(settings: FeedSettings, side: int, batches: int) -> Feed:
         np.zeros((count, side, side, 3), np.uint8), np.zeros(count, np.int64), ["a", "b"], "small"
     )
     dataset = ImageDataset(
-        source, eval_transform(side), DecodeOptions(False, (255, 255, 255), 10**9), side, 0
+        source, samples.eval_transform(side), DecodeOptions(False, (255, 255, 255), 10**9), side, 0
     )
     return FORMS[settings.backend](dataset, Order(count, settings.batch_size), settings)
 
