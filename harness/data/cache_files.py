@@ -15,21 +15,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from harness.config import ConfigError, DataCache, DataConfig
 from harness.data import cache
 from harness.data.cache import PixelCache
-from harness.data.decode import DecodeOptions, decode
+from harness.data.decode import DecodeOptions
 from harness.data.download import exclusive
-from harness.data.images import ImageDataset
 from harness.data.mapped import MappedFile, memory
-from harness.data.storage import FolderSource, Source, Subset, cache_root, spread
+from harness.data.storage import FolderSource, Source, Subset, cache_root
 from harness.runtime import limits
-from harness.runtime.errors import BadSample, printable
+from harness.runtime.errors import printable
 from harness.runtime.files import make_way, open_regular
 from harness.runtime.folder import log
-from harness.runtime.seeding import SampleRng
 from harness.watch.console import say
 
 # every rank's value in the order of the ranks, on every rank
@@ -215,24 +211,3 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     # its room is needed; a run that still reads it keeps it
     place.unlink()
     return _to_fill(place, data, facts, rows)
-
-
-def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
-    """Returns how far crops of images shrunk to ``max_side`` change, in grey levels a pixel.
-
-    Measured on at most 16 images; None: none is larger.
-    """
-    errors = []
-    crops = np.empty((2, 3, dataset.image_size, dataset.image_size), np.uint8)
-    for i in spread(len(dataset), 16):
-        # A bad sample is told when it is loaded.
-        with suppress(BadSample, ValueError):
-            pixels = dataset.source.read(i)[0]
-            if isinstance(pixels, bytes):
-                pixels = decode(pixels, dataset.options)
-            if max(pixels.shape) > max_side:
-                small = cache.shrunk(pixels, max_side, dataset.transform.interpolation)
-                for image, crop in zip((pixels, small), crops, strict=True):
-                    dataset.transform(image, SampleRng(dataset.seed, 0, i), crop)
-                errors.append(np.abs(np.diff(crops.astype(np.int16), axis=0)).mean())
-    return float(np.mean(errors)) if errors else None
