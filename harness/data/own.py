@@ -8,8 +8,8 @@ example of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from harness.runtime.seeding import seeded
 
 # of a source, besides ``__len__``
 _MEMBERS = ("classes", "labels", "read", "where")
-_DIFFERENT = "its training and validation set have different classes"
 
 
 class OwnSource:
@@ -44,17 +43,16 @@ class OwnSource:
                 f"{where} has read and no {', '.join(missing)}; a source has {', '.join(_MEMBERS)}"
             )
         self._given = given
-        try:
+        with _readable(where, "classes"):
             self.classes = _names(given.classes)
+        with _readable(where, "length"):
+            length = len(given)
+        with _readable(where, "labels"):
             labels = np.asarray(given.labels)
-        except Exception as error:
+        if labels.shape != (length,) or not length or not np.issubdtype(labels.dtype, np.integer):
             raise ConfigError(
-                f"{where}: its classes or labels cannot be read: {parts.told(error)}"
-            ) from error
-        if labels.ndim != 1 or not len(labels) or not np.issubdtype(labels.dtype, np.integer):
-            raise ConfigError(
-                f"{where}: its labels are {_kind(labels)}; they must be integers, one for each "
-                "sample"
+                f"{where}: its labels are {_kind(labels)}, and its length is {length}; each sample "
+                "must have a label, an integer"
             )
         if labels.min() < 0 or labels.max() >= len(self.classes):
             raise ConfigError(
@@ -62,10 +60,6 @@ class OwnSource:
                 "classes; a label is a place in classes, from 0"
             )
         self.labels = labels.astype(np.int64)
-        if _length(given, where) != len(labels):
-            raise ConfigError(
-                f"{where}: its length is {len(given)}, and it has {len(labels)} labels"
-            )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -124,7 +118,9 @@ class OwnDataset:
                 f"{self.where} is {_kind(self.given)}; it must be a source, or have __len__ and "
                 "__getitem__"
             )
-        if not _length(self.given, self.where):
+        with _readable(self.where, "length"):
+            length = len(self.given)
+        if not length:
             raise ConfigError(f"{self.where} is empty")
 
     def __len__(self) -> int:
@@ -163,16 +159,11 @@ class OwnDataset:
         try:
             out[:] = _pixels(image, self.image_size)
             number = int(label)
-            if number != float(label):
-                raise ValueError(f"its label is {label!r}, not a whole number")
+            last = len(self.classes) - 1
+            if number != float(label) or not 0 <= number <= last:
+                raise ValueError(f"its label is {label!r}, not a whole number from 0 to {last}")
         except (ValueError, TypeError, OverflowError) as error:
             raise BadSample(where, str(error)) from error
-        if not 0 <= number < len(self.classes):
-            raise BadSample(
-                where,
-                f"its label is {number}, and there are {len(self.classes)} classes; they count "
-                "from 0",
-            )
         return number
 
 
@@ -185,11 +176,13 @@ def _targets(given: Any) -> np.ndarray:
     return np.asarray(given.targets)
 
 
-def _length(given: Any, where: str) -> int:
+@contextmanager
+def _readable(where: str, what: str) -> Iterator[None]:
+    """Has whatever the user's code raises in the block end as a ConfigError."""
     try:
-        return len(given)
+        yield
     except Exception as error:
-        raise ConfigError(f"{where}: len() failed with {parts.told(error)}") from error
+        raise ConfigError(f"{where}: its {what} cannot be read: {parts.told(error)}") from error
 
 
 def open_own(
@@ -203,19 +196,24 @@ def open_own(
         ConfigError: the function failed, or did not give two sources or two data sets alike.
     """
     splits = parts.call("data.name", data.name, data, split_seed)
-    begin = f"data.name={data.name}:"
+    begin = f"data.name={data.name}"
     pair = splits
     if hasattr(splits, "train") and hasattr(splits, "val"):
         pair = splits.train, splits.val
     if not isinstance(pair, Sequence) or len(pair) != 2:
         raise ConfigError(
-            f"{begin} returned {_kind(splits)}; it must return two sets, training and validation"
+            f"{begin}: returned {_kind(splits)}; it must return two sets, training and validation"
         )
-    wheres = f"{begin} the training set", f"{begin} the validation set"
-    kinds = [hasattr(part, "read") for part in pair]
-    if kinds[0] != kinds[1]:
-        raise ConfigError(f"{begin} one set is a source, the other is not; return two of a kind")
-    if all(kinds):
+    wheres = f"{begin}: the training set", f"{begin}: the validation set"
+    kinds = {hasattr(part, "read") for part in pair}
+    if len(kinds) > 1:
+        raise ConfigError(f"{begin}: one set is a source, the other is not; return two of a kind")
+    with _readable(begin, "classes"):
+        given = [getattr(part, "classes", None) for part in pair]
+        of_sets = {_names(classes) for classes in given if classes is not None}
+    if len(of_sets) > 1:
+        raise ConfigError(f"{begin}: its training and validation set have different classes")
+    if kinds == {True}:
         train, val = (
             # sources of ours are known to the arrays and the cache
             part
@@ -223,11 +221,16 @@ def open_own(
             else OwnSource(part, where)
             for part, where in zip(pair, wheres, strict=True)
         )
-        if train.classes != val.classes:
-            raise ConfigError(f"{begin} {_DIFFERENT}")
         return train, val
 
-    classes = _classes(splits, pair, begin)
+    # what is returned may name the classes, else the training set does, or what that is a part of
+    named = splits if hasattr(splits, "classes") else pair[0]
+    while not hasattr(named, "classes"):
+        if not hasattr(named, "dataset"):
+            raise ConfigError(f"{wheres[0]} has no classes; give it an attribute classes, a list")
+        named = named.dataset
+    with _readable(begin, "classes"):
+        classes = _names(named.classes)
     first, second = (
         OwnDataset(part, where, classes, data.image_size, seed, data.on_error is OnError.skip)
         for part, where in zip(pair, wheres, strict=True)
@@ -239,32 +242,6 @@ def open_own(
     except BadSample as error:
         raise ConfigError(str(error)) from error
     return first, second
-
-
-def _classes(splits: Any, pair: Sequence[Any], begin: str) -> tuple[str, ...]:
-    """Returns the names of two data sets' classes: of the splits, else of the training set.
-
-    Raises:
-        ConfigError: there are none, or each set has others.
-    """
-    named = splits if hasattr(splits, "classes") else pair[0]
-    # a torch.utils.data.Subset has the classes of its whole
-    while not hasattr(named, "classes"):
-        if not hasattr(named, "dataset"):
-            raise ConfigError(
-                f"{begin} the training set has no classes; give it an attribute classes, their "
-                "names"
-            )
-        named = named.dataset
-    try:
-        classes = _names(named.classes)
-        given = [getattr(part, "classes", None) for part in pair]
-        of_sets = [_names(() if each is None else each) for each in given]
-    except Exception as error:
-        raise ConfigError(f"{begin} its classes cannot be read: {parts.told(error)}") from error
-    if all(of_sets) and of_sets[0] != of_sets[1]:
-        raise ConfigError(f"{begin} {_DIFFERENT}")
-    return classes
 
 
 def _names(classes: Iterable[Any]) -> tuple[str, ...]:

@@ -100,12 +100,9 @@ class FolderSource:
     def __len__(self) -> int:
         return len(self.index)
 
-    def _path(self, i: int) -> bytes:
-        return os.path.join(os.fsencode(self.root), self.index.path(i))
-
     def where(self, i: int) -> str:
         """Returns the path; bytes that are not UTF-8 are escaped as by ``os.fsdecode``."""
-        return os.fsdecode(self._path(i))
+        return os.path.join(self.root, self.name(i))
 
     def name(self, i: int) -> str:
         """Returns the path below ``root``, with the same escapes."""
@@ -118,7 +115,7 @@ class FolderSource:
             BadSample: the file is gone or unreadable.
         """
         try:
-            return read_regular(self._path(i), _MOST_BYTES), int(self.labels[i])
+            return read_regular(self.where(i), _MOST_BYTES), int(self.labels[i])
         except OSError as error:
             if is_out_of_memory(error):
                 raise

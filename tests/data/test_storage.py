@@ -59,13 +59,6 @@ def as_a_user() -> Iterator[Path]:
                 os.seteuid(0)
 
 
-def test_a_good_file_needs_no_name(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a file lies is written out for messages alone."""
-    source = FolderSource(tree)
-    monkeypatch.delattr(FolderSource, "where")
-    assert source.read(0) == (JPEG, 0)
-
-
 @pytest.mark.parametrize("most", [7, 1 << 20], ids=["in pieces", "at once"])
 @pytest.mark.parametrize("claimed", [-1, 0, 1], ids=["shrunk", "as it was", "grown"])
 def test_a_file_is_read_to_its_end(

@@ -101,12 +101,12 @@ class ColdFolder(FolderSource):
         super().__setstate__(state[0])
         self._repeat(state[1])
 
-    def _path(self, i: int) -> bytes:
-        return super()._path(i % self.files)
+    def where(self, i: int) -> str:
+        return super().where(i % self.files)
 
     def read(self, i: int) -> tuple[bytes, int]:
         if self.cold:
-            file = os.open(self._path(i), os.O_RDONLY)
+            file = os.open(self.where(i), os.O_RDONLY)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
         return super().read(i)
