@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.config import AugmentConfig
 from harness.data.augment import to_device
-from harness.runtime.seeding import uniforms
+from harness.runtime.seeding import order_rng, uniforms
 
 # streams of random numbers, as seeding's
 _ERASE = 4
@@ -44,8 +44,7 @@ class Mix:
 
     def choose(self, batch: Any) -> tuple[str, float, np.random.Generator]:
         """Returns how a batch is mixed: the mixer, an image's own share, more chance."""
-        key = _MIX << 112 | self._seed << 80 | batch.epoch << 48 | int(batch.indices[0])
-        rng = np.random.Generator(np.random.Philox(key))
+        rng = order_rng(self._seed, batch.epoch, int(batch.indices[0]), _MIX)
         name, alpha = self._mixers[rng.integers(len(self._mixers))]
         return name, rng.beta(alpha, alpha), rng
 

@@ -94,13 +94,13 @@ def _mixed(z: Any) -> Any:
     return z ^ (z >> 31)
 
 
-def order_rng(seed: int, epoch: int, part: int = 0) -> np.random.Generator:
+def order_rng(seed: int, epoch: int, part: int = 0, stream: int = 1) -> np.random.Generator:
     """Returns the generator of an epoch's order (Philox: the same numbers on every platform).
 
-    Another ``part`` of an order has numbers of its own.
+    Another ``part`` of an order, or another use of the epoch (``stream``), has numbers of its own.
     """
     assert 0 <= seed < 2**32 and 0 <= epoch < 2**32 and 0 <= part < 2**48
-    return np.random.Generator(np.random.Philox(1 << 112 | seed << 80 | epoch << 48 | part))
+    return np.random.Generator(np.random.Philox(stream << 112 | seed << 80 | epoch << 48 | part))
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
