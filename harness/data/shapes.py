@@ -86,25 +86,22 @@ def _is_made(tree: Path, facts: dict[str, int]) -> bool:
     Raises:
         DataError: something else is in its place.
     """
-    way_out = "set data.root to a folder that does not exist yet"
     try:
         found = read_json(tree / _MARKER)
-        if not isinstance(found, dict):
-            raise ValueError("no object in its marker")
-    except FileNotFoundError:
-        if tree.is_dir() and any(tree.iterdir()):
-            raise DataError(f"{tree}: holds something else; {way_out}") from None
-        return False
-    except (OSError, ValueError) as error:
-        raise DataError(f"{tree}: cannot be used ({error}); {way_out}") from error
-    if found != facts:
+        if found == facts:
+            return True
         other = ", ".join(
             f"{key}={found.get(key)}" for key in facts if found.get(key) != facts[key]
         )
-        raise DataError(
-            f"{tree}: was generated with {other}; delete it, or set data.root to another folder"
-        )
-    return True
+        reason = f"was generated with {other}"
+    except FileNotFoundError:
+        if not tree.is_dir() or not any(tree.iterdir()):
+            return False
+        reason = "holds something else"
+    # AttributeError: of a marker that is no object
+    except (OSError, ValueError, AttributeError) as error:
+        reason = f"cannot be used ({error})"
+    raise DataError(f"{tree}: {reason}; set data.root to a folder that does not exist yet")
 
 
 def _make(
@@ -124,7 +121,7 @@ def _make(
         for split, label in itertools.product(counts, range(generate.classes)):
             (part / split / drawing.look(label, generate.classes).name).mkdir(parents=True)
         chunk = max(1, min(128, _CHUNK_PIXELS // pixels))
-        processes = _processes(pixels * len(images), math.ceil(len(images) / chunk))
+        processes = _processes(pixels * len(images))
         context = multiprocessing.get_context("forkserver")
         pool = ProcessPoolExecutor(processes, context, workers.enter_worker)
         draw = functools.partial(_write, part, generate)
@@ -149,15 +146,13 @@ def _make(
         ) from error
 
 
-def _processes(pixels: int, chunks: int) -> int:
+def _processes(pixels: int) -> int:
     """Returns how many processes draw.
 
     Not threads: the interpreter takes half the time of a picture of 80x80 pixels.
     """
-    # Below this, starting processes takes longer than drawing.
-    if pixels < 2_000_000:
-        return 1
-    return max(1, min(int(limits.measure().cores), chunks))
+    # of fewer pixels each, starting processes takes longer than drawing
+    return max(1, min(int(limits.measure().cores), pixels // 2_000_000))
 
 
 def _write(part: Path, generate: GenerateConfig, image: tuple[str, int]) -> None:

@@ -12,7 +12,6 @@ torch would begin a team of threads for each thread that decodes.
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -190,7 +189,13 @@ def _resize(pixels: np.ndarray, out: np.ndarray, interpolation: str) -> None:
     """Writes ``pixels``, resized, into ``out``, uint8 ``[H, W, 3]`` in order."""
     # in order, as the kernel needs them, and writable, or torch warns
     source = _planes(np.require(pixels, requirements=("C", "W")))
-    _kernel(interpolation)(source, _planes(out), interpolation)
+    target = _planes(out)
+    kernel = _kernel(interpolation)
+    if kernel is not None:
+        kernel(source, target.shape[2:], False, None, None, out=target)
+    else:
+        result = F.interpolate(source, target.shape[2:], mode=interpolation, antialias=True)
+        target.numpy()[...] = result.numpy()
 
 
 def _planes(pixels: np.ndarray) -> torch.Tensor:
@@ -200,25 +205,6 @@ def _planes(pixels: np.ndarray) -> torch.Tensor:
 
 @cache
 def _kernel(interpolation: str) -> Any:
-    """Returns torch's in-place kernel if it gives the pixels of ``F.interpolate``, else the latter.
-
-    Asked once a process and filter: another torch may have another kernel of that name.
-    """
-    source = _planes(np.arange(75, dtype=np.uint8).reshape(5, 5, 3))
-    public, in_place = np.zeros((2, 3, 3, 3), np.uint8)
-    _resize_public(source, _planes(public), interpolation)
-    with suppress(AttributeError, RuntimeError, TypeError):
-        _resize_in_place(source, _planes(in_place), interpolation)
-        if np.array_equal(public, in_place):
-            return _resize_in_place
-    return _resize_public
-
-
-def _resize_in_place(source: torch.Tensor, out: torch.Tensor, interpolation: str) -> None:
-    resize = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa").out
-    resize(source, out.shape[2:], False, None, None, out=out)
-
-
-def _resize_public(source: torch.Tensor, out: torch.Tensor, interpolation: str) -> None:
-    result = F.interpolate(source, out.shape[2:], mode=interpolation, antialias=True)
-    out.numpy()[...] = result.numpy()
+    """Returns the kernel that is given its result's memory; None: torch has none of that name."""
+    kernel = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa", None)
+    return getattr(kernel, "out", None)

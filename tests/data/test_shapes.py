@@ -193,7 +193,7 @@ def test_the_tree_is_what_the_settings_say(tmp_path: Path) -> None:
 def test_bytes_do_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes in small chunks write what one process writes in a row."""
     shapes.open_shapes(config(tmp_path / "one"))
-    monkeypatch.setattr(shapes, "_processes", lambda pixels, chunks: 2)
+    monkeypatch.setattr(shapes, "_processes", lambda pixels: 2)
     monkeypatch.setattr(shapes, "_CHUNK_PIXELS", 2 * TINY.width * TINY.height)
     shapes.open_shapes(config(tmp_path / "two"))
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
@@ -246,7 +246,7 @@ def start_run(root: Path, images: int) -> subprocess.Popen[str]:
         "from harness.config import DataConfig, GenerateConfig\n"
         "from harness.data import shapes\n"
         "if __name__ == '__main__':\n"
-        "    shapes._processes = lambda pixels, chunks: 2\n"
+        "    shapes._processes = lambda pixels: 2\n"
         f"    generate = GenerateConfig(classes=2, train_images={images}, val_images=2, width=64, "
         "height=64)\n"
         f"    shapes.open_shapes(DataConfig(root={str(root)!r}, generate=generate))\n"
@@ -299,7 +299,7 @@ def test_a_signal_leaves_nothing_half_made(
             raise Interrupted(signal.SIGINT)
 
     monkeypatch.setattr(signals, "check", raise_interrupted)
-    monkeypatch.setattr(shapes, "_processes", lambda pixels, chunks: processes)
+    monkeypatch.setattr(shapes, "_processes", lambda pixels: processes)
     with pytest.raises(Interrupted):
         shapes.open_shapes(config(tmp_path / "tree"))
     assert list(tmp_path.iterdir()) == []
@@ -337,7 +337,8 @@ def test_other_settings_at_the_same_root_are_refused(tmp_path: Path) -> None:
     before = contents(tmp_path / "tree")
     other = GenerateConfig(classes=3, train_images=7, val_images=4, width=48, height=32)
     with pytest.raises(
-        DataError, match="tree: was generated with width=40; delete it, or set data.root to another"
+        DataError,
+        match="tree: was generated with width=40; set data.root to a folder that",
     ):
         shapes.open_shapes(config(tmp_path / "tree", other))
     assert contents(tmp_path / "tree") == before
@@ -391,15 +392,15 @@ def test_fewer_images_than_classes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("images", "cores", "processes"),
-    [(100, 8.0, 1), (50_000, 8.0, 8), (50_000, 0.5, 1), (50_000, 64.0, 13)],
-    ids=["small", "large", "quota", "few chunks"],
+    [(100, 8.0, 1), (50_000, 8.0, 8), (50_000, 0.5, 1), (5_000, 64.0, 16)],
+    ids=["small", "large", "quota", "little for each"],
 )
 def test_processes_follow_cores_and_work(
     monkeypatch: pytest.MonkeyPatch, images: int, cores: float, processes: int
 ) -> None:
-    """As many processes as cores or chunks; one if there is little to draw."""
+    """As many processes as cores; fewer if there is little to draw."""
     monkeypatch.setattr(limits, "measure", lambda: limits.Limits(cores, 1 << 30, None, 1024))
-    assert shapes._processes(80 * 80 * images, 13) == processes
+    assert shapes._processes(80 * 80 * images) == processes
 
 
 @pytest.mark.timeout(60)
