@@ -23,7 +23,6 @@ import numpy as np
 from harness.data.mapped import MappedFile, checksum
 from harness.data.storage import Source
 from harness.data.transforms import resized
-from harness.runtime.errors import printable
 
 # raise it when the file's content changes
 FORMAT = 4
@@ -184,12 +183,6 @@ class PixelCache:
         text = f"{images} of {samples} images, {used / 1e9:.1f} of at most {limit / 1e9:.1f} GB"
         if images < samples and used + used // max(1, images) > limit:
             text += ", full: the others are decoded each time"
-            if self._on_disk:
-                # a part may be of files that have changed since
-                path = printable(os.readlink(f"/proc/self/fd/{self._file.fd}"))
-                text += (
-                    f"; if files of the data set were replaced, delete {path} to keep the new ones"
-                )
         return text
 
 

@@ -148,27 +148,20 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
         # A run that comes while another makes the file waits until it is there.
         with exclusive(place.with_name("opening"), _WAIT_S):
             return _to_fill(place, data, facts, rows)
-    except BlockingIOError:
-        reason = f"{shown}: another process fills it"
-        failed = False
     except OSError as error:
-        reason = f"{shown}: {error.strerror or error}"
-        failed = True
+        is_filled = isinstance(error, BlockingIOError)
+        why = "another process fills it" if is_filled else error.strerror or error
+        reason = f"{shown}: {why}"
     with suppress(OSError, ValueError):
         file = MappedFile(open_regular(place))
         if cache.taken_bytes(file.fd, facts, rows)[0]:
             log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
             return file
-    if failed:
+    # without the cache, images beyond cache_max_side would be larger
+    if not is_filled or data.cache_max_side is not None:
         raise ConfigError(
             f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use "
             "data.cache=ram"
-        )
-    # without the cache its images would be larger
-    if data.cache_max_side is not None:
-        raise ConfigError(
-            f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; wait until "
-            "it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
         )
     log.warning("data.cache=disk: %s; of other pixels: nothing is kept in this run", reason)
     return None
@@ -204,10 +197,7 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
             cache.set_budget(fd, facts, rows, used, budget_bytes)
             opened.pop_all()
             return MappedFile(fd, writable=True)
-    why = "of other files, settings or versions, or damaged"
-    if used:
-        why = "most of it of files that have changed"
-    log.warning("%s: %s: made again", place, why)
+    log.warning("%s: damaged, or of files or settings that have changed: made again", place)
     # its room is needed; a run that still reads it keeps it
     place.unlink()
     return _to_fill(place, data, facts, rows)

@@ -125,7 +125,8 @@ def decode(data: bytes, options: DecodeOptions) -> np.ndarray:
 
 def decode_opened(image: Image.Image, options: DecodeOptions) -> np.ndarray:
     """Returns the pixels of an ``image`` of Pillow's as ``decode`` would, uint8 ``[H, W, 3]``."""
-    return np.asarray(_turned(_to_rgb(b"", image, options.background), image, options))
+    image.load()
+    return np.asarray(_turned(_to_rgb(image, options.background), image, options))
 
 
 def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
@@ -198,7 +199,10 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
         if pixels is not None:
             rgb = Image.fromarray(pixels)
         else:
-            rgb = _to_rgb(data, image, options.background)
+            image.load()
+            if isinstance(image, PngImageFile):
+                _check_rows(data, image)
+            rgb = _to_rgb(image, options.background)
         return _turned(rgb, image, options)
     except Undecodable:
         raise
@@ -233,6 +237,9 @@ def _check_rows(data: bytes, image: PngImageFile) -> None:
     Raises:
         Undecodable: bytes are missing.
     """
+    last = image.crop((0, image.height - 1, *image.size))
+    if not image.info.get("interlace") and last.getbbox(alpha_only=False):
+        return
     depth, colours = data[24], {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[data[25]]
     due = 0
     for x, y, right, down in _ADAM7 if data[28] else ((0, 0, 1, 1),):
@@ -254,17 +261,12 @@ def _check_rows(data: bytes, image: PngImageFile) -> None:
     raise Undecodable("truncated file: rows of pixels are missing")
 
 
-def _to_rgb(data: bytes, image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Returns ``image``, of a file of ``data`` if these are known, in mode RGB.
+def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """Returns a loaded ``image`` in mode RGB.
 
     Raises:
         ValueError: a grey value lies outside the range, so that nothing says what is white.
     """
-    image.load()
-    if data and isinstance(image, PngImageFile):
-        last = image.crop((0, image.height - 1, *image.size))
-        if image.info.get("interlace") or last.getbbox(alpha_only=False) is None:
-            _check_rows(data, image)
     if image.mode == "F" or image.mode.startswith("I"):
         # Grey of 16 bits or of fractions 0..1, scaled: Pillow's own conversion saturates.
         values = np.asarray(image)
