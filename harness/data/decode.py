@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import re
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -39,11 +38,6 @@ _LOSS = re.compile(
 # Arithmetic coding, which never warns of a bad code: what it leaves over are pixels.
 _ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 
-# Of a PNG's seven passes: the first column and row, and the steps between two.
-_ADAM7 = (
-    (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2),
-    (0, 1, 1, 2),
-)  # fmt: skip
 # By the EXIF orientation.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -199,9 +193,9 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
         if pixels is not None:
             rgb = Image.fromarray(pixels)
         else:
-            image.load()
             if isinstance(image, PngImageFile):
-                _check_rows(data, image)
+                _load_png(image, data)
+            image.load()
             rgb = _to_rgb(image, options.background)
         return _turned(rgb, image, options)
     except Undecodable:
@@ -231,34 +225,23 @@ def _check_size(width: int, height: int, options: DecodeOptions) -> None:
         )
 
 
-def _check_rows(data: bytes, image: PngImageFile) -> None:
-    """Refuses a PNG whose compressed data ends early: Pillow leaves the rest of it black.
+def _load_png(image: PngImageFile, data: bytes) -> None:
+    """Loads ``image`` of ``data``, whose compressed pixels may end early.
 
     Raises:
-        Undecodable: bytes are missing.
+        Undecodable: pixels are missing. Pillow leaves them as its memory was.
     """
-    last = image.crop((0, image.height - 1, *image.size))
-    if not image.info.get("interlace") and last.getbbox(alpha_only=False):
-        return
-    depth, colours = data[24], {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[data[25]]
-    due = 0
-    for x, y, right, down in _ADAM7 if data[28] else ((0, 0, 1, 1),):
-        width, height = -((x - image.width) // right), -((y - image.height) // down)
-        if width > 0:
-            due += max(0, height) * (1 + (width * depth * colours + 7) // 8)
-    stream = zlib.decompressobj()
-    found = 0
-    place = 8
-    while place < len(data):
-        begin = place + 8
-        end = begin + int.from_bytes(data[place : place + 4], "big")
-        if data[place + 4 : begin] == b"IDAT":
-            found += len(stream.decompress(data[begin:end], due))
-            if found >= due:
-                return
-        # behind it lies its checksum
-        place = end + 4
-    raise Undecodable("truncated file: rows of pixels are missing")
+    # a value that few images end with
+    memory = Image.new(image.mode, image.size, 77)
+    unread = memory.getpixel((0, 0))
+    image.im = memory.im
+    image.load()
+    if image.info.get("interlace") or image.getpixel((image.width - 1, image.height - 1)) == unread:
+        # into black memory: there the missing ones differ
+        again = PngImageFile(io.BytesIO(data))
+        again.load()
+        if again.tobytes() != image.tobytes():
+            raise Undecodable("truncated file: rows of pixels are missing")
 
 
 def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
