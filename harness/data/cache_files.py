@@ -23,7 +23,6 @@ from harness.data.download import exclusive
 from harness.data.mapped import MappedFile, memory
 from harness.data.storage import FolderSource, Source, Subset, cache_root
 from harness.runtime import limits
-from harness.runtime.errors import printable
 from harness.runtime.files import make_way, open_regular
 from harness.runtime.folder import log
 from harness.watch.console import say
@@ -143,7 +142,6 @@ def _budget(data: DataConfig, free_bytes: int, of_what: str) -> int:
 
 def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile | None:
     """Opens the cache file: read-write for the first concurrent run, read-only for the others."""
-    shown = printable(str(place))
     try:
         # A run that comes while another makes the file waits until it is there.
         with exclusive(place.with_name("opening"), _WAIT_S):
@@ -151,7 +149,7 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     except OSError as error:
         is_filled = isinstance(error, BlockingIOError)
         why = "another process fills it" if is_filled else error.strerror or error
-        reason = f"{shown}: {why}"
+        reason = f"{place}: {why}"
     with suppress(OSError, ValueError):
         file = MappedFile(open_regular(place))
         if cache.taken_bytes(file.fd, facts, rows)[0]:
@@ -186,12 +184,12 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
             opened.callback(place.unlink)
         # what it takes may go on being taken
         free_bytes += os.fstat(fd).st_blocks * 512
-        budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
+        budget_bytes = _budget(data, free_bytes, f"on the disk of {place.parent}")
         used, in_use = cache.taken_bytes(fd, facts, rows)
         if not was_there or 0 < used <= 2 * in_use:
             if data.cache_gb is not None and used > budget_bytes:
                 raise ConfigError(
-                    f"data.cache_gb={data.cache_gb:g}: {printable(str(place))} has "
+                    f"data.cache_gb={data.cache_gb:g}: {place} has "
                     f"{used / 1e9:.1f} GB already; raise it, or delete that file"
                 )
             cache.set_budget(fd, facts, rows, used, budget_bytes)

@@ -25,7 +25,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from harness.runtime import signals
-from harness.runtime.errors import DataError, DiskError, printable
+from harness.runtime.errors import DataError, DiskError
 from harness.runtime.files import make_way, open_regular, remove
 from harness.runtime.folder import log
 from harness.watch.console import progress, say
@@ -188,8 +188,7 @@ def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
                             path.unlink()
                 return
         if time.monotonic() >= end_s:
-            shown = printable(str(path))
-            raise TimeoutError(f"{shown}: still held by another process after {wait_s:.0f} s")
+            raise TimeoutError(f"{path}: still held by another process after {wait_s:.0f} s")
         if not told:
             say(f"Waiting for the process that holds {path}")
             told = True

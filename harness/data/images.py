@@ -66,9 +66,7 @@ class ImageDataset:
         place = index % len(self) if instead is None else instead
         try:
             # looking into the cache is part of the first stage; cached pixels are not decoded
-            pixels = None
-            if self.cache is not None:
-                pixels = self.cache.get(place)
+            pixels = None if self.cache is None else self.cache.get(place)
             if pixels is None:
                 image, _ = self.source.read(place)
             if lap is not None:

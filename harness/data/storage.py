@@ -283,7 +283,7 @@ def open_folder_splits(
         )
     if split_fraction is not None:
         raise ConfigError(
-            f"data.split_fraction={split_fraction:g} has no effect: {printable(str(base))} has "
+            f"data.split_fraction={split_fraction:g} has no effect: {base} has "
             f"train and {present[0]}; set it to null"
         )
     train = FolderSource(base / "train", base)
