@@ -39,6 +39,7 @@ class Mix:
     def from_config(cls, augment: AugmentConfig, classes: int | None, seed: int) -> Mix | None:
         """Returns what ``augment`` sets, or None; ``classes`` may be None if nothing is mixed."""
         mix = cls(augment, classes or 0, seed)
+        assert classes is not None or not mix._mixers, "mixed labels have a place for each class"
         return mix if mix._erasing or mix._mixers else None
 
     def choose(self, batch: Any) -> tuple[str, float, np.random.Generator]:
