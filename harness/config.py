@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import operator
 import os
 import re
@@ -858,9 +859,10 @@ def saved(text: bytes) -> dict[str, Any]:
     if why := _fault(text):
         raise ConfigError(why)
     try:
-        plain = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(answers.yaml_fault(error)) from error
+        plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
+    # YAML's own, which has no base that Python has; omegaconf's
+    except Exception as error:
+        raise ConfigError(str(error)) from error
     # a list, in a file that is not ours
     return plain if isinstance(plain, dict) else {}
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from commands import ROOT, ran, trained
 
+from harness import config as schema
+from harness.config import ConfigError
+
 HEAD = "# @package _global_\n"
 # six levels of nine aliases each: half a million values
 BOMB = (
@@ -96,6 +99,15 @@ def test_a_path_that_no_system_takes(setting: str, tmp_path: Path) -> None:
     done = trained(tmp_path, f"{setting}={10_000 * 'x'}")
     assert done.returncode == 4
     assert "no such " in done.stderr and len(done.stderr) < 2100
+
+
+@pytest.mark.parametrize(
+    "text", ["a: &x {b: *x}", "a: !!bool x", "a: !!timestamp x", "a: !!int ''"]
+)
+def test_settings_of_a_run_that_are_none(text: str) -> None:
+    """Whatever YAML's reader raises of what lies in a run's folder, it is a ConfigError."""
+    with pytest.raises(ConfigError):
+        schema.saved(text.encode())
 
 
 def test_files_that_nobody_asked_for_are_left_alone(tmp_path: Path) -> None:
