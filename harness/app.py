@@ -22,7 +22,8 @@ from harness import BEGAN_S, __version__, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import described, tell, tell_crashes, told
-from harness.runtime.files import number, read_json
+from harness.runtime.files import parsed, read_regular, typed
+from harness.watch.figures import Tag
 
 # of the jobs in this process
 _failed: list[BaseException] = []
@@ -170,6 +171,11 @@ def _checked(composed: DictConfig) -> schema.Config:
 
 def _best_top1(place: Path) -> float | None:
     """Returns the highest validation top-1 of the run in ``place``, 0..1; None: not evaluated."""
-    with suppress(OSError, ValueError, AttributeError):
-        return number(read_json(place / "report.json").get("best_top1"))
-    return None
+    # not its report: that may be of an end before the last evaluation
+    metrics = place / "metrics.jsonl"
+    found = []
+    for line in read_regular(metrics).splitlines() if metrics.is_file() else ():
+        # lines of steps have none
+        with suppress(ValueError, KeyError, TypeError):
+            found.append(typed(float, parsed(line)[Tag.VAL_TOP1]))
+    return max(found, default=None)

@@ -280,8 +280,8 @@ def run(name: str, place: Path) -> Reader:
         folders.notes(found)
         found[1].changes(found[0])
         notes = json.loads(text)["notes"]
-        app._best_top1(place)
         if name == "metrics.jsonl":
+            app._best_top1(place)
             Board(place, tensorboard=False, resumed_step=30).close()
         return "note" if notes or found[0].error else ""
 

@@ -195,7 +195,7 @@ class Mover:
                 return None
             there_s = now()
             images, labels = _pair(batch)
-            is_there = own.holds(images)
+            is_there = self.made_there or own.holds(images)
             if self.stream is not None and is_there:
                 own.keep_for(self.stream, images)
                 if not self.made_there:
@@ -205,7 +205,7 @@ class Mover:
                 start = end = start or self._mark(timed, timed)
                 if not is_there:
                     images = own.copy(images)
-                if not own.holds(labels):
+                if not (self.made_there or own.holds(labels)):
                     labels = own.copy(labels)
                 if own.has_streams and not is_there:
                     end = self._mark(True, timed)

@@ -120,7 +120,7 @@ def test_every_rank_follows_them_before_it_opens_anything(
 ) -> None:
     """Data sets, the tuner, checkpoints and the report have these settings."""
     seen = []
-    monkeypatch.setattr(job, "_wire", lambda world, given: seen.append(given.config.data))
+    monkeypatch.setattr(job, "_wire", lambda world, given, saved: seen.append(given.config.data))
     typed = ("model.name=efficientnet_b2", "model.weights=DEFAULT", "device=cpu")
     job.main_worker(0, job.Job(composed(*typed), tmp_path, typed))
     assert [data.eval_resize for data in seen] == [288]
