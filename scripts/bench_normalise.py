@@ -1,9 +1,9 @@
 """Measures what normalising a batch costs on a CPU, beside torch's expression.
 
 Both ways are given the same uint8 batches, laid out as the feed lays them out. Each result is
-dropped before the next one is made, as a training loop drops it. "new" is ``DataPrefetcher``'s way,
-"new, reuse" what the harness' own loops ask for. Wall time and the process's processor time are
-those of one batch; the ratio is of pairs of wall times.
+dropped before the next one is made, as a training loop drops it. "new" is ``DataPrefetcher``'s way.
+Wall time and the process's processor time are those of one batch; the ratio is of pairs of wall
+times.
 
     uv run scripts/bench_normalise.py
 """

@@ -33,7 +33,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     plugin_name = "data_stalls"
 
     def __init__(self, context: base_plugin.TBContext) -> None:
-        # a tilde is the home folder, as TensorBoard has it; empty with --logdir_spec
+        # a tilde is the home folder, as TensorBoard has it
         self._logdir = os.path.expanduser(context.logdir or "")
         self._has_run = False
         self._looked_s = -_RECALL_S

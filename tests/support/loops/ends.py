@@ -44,6 +44,8 @@ def end(way: str) -> None:
     if way == "own_handler":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
         os.kill(os.getpid(), signal.SIGTERM)
+    # a shell's background jobs have it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if way in ("SIGINT", "SIGTERM"):
         os.kill(os.getpid(), signal.Signals[way])
         for _ in range(100000):
