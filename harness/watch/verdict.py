@@ -283,7 +283,8 @@ def lacking(r: StallBreakdown, found: Finding) -> Finding | None:
                 fewer = "loader.prefetch_factor=1"
             cause = f"Work stood still for memory {stalled:.0%} of the time"
             return Finding("memory", cause, fewer, "give the run more memory")
-        waits = kind == "storage" and r.cost is not None and r.cost.waits
+        # a quota that stops the run in most periods stops it within reads, too
+        waits = kind == "storage" and r.throttled < 0.5 and r.cost is not None and r.cost.waits
         if not waits and kind not in ("copy", "rank", "unknown"):
             return lacking_cores(r, kind)
     busy = r.sampled(Tag.GPU_OTHERS_UTILIZATION, 0.0)

@@ -512,8 +512,13 @@ def kind(given: Evidence) -> str:
             id="a throttled host of a busy device",
         ),
         pytest.param(
-            evidence(0.4, stages=READING, sampled={Tag.THROTTLED_FRACTION: 0.9}),
+            evidence(0.4, stages=READING, sampled={Tag.THROTTLED_FRACTION: 0.4}),
             "storage",
+            id="readers that are throttled at times",
+        ),
+        pytest.param(
+            evidence(0.4, stages=READING, sampled={Tag.THROTTLED_FRACTION: 0.6}),
+            "quota",
             id="throttled readers",
         ),
         pytest.param(on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.11}), "memory", id="memory"),
