@@ -11,7 +11,6 @@ sample may then be missed or counted for others.
 from __future__ import annotations
 
 import time
-import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -243,8 +242,14 @@ class StageTimer:
             mark((stage, now(), cpu_now()))
 
         self.lap: Lap = lap
-        # the quickest of three times tells what a lap costs
-        self._lap_s = min(timeit.repeat(lambda: lap(START), timer=now, number=64, repeat=3)) / 64
+        # the quickest of three batches of nothing tells what a lap costs
+        trials = []
+        for _ in range(3):
+            began_s = now()
+            for _ in range(64):
+                lap(START)
+            trials.append(now() - began_s)
+        self._lap_s = min(trials) / 64
         # a sample's; beside work that fills the caches a lap costs 1 to 5 times what it does here
         self._cost_s = 3.0 * max(self._lap_s, 1e-9) * len(self._stages)
         # that may go for laps
