@@ -114,7 +114,8 @@ def _needs_processes(config: Config) -> bool:
     With the data sets here, threads and tuner=auto may do without.
     """
     loader = config.loader
-    if loader.num_workers == 0 or loader.start_method is not StartMethod.forkserver:
+    none_asked_for = loader.num_workers == 0 and not loader.val.num_workers
+    if none_asked_for or loader.start_method is not StartMethod.forkserver:
         return False
     is_own = parts.is_own(config.data.name)
     searched = loader.autotune and config.tuner.name is TunerName.grid

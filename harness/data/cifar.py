@@ -126,7 +126,8 @@ def _opened(folder: Path, md5: str, name: str) -> tuple[ArraySource, ArraySource
         for split in ("train", "val"):
             images = np.load(folder / f"{split}_images.npy", mmap_mode="r")
             labels = np.load(folder / f"{split}_labels.npy", mmap_mode="r")
-            assert 0 <= labels.min() <= labels.max() < len(classes)
+            if not 0 <= labels.min() <= labels.max() < len(classes):
+                return None
             sources.append(ArraySource(images, labels, classes, f"{name} {split}"))
     except Exception:
         # numpy's reader raises anything on damaged bytes, and what follows on another form

@@ -24,7 +24,8 @@ from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.files import open_regular
 from harness.watch.console import say
 
-_EXPECTED = (
+# of data.*, what they say of images
+EXPECTED = (
     "data.image_size",
     "data.eval_resize",
     "data.eval_squash",
@@ -57,12 +58,12 @@ def settings(config: Config, typed: tuple[str, ...]) -> Config:
     name = config.model.name
     size = config.data.image_size if "data.image_size" in kept else None
     expected = _timms(name, size) if name.startswith(TIMM) else _torchvisions(name, size)
-    theirs = dict(zip(_EXPECTED, expected, strict=True))
+    theirs = dict(zip(EXPECTED, expected, strict=True))
     return adopted(config, theirs, kept, f"the weights of {name}", say)
 
 
 def _torchvisions(name: str, size: int | None) -> tuple[Any, ...]:
-    """Returns what is ``_EXPECTED``, for images of ``size`` pixels or of the weights' own."""
+    """Returns what is ``EXPECTED``, for images of ``size`` pixels or of the weights' own."""
     made = zoo.get_model_weights(name).DEFAULT.transforms()
     own = made.crop_size[0]
     size = size or own

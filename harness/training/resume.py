@@ -38,17 +38,7 @@ _APPLIES = (Mode.evaluate, Mode.predict, Mode.export)
 # of data.*, what is this command's alone
 _COMMANDS = {"data.on_error", "data.max_bad_fraction"}
 # of data.*, what a network expects of its images; the rest says which images
-PIXELS = {
-    "data.image_size",
-    "data.eval_resize",
-    "data.eval_squash",
-    "data.interpolation",
-    "data.mean",
-    "data.std",
-    "data.exif_orientation",
-    "data.background",
-    "data.max_pixels",
-}
+PIXELS = {*published.EXPECTED, "data.exif_orientation", "data.background", "data.max_pixels"}
 
 
 @dataclass
