@@ -174,7 +174,13 @@ def test_a_loader_that_is_too_slow_is_a_stall(
     assert report["verdict"]["bottleneck"] in ("storage", "workers")
 
 
-@pytest.mark.parametrize("read_s", [0.0, 1e-3], ids=["images at hand", "slow disk"])
+@pytest.mark.parametrize(
+    "read_s",
+    [
+        pytest.param(0.0, id="images at hand"),
+        pytest.param(1e-3, id="slow disk", marks=pytest.mark.slow),
+    ],
+)
 def test_a_tuned_run_ends_with_an_answer_that_holds(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_s: float
 ) -> None:

@@ -103,7 +103,7 @@ def test_a_balanced_draw_goes_on_where_it_stopped(
     ("crop", "seeds"),
     [
         ("pad", range(2)),
-        ("random_resized", range(2, 4)),
+        pytest.param("random_resized", range(2, 4), marks=pytest.mark.slow),
         pytest.param("pad", range(4, 27), marks=pytest.mark.slow),
         pytest.param("random_resized", range(27, 50), marks=pytest.mark.slow),
     ],

@@ -883,6 +883,7 @@ def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
     raise AssertionError(output)
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> None:
     """A SIGKILL of the trainer alone leaves no worker; the next run goes on where it was and gets
     better.

@@ -9,7 +9,7 @@ import pytest
 from scripts.bench_watched import CASES, SUPPORT, WATCH, Case, judged
 
 # steps of an epoch
-QUICK = {"slow_disk": 15, "launches": 30}
+QUICK = {"slow_disk": 15}
 
 
 def marked(case: Case) -> object:
