@@ -137,12 +137,13 @@ def test_every_other_part_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
         "PYTHONPATH": str(gpu_parts.ROOT),
         "WELLFED_CACHE": str(tmp_path / "cache"),
     }
-    child = subprocess.Popen(
+    # a part ends with whoever holds its standard input
+    with subprocess.Popen(
         command, cwd=gpu_parts.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, start_new_session=True,
-    )  # fmt: skip
-    out, _ = child.communicate(timeout=800)
-    said = [json.loads(line) for line in out.splitlines()]
+    ) as child:  # fmt: skip
+        assert child.stdout is not None
+        said = [*map(json.loads, child.stdout)]
     assert list(said[0]) == ["machine"] and list(said[-1]) == ["ok"] and rows(said)
 
 
