@@ -261,9 +261,6 @@ class ProcessFeed(Feed):
                 _remove_worker_pids(id(self._pass))
                 self._pass._worker_pids_set = False
             _kill(self._workers)
-            # torch sets this event when it is dropped; a worker that was killed in a look at it
-            # took its lock along
-            self._pass._workers_done_event = threading.Event()
         self._pass = self._loader = None
 
     def parts(self) -> dict[str, Any]:
@@ -287,7 +284,17 @@ class Loader(DataLoader[HostBatch]):
 
 
 class _Iterator(_MultiProcessingDataLoaderIter):
-    """Torch's, which may be half made where a worker cannot be started."""
+    """Torch's, which may be half made where a worker cannot be started.
+
+    The event by which it ends its workers is its own alone: a worker that is killed in a look at a
+    shared one takes the lock along, and torch would wait for that.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__(loader)
+        # kept: a worker may not have opened it yet
+        self._shared_event = self._workers_done_event
+        self._workers_done_event: Any = threading.Event()
 
     def __del__(self) -> None:
         with suppress(AttributeError):

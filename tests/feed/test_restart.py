@@ -70,6 +70,7 @@ def lasting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Feed]]:
     ("form", "trouble"),
     [
         pytest.param(ProcessFeed, samples.die, id="a process dies"),
+        pytest.param(ProcessFeed, samples.die_with_lock, id="a process dies with a lock"),
         pytest.param(ProcessFeed, samples.halt, id="a process stops"),
         pytest.param(ThreadFeed, None, id="a thread hangs"),
     ],

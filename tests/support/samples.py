@@ -116,6 +116,15 @@ def halt() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def die_with_lock() -> None:
+    """Die as a worker does that is killed while it asks torch's event whether it may go on."""
+    frame: Any = sys._getframe()
+    while "done_event" not in frame.f_locals:
+        frame = frame.f_back
+    frame.f_locals["done_event"]._cond.acquire()
+    die()
+
+
 def refuse_at_length() -> NoReturn:
     raise BadSample("cats/7.jpg", "empty " * 100_000)
 
