@@ -287,6 +287,7 @@ class ValLoaderConfig:
         None,
         "Batches in flight: per worker process, of threads in all; null: 2.",
         ge=1,
+        le=10_000,
         no_effect_with=[
             "loader.backend=arrays",
             "loader.val.num_workers=0",
@@ -326,6 +327,7 @@ class LoaderConfig:
         None,
         "Batches in flight: per worker process, of threads in all; null: 2.",
         ge=1,
+        le=10_000,
         no_effect_with=["loader.backend=arrays", "loader.num_workers=0"],
     )
     persistent_workers: bool | None = setting(

@@ -84,6 +84,10 @@ BAD = [
         "loader.val.num_workers: Value '2.5' of type 'float' could not be converted",
     ),
     ("loader.prefetch_factor=0", "loader.prefetch_factor=0: must be >= 1"),
+    (
+        "loader.val.prefetch_factor=9223372036854775808",
+        "loader.val.prefetch_factor=9223372036854775808: must be <= 10000",
+    ),
     ("loader.pin_memory=maybe", "loader.pin_memory: Value 'maybe' is not a valid bool"),
     ("loader.backend=carrier_pigeon", "loader.backend: Invalid value 'carrier_pigeon', expected"),
     (
