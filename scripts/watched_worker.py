@@ -59,7 +59,7 @@ class Worker:
     """Makes batches of so much ``work`` a sample, timed for ``meter`` if given."""
 
     def __init__(self, work: int, meter: StageMeter | None) -> None:
-        self._filler = Filler(Making(work), 0, meter, None)
+        self._filler = Filler(Making(work), 0, meter, False)
         if meter is None:
             self._filler.timer = Untimed()
         self._timers: Any = None

@@ -16,7 +16,6 @@ from typing import Any
 from harness.data.images import ImageDataset
 from harness.diagnose.fetch import Fetch, UnmeasuredError, cold_fetch, files_of
 from harness.feed.forms import Feeds
-from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, with_workers
 from harness.runtime.errors import LoaderError
 from harness.tuning.measures import Rate, Trial
@@ -58,11 +57,9 @@ class FirstReads(Feeds):
         """Whether a whole batch has come, which can be read again."""
         return bool(self.cursor.seen)
 
-    def probe(
-        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
-    ) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
         """Returns an endless feed."""
-        feed = super().probe(settings, gauge, again=again or self.warm)
+        feed = super().probe(settings, again=again or self.warm)
         self.meter = feed.meter
         return feed
 

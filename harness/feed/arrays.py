@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -62,7 +61,7 @@ class ArrayFeed(Feed):
         self.pixels = pixels or InMemoryImages(dataset)
         self.on_device = self.pixels.on_device
         stages = (*stages_of(self.pixels.untransformed), _GATHER)
-        self.meter = StageMeter(stages, readers + 1, shared=False)
+        self.meter: StageMeter = StageMeter(stages, readers + 1, shared=False)
         self._timer = StageTimer(self.meter, readers)
         self._threads: BatchThreads | None = None
         # the batches to come, the next ones with how many of their images are being read, and what
@@ -97,18 +96,16 @@ class ArrayFeed(Feed):
             self._timer.fill()
             if timed:
                 self._timer.lap(START)
-            cpu_s = time.thread_time()
+            count = len(indices)
+            gather = self.pixels.batch
+            if self.times_samples:
+                gather = self.meter.timed(self.readers, gather, count)
             pin = self.settings.pin_memory and not self.on_device
-            images, labels = self.pixels.batch(epoch, indices, pin)
-            cpu_s = time.thread_time() - cpu_s
+            images, labels = gather(epoch, indices, pin)
             if timed:
                 self._timer.lap(_GATHER)
-            count = len(indices)
             # samples that threads have just read were counted by them
             stamps = self._timer.end(count - missing, batches=int(not missing))
-            if self.gauge is not None:
-                wall_s = stamps.made_s - stamps.begun_s
-                self.gauge.add(0, wall_s / count, cpu_s / count, count)
             failures: tuple[Failure, ...] = ()
             if replaced := self.pixels.replaced:
                 # another feed may have read them
@@ -139,7 +136,7 @@ class ArrayFeed(Feed):
                     prefetch_factor=2,
                     pin_memory=False,
                 )
-                self._threads = BatchThreads(self, dataset, self.meter, None, settings)
+                self._threads = BatchThreads(self, dataset, self.meter, settings)
             self._wanted.append(missing)
             self._threads.begin(0, _taken(self._wanted))
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from harness.feed.gauge import Gauge
 from harness.feed.interface import Failure, FillableDataset, stages_of
 from harness.runtime.errors import BadSample, is_out_of_memory
 from harness.runtime.seeding import instead_of
@@ -24,24 +23,22 @@ class Filler:
 
     Args:
         dataset: gives the samples.
-        slot: the worker's row of ``meter`` and ``gauge``.
+        slot: the worker's row of ``meter``.
         meter: is told what each chunk took, by stage; None times chunks all the same.
-        gauge: is told what each sample took that could be read.
+        times_samples: whether it is also told what each sample took that could be read.
 
     Attributes:
         timer: times the chunk.
     """
 
     def __init__(
-        self, dataset: FillableDataset, slot: int, meter: StageMeter | None, gauge: Gauge | None
+        self, dataset: FillableDataset, slot: int, meter: StageMeter | None, times_samples: bool
     ) -> None:
         self._dataset = dataset
-        self._fill: Any = dataset.fill
-        if gauge is not None:
-            self._fill = gauge.timed(slot, dataset.fill)
         stages = stages_of(dataset)
         self._staged = stages != (SAMPLE,)
         meter = meter or StageMeter(stages, slot + 1, shared=False)
+        self._fill: Any = meter.timed(slot, dataset.fill) if times_samples else dataset.fill
         self.timer = StageTimer(meter, slot)
 
     def fill(

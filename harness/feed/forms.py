@@ -11,7 +11,6 @@ from harness.data.datasets import AnyDataset, FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
 from harness.feed.arrays import ArrayFeed
-from harness.feed.gauge import Gauge
 from harness.feed.interface import (
     ARRAYS,
     PROCESSES,
@@ -144,23 +143,18 @@ class Feeds:
         )
         return self._with_restarts(self._make(dataset, order, settings))
 
-    def probe(
-        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
-    ) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
         """Returns an endless training feed without short batches, over samples new to probes.
 
         Args:
             settings: how the batches are made.
-            gauge: is told what the workers do, unless the batches are on the device already.
             again: repeat the samples that ``cursor`` has seen, which can be read.
         """
         order = self._train_order()
         # a short batch would have another step time
         full = replace(order, drop_last=True)
         probes = ProbeOrder(full if len(full) else order, self.cursor, again)
-        feed = self._make(self.splits.train, probes, settings)
-        feed.gauge = gauge
-        return feed
+        return self._make(self.splits.train, probes, settings)
 
     def batch_bytes(self, settings: FeedSettings) -> int:
         """Returns the bytes of one batch: uint8 images, int64 labels and indices."""

@@ -14,7 +14,6 @@ import numpy as np
 from torch import Tensor
 
 from harness.config import LoaderConfig
-from harness.feed.gauge import Gauge
 from harness.feed.order import AnyOrder
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.folder import log
@@ -120,7 +119,8 @@ class Feed(ABC):
         settings: how the batches are made.
         on_device: whether the images are on the device already, so that nothing is copied.
         meter: what the workers do; None without workers or without shared memory.
-        gauge: is told what each sample takes, for probes; to be set before the first pass.
+        times_samples: whether ``meter`` counts single samples too, for probes; to be set before
+            the first pass.
         replaced: samples of this feed's batches that could not be read and were replaced, for
             whoever wants to take them.
         restarts: whether new workers take the place of lost ones. A batch is a function of its
@@ -130,7 +130,7 @@ class Feed(ABC):
     on_device = False
     restarts = False
     meter: StageMeter | None = None
-    gauge: Gauge | None = None
+    times_samples = False
 
     def __init__(self, order: AnyOrder, settings: FeedSettings) -> None:
         self.order = order

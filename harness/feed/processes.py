@@ -24,7 +24,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from harness.config import ConfigError
 from harness.feed.fill import Filler
-from harness.feed.gauge import Gauge
 from harness.feed.interface import (
     Feed,
     FeedSettings,
@@ -266,7 +265,7 @@ class ProcessFeed(Feed):
     def parts(self) -> dict[str, Any]:
         """Returns what torch's loader is made of: a key becomes a whole batch in the worker."""
         return {
-            "dataset": _Batches(self._dataset, self.meter, self.gauge),
+            "dataset": _Batches(self._dataset, self.meter, self.times_samples),
             "batch_sampler": self._keys,
             "collate_fn": _as_it_is,
             "worker_init_fn": _enter_worker,
@@ -319,7 +318,7 @@ class _Batches(Dataset[HostBatch]):
 
     dataset: FillableDataset
     meter: StageMeter | None
-    gauge: Gauge | None
+    times_samples: bool
     # this worker's, from its first batch on
     _filler: Filler | None = None
 
@@ -332,7 +331,7 @@ class _Batches(Dataset[HostBatch]):
         worker = get_worker_info()
         if self._filler is None:
             slot = worker.id if worker else 0
-            self._filler = Filler(self.dataset, slot, self.meter, self.gauge)
+            self._filler = Filler(self.dataset, slot, self.meter, self.times_samples)
         # what the batch takes besides its samples begins here
         timers = self._filler.timer.begin(count)
         size = self.dataset.image_size

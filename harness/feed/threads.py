@@ -21,7 +21,6 @@ import torch
 
 from harness.feed.buffers import BufferPool
 from harness.feed.fill import Filler
-from harness.feed.gauge import Gauge
 from harness.feed.interface import (
     Failure,
     Feed,
@@ -87,7 +86,9 @@ class ThreadFeed(Feed):
     def begin(self, epoch: int, first: int = 0) -> None:
         """As in ``Feed``."""
         if self._threads is None:
-            self._threads = BatchThreads(self, self._dataset, self.meter, self.gauge, self.settings)
+            self._threads = BatchThreads(
+                self, self._dataset, self.meter, self.settings, self.times_samples
+            )
         self._threads.begin(epoch, self.order.batches(epoch, first))
 
     def end(self) -> None:
@@ -134,8 +135,8 @@ class BatchThreads:
         owner: its end ends the threads.
         dataset: gives the samples.
         meter: of the feed.
-        gauge: of the feed.
         settings: of the feed.
+        times_samples: as the feed has it.
 
     Attributes:
         close: ends the threads; safe to call twice.
@@ -146,13 +147,13 @@ class BatchThreads:
         owner: object,
         dataset: FillableDataset,
         meter: StageMeter | None,
-        gauge: Gauge | None,
         settings: FeedSettings,
+        times_samples: bool = False,
     ) -> None:
         # with the owner, and at exit too: a thread must not be cut off in C code
         self.close = weakref.finalize(owner, self._close)
         # makes that of a slot
-        self._filler = partial(Filler, dataset, meter=meter, gauge=gauge)
+        self._filler = partial(Filler, dataset, meter=meter, times_samples=times_samples)
         self._image_size = dataset.image_size
         self._settings = settings
         self._device: int | None = None

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from harness.config import TunerConfig
-from harness.feed.gauge import Gauge, Gauged
 from harness.feed.interface import Feed, FeedSettings, HostBatch, with_workers
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.prefetcher import Lead
@@ -33,6 +32,7 @@ from harness.tuning.answer import TuningReport
 from harness.tuning.measures import Probes
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.clock import StepClock
+from harness.watch.stages import StageMeter
 
 Step = Callable[[Any], object]
 _NO_ROOM = (
@@ -132,14 +132,10 @@ class _Probes(Probes):
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return sum(tensor.nbytes for tensor in _tensors(self.last)) or None
 
-    def probe(
-        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
-    ) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
         order = Order(len(self.dataset), settings.batch_size, drop_last=True)
         feed = _Feed(self.dataset, ProbeOrder(order, self.cursor, again), settings)
         feed.probes = self
-        feed.gauge = gauge
-        feed.meter = None
         return feed
 
 
@@ -175,14 +171,33 @@ class _Feed(ProcessFeed):
     def parts(self) -> dict[str, Any]:
         probes = self.probes
         dataset = probes.dataset
-        if self.gauge is not None:
-            dataset = Gauged(dataset, self.gauge)
+        if self.times_samples and self.meter is not None:
+            dataset = _Timed(dataset, self.meter)
         return {
             "dataset": dataset,
             "batch_sampler": (indices.tolist() for indices in self.order.batches(0)),
             "collate_fn": probes.collate_fn,
             "worker_init_fn": partial(_enter, probes.worker_init_fn),
         }
+
+
+@dataclass(eq=False)
+class _Timed(Dataset[Any]):
+    """The caller's data set, which tells ``meter`` what its samples took."""
+
+    dataset: Any
+    meter: StageMeter
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        worker = get_worker_info()
+        slot = worker.id if worker else 0
+        # a data set that gives whole batches can only be timed by the batch
+        if hasattr(self.dataset, "__getitems__"):
+            return self.meter.timed(slot, self.dataset.__getitems__, len(indices))(indices)
+        return [*map(self.meter.timed(slot, self.dataset.__getitem__), indices)]
 
 
 class _Trainee(TimedSteps):

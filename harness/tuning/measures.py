@@ -9,7 +9,6 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, Feed, FeedSettings
 from harness.feed.order import Cursor
 
@@ -169,9 +168,7 @@ class Probes(Protocol):
         """Returns the validation feed's settings beside a training feed of ``train``."""
         return train
 
-    def probe(
-        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
-    ) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
         """Returns an endless feed over samples that no probe has asked for.
 
         With ``again`` it goes round the samples that ``cursor`` has seen.

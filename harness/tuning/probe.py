@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import torch
 
-from harness.feed.gauge import Gauge, Work
 from harness.feed.interface import PROCESSES, Feed, FeedSettings, HostBatch, with_workers
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator, signals
@@ -28,6 +27,7 @@ from harness.tuning import capacity
 from harness.tuning.capacity import Needs
 from harness.tuning.measures import Probes, Rate, SampleCost, Trial
 from harness.tuning.search import Ask, in_flight
+from harness.watch.stages import Work
 
 POLL_S = 0.05
 # without a single sample for so long, the workers hang
@@ -123,7 +123,6 @@ class Supply:
 
 def measure_supply(
     feed: Feed,
-    gauge: Gauge,
     ranks: World,
     ask: Ask,
     now: Clock = time.perf_counter,
@@ -140,11 +139,12 @@ def measure_supply(
     Raises:
         BadSample: a sample cannot be read.
         LoaderError: a worker died, or none has finished a sample for ten seconds, or for a while
-            longer at the start.
+            longer at the start, or there is no shared memory to count in.
     """
     looked = now()
     supply = Supply(ask, looked)
     last = None
+    feed.times_samples = True
     agreed = 0.0
     with closing(feed), closing(feed.polled(POLL_S)) as batches:
         while not agreed:
@@ -157,7 +157,9 @@ def measure_supply(
                 if now() - looked < POLL_S:
                     continue
                 looked = now()
-                is_over = supply.look(looked, cpu_now(), gauge.read())
+                if feed.meter is None:
+                    raise LoaderError("no shared memory for counting samples")
+                is_over = supply.look(looked, cpu_now(), feed.meter.work())
             except Exception:
                 # all ranks are told before it is raised
                 ranks.smallest(-1.0)
@@ -337,14 +339,8 @@ class Lab:
         seen = len(self.probes.cursor.seen)
         again = settings.num_workers == 0 and seen > 0
         ask = replace(ask, needs_batch=self.batch is None, skip=again * seen)
-        try:
-            gauge = Gauge(settings.num_workers)
-        except (OSError, RuntimeError) as error:
-            # the other ranks measure already
-            self.ranks.smallest(-1.0)
-            raise LoaderError(f"no shared memory for counting: {error}") from error
-        feed = self.probes.probe(settings, gauge, again=again)
-        found = measure_supply(feed, gauge, self.ranks, ask, self.now)
+        feed = self.probes.probe(settings, again=again)
+        found = measure_supply(feed, self.ranks, ask, self.now)
         # the largest worker of any rank and probe; before the first has been seen it is assumed
         self._largest_bytes = max(self._largest_bytes, *self.ranks.gathered(found.worker_bytes))
         self.worker_bytes = self._largest_bytes or self.worker_bytes

@@ -44,9 +44,10 @@ Clock = Callable[[], float]
 # called by a data set with the name of each stage at its end
 Lap = Callable[[str], None]
 
-# the head of a worker's row: samples, batches, busy seconds; then wall seconds by stage, then
-# processor seconds
+# a worker's row: samples, batches, busy seconds; then the figures of ``Work``, but for ``moved``;
+# then wall seconds by stage, then processor seconds
 _COUNTS = 3
+_HEAD = 7
 # of the work, for laps
 _BUDGET = 2.5e-4
 # samples that make timing a batch worth its cost, if the batch has as many
@@ -155,16 +156,34 @@ class StageTotals:
         ]
 
 
+class Work(NamedTuple):
+    """What the samples took that were timed one by one, over all workers.
+
+    Attributes:
+        samples: samples that are done.
+        moved: workers that have done a sample.
+        wall_s: sum of the samples' wall times in seconds.
+        wall_sq_s2: sum of their squares.
+        cpu_s: sum of the processor seconds of the threads that made the samples.
+    """
+
+    samples: int
+    moved: int
+    wall_s: float
+    wall_sq_s2: float
+    cpu_s: float
+
+
 class StageMeter:
     """The totals of one feed's workers, in memory that they share.
 
-    The totals only grow, whatever becomes of the workers. A reading may miss the batch that a
-    worker is just adding, or a part of its figures.
+    The totals only grow, whatever becomes of the workers. A reading may miss the batch or the
+    sample that a worker is just adding, or a part of its figures.
 
     Attributes:
         stages: of samples and batches, in order.
         of_samples: of samples alone.
-        rows: of figures, one of each worker; a ``StageTimer`` writes them.
+        rows: of figures, one of each worker; a ``StageTimer`` and ``timed`` write them.
 
     Args:
         stages: the data set's, in order.
@@ -188,7 +207,7 @@ class StageMeter:
         self.stages = (*stages, COLLATE)
         if shared:
             self.stages += (SHARE,)
-        self.rows = Rows(max(1, workers), _COUNTS + 2 * len(self.stages), shared=shared)
+        self.rows = Rows(max(1, workers), _HEAD + 2 * len(self.stages), shared=shared)
 
     def read(self) -> StageTotals:
         """Returns the totals over all slots, now.
@@ -196,16 +215,44 @@ class StageMeter:
         Batches whose time is not divided yet are divided like those before them.
         """
         counts, wall_s, cpu_s = self.rows.read().split(
-            (_COUNTS, len(self.stages), len(self.stages)), dim=1
+            (_HEAD, len(self.stages), len(self.stages)), dim=1
         )
         # a worker's busy seconds, by those of them that are divided
         scale = (counts[:, 2] / wall_s.sum(dim=1)).nan_to_num(posinf=0.0)
-        samples, batches, busy_s = counts.sum(dim=0).tolist()
+        samples, batches, busy_s = counts[:, :_COUNTS].sum(dim=0).tolist()
         # two clocks are not read at the very same moment
         cpu_s = cpu_s.minimum(wall_s)
         costs = map(StageCost, (scale @ wall_s).tolist(), (scale @ cpu_s).tolist())
         stages = dict(zip(self.stages, costs, strict=True))
         return StageTotals(int(samples), int(batches), busy_s, stages)
+
+    def timed(self, slot: int, make: Callable[..., Any], samples: int = 1) -> Callable[..., Any]:
+        """Returns ``make``, each call of which counts as ``samples`` of worker ``slot``'s ``work``.
+
+        A consumer only sees a queue, and a batch may take seconds. A call that raises does not
+        count.
+        """
+        row = self.rows.row(slot)
+
+        def made(*args: Any) -> Any:
+            wall_s = time.perf_counter()
+            cpu_s = time.thread_time()
+            result = make(*args)
+            wall_s = time.perf_counter() - wall_s
+            cpu_s = time.thread_time() - cpu_s
+            row[_COUNTS] += samples
+            row[_COUNTS + 1] += wall_s
+            row[_COUNTS + 2] += wall_s * wall_s / samples
+            row[_COUNTS + 3] += cpu_s
+            return result
+
+        return made
+
+    def work(self) -> Work:
+        """Returns the totals of what ``timed`` counts, now."""
+        rows = self.rows.read()[:, _COUNTS:_HEAD]
+        samples, *seconds = rows.sum(dim=0).tolist()
+        return Work(int(samples), int((rows[:, 0] > 0).sum()), *seconds)
 
 
 class StageTimer:
@@ -341,7 +388,7 @@ class StageTimer:
         if not (alone and timed == self._samples):
             costs_s = self._recent
         scale = self._undivided_s / (sum(costs_s[: len(self._stages)]) or 1.0)
-        for place, cost_s in enumerate(costs_s, _COUNTS):
+        for place, cost_s in enumerate(costs_s, _HEAD):
             self._row[place] += scale * cost_s
         self._undivided_s = 0.0
 

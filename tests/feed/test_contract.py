@@ -16,12 +16,12 @@ import samples
 import torch
 from samples import assert_same, comes_true, passes, primed, random_states
 
-from harness.feed.gauge import Gauge, Work
 from harness.feed.interface import HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
 from harness.runtime.errors import BadSample, LoaderError
+from harness.watch.stages import Work
 
 LENGTH = 19
 ORDER = Order(LENGTH, 4, seed=3)
@@ -42,14 +42,14 @@ def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
     def make(
         num_workers: int = 0,
         dataset: samples.Noise | None = None,
-        gauge: Gauge | None = None,
+        times_samples: bool = False,
         **more: object,
     ) -> AnyFeed:
         dataset = samples.Noise(LENGTH) if dataset is None else dataset
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
         settings = samples.settings(num_workers, **more)  # type: ignore[arg-type]
         made.append(FORMS[request.param](dataset, order, settings))
-        made[-1].gauge = gauge
+        made[-1].times_samples = times_samples
         return made[-1]
 
     yield make
@@ -282,18 +282,18 @@ def test_polled_comes_back_without_a_batch(make_feed: MakeFeed, tmp_path: Path) 
 
 
 @with_and_without_workers
-def test_the_gauge_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers: int) -> None:
+def test_the_meter_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers: int) -> None:
     """After a pass every sample has been counted once, by the workers
     that made it, with some time.
     """
-    gauge = Gauge(num_workers)
-    list(make_feed(num_workers, gauge=gauge))
-    work = gauge.read()
+    feed = make_feed(num_workers, times_samples=True)
+    list(feed)
+    work = feed.meter.work()
     assert work.samples == LENGTH and 1 <= work.moved <= (num_workers or 1)
     assert work.wall_s > 0 and work.cpu_s > 0 and 0 < work.wall_sq_s2 <= work.wall_s**2
 
 
-def test_the_gauge_times_the_sample_alone(
+def test_the_meter_times_the_sample_alone(
     make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wall time is perf_counter's and processor time thread_time's, around fill; a bad sample is
@@ -301,12 +301,12 @@ def test_the_gauge_times_the_sample_alone(
     """
     ticks = itertools.count(0, 2)
     cpu_ticks = itertools.count(0, 0.5)
-    monkeypatch.setattr("harness.feed.gauge.time.perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr("harness.feed.gauge.time.thread_time", lambda: float(next(cpu_ticks)))
-    gauge = Gauge(0)
+    monkeypatch.setattr("harness.watch.stages.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("harness.watch.stages.time.thread_time", lambda: float(next(cpu_ticks)))
+    feed = make_feed(0, samples.Troubled(4, 2, samples.refuse), times_samples=True)
     with pytest.raises(BadSample):
-        list(make_feed(0, samples.Troubled(4, 2, samples.refuse), gauge))
-    assert gauge.read() == Work(samples=3, moved=1, wall_s=6.0, wall_sq_s2=12.0, cpu_s=1.5)
+        list(feed)
+    assert feed.meter.work() == Work(samples=3, moved=1, wall_s=6.0, wall_sq_s2=12.0, cpu_s=1.5)
 
 
 @pytest.mark.parametrize(
@@ -356,13 +356,12 @@ def test_the_time_of_a_sample_that_fails_is_not_lost(
     assert sum(cost.wall_s for cost in totals.stages.values()) == pytest.approx(totals.busy_s)
 
 
-def test_gauge_and_meter_go_together(make_feed: MakeFeed) -> None:
-    """A probe's feed, which has a gauge, knows the stages all the same."""
-    gauge = Gauge(1)
-    feed = make_feed(1, samples.Staged(LENGTH), gauge)
+def test_samples_and_stages_go_together(make_feed: MakeFeed) -> None:
+    """A probe's feed, which times samples, knows the stages all the same."""
+    feed = make_feed(1, samples.Staged(LENGTH), times_samples=True)
     assert_same(list(feed), reference())
     assert feed.meter is not None
-    assert gauge.read().samples == feed.meter.read().samples == LENGTH
+    assert feed.meter.work().samples == feed.meter.read().samples == LENGTH
     assert feed.meter.read().stages["draw"].wall_s > 0
 
 
@@ -402,21 +401,19 @@ def test_a_primed_pass_gives_the_same_batches(
     """Workers begin before iter(), which goes on with what they have
     made: no sample is made twice.
     """
-    gauge = Gauge(2)
     given = []
-    feed = make_feed(2, gauge=gauge, persistent_workers=persistent_workers)
+    feed = make_feed(2, times_samples=True, persistent_workers=persistent_workers)
     for epoch in (0, 1):
-        primed(feed, epoch, gauge).prime(epoch)  # a second time changes nothing
+        primed(feed, epoch).prime(epoch)  # a second time changes nothing
         feed.set_epoch(epoch)
         given += list(feed)
     assert_same(given, reference(2))
-    assert gauge.read().samples == 2 * LENGTH
+    assert feed.meter.work().samples == 2 * LENGTH
 
 
 def test_a_pass_primed_for_another_epoch_is_dropped(make_feed: MakeFeed) -> None:
     """iter() gives the epoch that was chosen, whatever was primed."""
-    gauge = Gauge(2)
-    feed = primed(make_feed(2, gauge=gauge, persistent_workers=True), 5, gauge)
+    feed = primed(make_feed(2, times_samples=True, persistent_workers=True), 5)
     assert_same(passes(feed), reference(2))
 
 
@@ -441,8 +438,7 @@ def test_without_workers_priming_does_nothing(make_feed: MakeFeed) -> None:
 
 def test_a_primed_pass_that_nobody_takes_leaves_nothing(make_feed: MakeFeed) -> None:
     """close() ends primed workers."""
-    gauge = Gauge(1)
-    feed = primed(make_feed(1, gauge=gauge), 0, gauge)
+    feed = primed(make_feed(1, times_samples=True), 0)
     assert len(samples.at_work()) == 1
     feed.close()
     assert samples.at_work() == []

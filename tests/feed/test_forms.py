@@ -28,7 +28,6 @@ from harness.data.transforms import TrainTransform
 from harness.feed import forms
 from harness.feed.arrays import ArrayFeed
 from harness.feed.forms import Feeds
-from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
@@ -117,11 +116,17 @@ def test_probes_leave_training_alone(feeds: Feeds) -> None:
     assert torch.equal(images(), before)
 
 
-def test_a_probe_fills_its_gauge(feeds: Feeds) -> None:
-    """What the probe's samples took is in the gauge it was given."""
-    gauge = Gauge(0)
-    indices(feeds.probe(SETTINGS, gauge), 2)
-    assert gauge.read().samples == 8
+def test_a_probe_counts_single_samples(feeds: Feeds) -> None:
+    """What the probe's samples took is in its meter, where that is asked for; training counts
+    none.
+    """
+    feed = feeds.probe(SETTINGS)
+    feed.times_samples = True
+    indices(feed, 2)
+    assert feed.meter.work().samples == 8
+    train = feeds.train(SETTINGS)
+    indices(train, 2)
+    assert (train.meter.work().samples, train.meter.read().samples) == (0, 8)
 
 
 def test_feeds_measure_what_their_workers_do(feeds: Feeds) -> None:
@@ -174,7 +179,7 @@ def test_a_data_set_that_does_not_exist_is_made_on_the_device(feeds: Feeds) -> N
         feeds.config,
         CPU,
     )
-    feed = fake.probe(SETTINGS, Gauge(0))
+    feed = fake.probe(SETTINGS)
     assert isinstance(feed, SyntheticFeed) and feed.on_device
     assert len(indices(feed, 5)) == 20
     assert fake.batch_bytes(SETTINGS) == 4 * (3 * 4 * 4 + 16)

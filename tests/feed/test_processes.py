@@ -27,7 +27,6 @@ import torch
 from samples import assert_same, comes_true, is_alive, passes, primed
 
 from harness.config import ConfigError
-from harness.feed.gauge import Gauge
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
@@ -47,13 +46,13 @@ def make_feed() -> Iterator[MakeFeed]:
     def make(
         num_workers: int = 0,
         dataset: samples.Noise | None = None,
-        gauge: Gauge | None = None,
+        times_samples: bool = False,
         **more: object,
     ) -> ProcessFeed:
         dataset = samples.Noise(LENGTH) if dataset is None else dataset
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
         made.append(ProcessFeed(dataset, order, samples.settings(num_workers, **more)))
-        made[-1].gauge = gauge
+        made[-1].times_samples = times_samples
         return made[-1]
 
     yield make
@@ -264,11 +263,11 @@ def stop(which: int | None = None) -> None:
         os.kill(worker.pid or 0, signal.SIGSTOP)
 
 
-def queued(feed: ProcessFeed, gauge: Gauge, batches: int) -> None:
+def queued(feed: ProcessFeed, batches: int) -> None:
     """Come back when the workers of ``feed`` have made so many batches of 4, and have had time to
     queue them.
     """
-    assert comes_true(lambda: gauge.read().samples >= 4 * batches)
+    assert comes_true(lambda: feed.meter.work().samples >= 4 * batches)
     time.sleep(0.3)
 
 
@@ -300,16 +299,16 @@ def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
     """A batch that is queued, but whose memory its worker cannot hand over, is not waited for
     without a limit.
     """
-    gauge, many = Gauge(num_workers), samples.Noise(5 * LENGTH)  # so that each worker has some left
+    many = samples.Noise(5 * LENGTH)  # so that each worker has some left
     feed = make_feed(
-        num_workers, many, gauge=gauge, persistent_workers=persistent_workers, timeout_s=2.0
+        num_workers, many, times_samples=True, persistent_workers=persistent_workers, timeout_s=2.0
     )
     if persistent_workers:
         list(feed)
     batches = iter(feed)
-    before = gauge.read().samples // 4
+    before = feed.meter.work().samples // 4
     next(batches)
-    queued(feed, gauge, before + 1 + num_workers)
+    queued(feed, before + 1 + num_workers)
     stop(stopped)
     ends_in_time(batches)
     assert_same(list(feed), list(make_feed(0, many)))
@@ -319,10 +318,9 @@ def test_workers_that_stop_in_a_primed_pass_are_a_loader_error(
     make_feed: MakeFeed, quick: None
 ) -> None:
     """What was begun ahead of time has the same limit."""
-    gauge = Gauge(2)
-    feed = make_feed(2, gauge=gauge, timeout_s=1.0)
-    primed(feed, 0, gauge)
-    queued(feed, gauge, 2)
+    feed = make_feed(2, times_samples=True, timeout_s=1.0)
+    primed(feed, 0)
+    queued(feed, 2)
     stop()
     ends_in_time(iter(feed))
 
@@ -364,11 +362,10 @@ def test_a_worker_that_stops_in_a_batch_is_a_loader_error(make_feed: MakeFeed, q
 
 def test_polled_ends_with_a_stopped_worker(make_feed: MakeFeed, quick: None) -> None:
     """A pass of the tuner's, which looks more often, has the limit as well."""
-    gauge = Gauge(1)
-    feed = make_feed(1, gauge=gauge, timeout_s=1.0)
+    feed = make_feed(1, times_samples=True, timeout_s=1.0)
     batches = feed.polled(0.05)
     assert comes_true(lambda: next(batches) is not None)
-    queued(feed, gauge, 2)
+    queued(feed, 2)
     stop()
     ends_in_time(batches)  # type: ignore[arg-type]
 
@@ -411,12 +408,11 @@ def test_a_signal_is_heard_in_a_wait_for_a_stopped_worker(
     loader.timeout_s.
     """
     monkeypatch.setattr(signals, "_received", [])
-    gauge = Gauge(2)
-    feed = make_feed(2, gauge=gauge)
+    feed = make_feed(2, times_samples=True)
     with signals.caught(grace_s=2.0):
         batches = iter(feed)
         next(batches)
-        queued(feed, gauge, 3)
+        queued(feed, 3)
         stop()
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         ends_in_time(batches, Interrupted, "stopped by SIGTERM")
@@ -447,10 +443,9 @@ def test_a_stopped_worker_that_the_pinning_thread_waits_for(
     """Where torch's thread waits for the worker, the error is the same, no thread stays, and
     nothing else is said.
     """
-    gauge = Gauge(1)
-    feed = make_feed(1, gauge=gauge, timeout_s=1.0, pin_memory=True)
-    primed(feed, 0, gauge)
-    queued(feed, gauge, 2)
+    feed = make_feed(1, times_samples=True, timeout_s=1.0, pin_memory=True)
+    primed(feed, 0)
+    queued(feed, 2)
     stop()
     pinning.set()
     ends_in_time(iter(feed))
@@ -525,15 +520,15 @@ def test_polling_as_a_second_pass_is_as_fine_as_asked_for(make_feed: MakeFeed) -
 @pytest.mark.parametrize(
     ("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")]
 )
-def test_the_gauge_counts_each_worker_s_samples(
+def test_the_meter_counts_each_worker_s_samples(
     make_feed: MakeFeed, num_workers: int, start_method: str
 ) -> None:
     """After a pass every sample has been counted once, by the workers
     that made it, with some time.
     """
-    gauge = Gauge(num_workers)
-    list(make_feed(num_workers, gauge=gauge, start_method=start_method))
-    work = gauge.read()
+    feed = make_feed(num_workers, times_samples=True, start_method=start_method)
+    list(feed)
+    work = feed.meter.work()
     assert (work.samples, work.moved) == (LENGTH, num_workers or 1)
     assert work.wall_s > 0 and work.cpu_s > 0 and 0 < work.wall_sq_s2 <= work.wall_s**2
 
@@ -561,11 +556,10 @@ def test_a_primed_pass_gives_the_same_batches(
     """Workers begin before iter(), which takes their batches over: bitwise those of an epoch that
     was not primed.
     """
-    gauge = Gauge(2)
     given = []
-    feed = make_feed(2, gauge=gauge, persistent_workers=persistent_workers)
+    feed = make_feed(2, times_samples=True, persistent_workers=persistent_workers)
     for epoch in (0, 1):
-        primed(feed, epoch, gauge).prime(epoch)  # a second time changes nothing
+        primed(feed, epoch).prime(epoch)  # a second time changes nothing
         started = feed.worker_pids
         feed.set_epoch(epoch)
         batches = iter(feed)
@@ -596,11 +590,10 @@ def test_a_primed_pass_that_nobody_takes_leaves_nothing(
     make_feed: MakeFeed, end: Callable[..., None] | None
 ) -> None:
     """close() ends primed workers, as does dropping the feed."""
-    gauge = Gauge(1)
     order = Order(LENGTH, 4)
     feed = ProcessFeed(samples.Noise(LENGTH), order, samples.settings(1))
-    feed.gauge = gauge
-    primed(feed, 0, gauge)
+    feed.times_samples = True
+    primed(feed, 0)
     assert len(workers()) == 1
     if end is not None:
         end(feed)

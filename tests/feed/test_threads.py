@@ -21,7 +21,6 @@ from samples import assert_same, comes_true
 
 from harness.data.transforms import resize_into
 from harness.feed.buffers import BufferPool
-from harness.feed.gauge import Gauge
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
@@ -39,11 +38,11 @@ def make_feed(gate: threading.Event) -> Iterator[MakeFeed]:
     made: list[ThreadFeed] = []
 
     def make(
-        num_workers: int, dataset: samples.Noise, gauge: Gauge | None = None, **more: Any
+        num_workers: int, dataset: samples.Noise, times_samples: bool = False, **more: Any
     ) -> ThreadFeed:
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)
         made.append(ThreadFeed(dataset, order, samples.settings(num_workers, **more)))
-        made[-1].gauge = gauge
+        made[-1].times_samples = times_samples
         return made[-1]
 
     yield make
@@ -97,12 +96,11 @@ class Counted(samples.Noise):
 
 def test_all_threads_work_on_one_batch(make_feed: MakeFeed) -> None:
     """A batch is shared: its samples are in the hands of all threads at once, each of which the
-    gauge knows by its slot.
+    meter knows by its slot.
     """
-    gauge = Gauge(4)
-    feed = make_feed(4, Together(4, 4), gauge)
+    feed = make_feed(4, Together(4, 4), times_samples=True)
     assert_same(list(feed), reference(samples.Noise(4)))
-    assert (gauge.read().samples, gauge.read().moved) == (4, 4)
+    assert (feed.meter.work().samples, feed.meter.work().moved) == (4, 4)
 
 
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
@@ -135,7 +133,6 @@ def test_the_feed_holds_nothing_of_its_own_while_it_waits(
     ahead free.
     """
     slow = int(Order(60, 4, seed=3).indices(0)[20])
-    gauge = Gauge(3)
     made = Counter[BufferPool]()
     allocate = BufferPool._allocate
 
@@ -145,12 +142,15 @@ def test_the_feed_holds_nothing_of_its_own_while_it_waits(
 
     monkeypatch.setattr(BufferPool, "_allocate", counted)
     feed = make_feed(
-        3, samples.Troubled(60, slow, lambda: gate.wait(WAIT_S)), gauge, prefetch_factor=2
+        3,
+        samples.Troubled(60, slow, lambda: gate.wait(WAIT_S)),
+        times_samples=True,
+        prefetch_factor=2,
     )
     taker = threading.Thread(target=deque, args=(feed, 0))  # takes and drops each
     taker.start()
     assert comes_true(
-        lambda: gauge.read().samples == 8 * 4 - 1
+        lambda: feed.meter.work().samples == 8 * 4 - 1
     )  # three are ahead, the first of which lacks a sample
     assert feed._threads is not None
     for pool in (feed._threads._images, feed._threads._labels):
@@ -169,10 +169,9 @@ def test_no_thread_is_idle_while_a_batch_is_wanted(
     dataset = samples.Troubled(
         40, int(Order(40, 4, seed=3).indices(0)[0]), lambda: gate.wait(WAIT_S)
     )
-    gauge = Gauge(threads)
-    feed = make_feed(threads, dataset, gauge, prefetch_factor=2)
+    feed = make_feed(threads, dataset, times_samples=True, prefetch_factor=2)
     feed.prime(0)
-    assert comes_true(lambda: gauge.read().samples == (11 if threads > 1 else 0))
+    assert comes_true(lambda: feed.meter.work().samples == (11 if threads > 1 else 0))
     gate.set()
     assert_same(list(feed), reference(samples.Noise(40)))
 
@@ -429,21 +428,20 @@ class TestResize:
 
     def test_nothing_is_lost_or_made_twice(self, make_feed: MakeFeed) -> None:
         """A pass during which the number changes at every batch is the same pass."""
-        gauge = Gauge(6)
-        feed = make_feed(2, samples.Noise(200), gauge)
+        feed = make_feed(2, samples.Noise(200), times_samples=True)
         given = []
         for turn, batch in enumerate(feed):
             given.append(batch)
             feed.resize(1 + turn % 6)
             assert feed.settings.num_workers == 1 + turn % 6
         assert_same(given, reference(samples.Noise(200)))
-        assert gauge.read().samples == 200
+        assert feed.meter.work().samples == 200
 
     def test_threads_come_and_go(self, make_feed: MakeFeed) -> None:
         """More start at once, the rest leave when their samples are done; the next pass has as
         many.
         """
-        feed = make_feed(2, samples.Noise(400), Gauge(5), persistent_workers=True)
+        feed = make_feed(2, samples.Noise(400), times_samples=True, persistent_workers=True)
         batches = iter(feed)
         for threads in (5, 1, 3):
             next(batches)
@@ -457,7 +455,7 @@ class TestResize:
         self, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """There are as many as the system has started, a warning says so, and the pass is whole."""
-        feed = make_feed(2, samples.Noise(200), Gauge(6))
+        feed = make_feed(2, samples.Noise(200), times_samples=True)
         start = threading.Thread.start
 
         def refuse(thread: threading.Thread) -> None:
@@ -490,7 +488,7 @@ class TestResize:
                 raise MemoryError("no memory")
             gate.wait(WAIT_S)
 
-        feed = make_feed(3, samples.Troubled(40, 5, befall), Gauge(6), timeout_s=0.5)
+        feed = make_feed(3, samples.Troubled(40, 5, befall), times_samples=True, timeout_s=0.5)
 
         def change(_: HostBatch) -> None:
             feed.resize(threads)
@@ -504,7 +502,7 @@ class TestResize:
 
     def test_before_a_pass_it_is_a_setting(self, make_feed: MakeFeed) -> None:
         """The first pass begins with the new number."""
-        feed = make_feed(1, Together(8, 3), Gauge(3))
+        feed = make_feed(1, Together(8, 3), times_samples=True)
         feed.resize(3)
         assert len(list(feed)) == 2
 

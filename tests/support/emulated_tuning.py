@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from emulated_run import SIZE
 from emulator import EmulatedDevice
+from samples import ToldMeter
 from torch import Tensor, nn
 
 from harness.config import Config
-from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.feed.order import Cursor
 from harness.runtime.distributed import World
@@ -61,30 +61,25 @@ class Machine:
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return train
 
-    def probe(
-        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
-    ) -> WorkedFeed:
-        return WorkedFeed(self, settings, gauge)
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> WorkedFeed:
+        return WorkedFeed(self, settings)
 
 
 class WorkedFeed:
     """What the workers of ``machine`` make in virtual time, or the consumer without any."""
 
     on_device = False
-    meter = None
     worker_pids = ()
 
-    def __init__(
-        self, machine: Machine, settings: FeedSettings, gauge: Gauge | None = None
-    ) -> None:
+    def __init__(self, machine: Machine, settings: FeedSettings) -> None:
         self.machine = machine
         self.settings = settings
-        self.gauge = gauge
+        self.meter = ToldMeter(settings.num_workers)
         self.images = torch.zeros(SIZE, 3, 2, 2, dtype=torch.uint8)
         self.labels = torch.zeros(SIZE, dtype=torch.int64)
         self.began_s = list[float]()
         self.taken_s = list[float]()
-        # of each batch, samples that the gauge knows of
+        # of each batch, samples that the meter knows of
         self.counted: list[int] = []
 
     def __len__(self) -> int:
@@ -113,8 +108,8 @@ class WorkedFeed:
             self.taken_s.append(device.now())
             if workers:
                 self._count()
-            elif self.gauge is not None:
-                self.gauge.add(0, self.batch_s / SIZE, 0.9 * self.machine.wall_s, SIZE)
+            else:
+                self.meter.add(0, self.batch_s / SIZE, 0.9 * self.machine.wall_s, SIZE)
             pin = device.pin if self.settings.pin_memory else (lambda tensor: tensor)
             self.machine.last = HostBatch(pin(self.images), pin(self.labels), self.labels)
             yield self.machine.last
@@ -140,9 +135,9 @@ class WorkedFeed:
         now = self.machine.device.now()
         for k in range(max(0, len(self.taken_s) - 2), len(self.began_s)):
             done = min(SIZE, max(0, int((now - self.began_s[k]) / self.batch_s * SIZE + 1e-9)))
-            if self.gauge is not None and done > self.counted[k]:
+            if done > self.counted[k]:
                 more = done - self.counted[k]
-                self.gauge.add(
+                self.meter.add(
                     k % self.settings.num_workers,
                     self.batch_s / SIZE,
                     0.9 * self.machine.wall_s,

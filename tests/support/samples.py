@@ -22,17 +22,29 @@ import torch
 
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
-from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.runtime import workers
 from harness.runtime.errors import BadSample
 from harness.runtime.seeding import SampleRng
-from harness.watch.stages import Lap
+from harness.watch.stages import SAMPLE, Lap, StageMeter
 
 
 def eval_transform(size: int, resize: int | None = None) -> TrainTransform:
     """Returns a center crop that is never mirrored, as in evaluation."""
     return TrainTransform(size, crop="center", hflip=0.0, resize=resize)
+
+
+class ToldMeter(StageMeter):
+    """A meter that emulated workers tell what their samples took."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__((SAMPLE,), workers)
+
+    def add(self, slot: int, wall_s: float, cpu_s: float, count: int = 1) -> None:
+        """Count so many samples of a worker, each of which took these seconds."""
+        row = self.rows.row(slot)
+        for place, each in enumerate((1.0, wall_s, wall_s**2, cpu_s), 3):
+            row[place] += count * each
 
 
 class Noise:
@@ -264,11 +276,11 @@ def passes(feed: Any, count: int = 2) -> list[HostBatch]:
     return batches
 
 
-def primed(feed: Any, epoch: int, gauge: Gauge) -> Any:
+def primed(feed: Any, epoch: int) -> Any:
     """``feed`` once its workers have begun with ``epoch`` by themselves."""
-    done = gauge.read().samples
+    done = feed.meter.work().samples
     feed.prime(epoch)
-    assert comes_true(lambda: gauge.read().samples > done)
+    assert comes_true(lambda: feed.meter.work().samples > done)
     return feed
 
 

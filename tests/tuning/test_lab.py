@@ -14,7 +14,6 @@ import pytest
 import samples
 import torch
 
-from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch, in_form
 from harness.feed.order import Cursor
 from harness.runtime.errors import BadSample, LoaderError
@@ -64,9 +63,7 @@ class Feeds:
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return train
 
-    def probe(
-        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
-    ) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
         self.asked.append((settings, again))
         return self  # type: ignore[return-value]  # only closed
 
@@ -142,24 +139,6 @@ def test_what_does_not_fit_is_refused_before_it_runs() -> None:
         trial.refused or ""
     )
     assert asked(small) == []
-
-
-def test_a_rank_that_cannot_count_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are in the probe already, and would wait for it there."""
-    told: list[float] = []
-
-    class Waiting(Ranks):
-        def smallest(self, value: float) -> float:
-            told.append(value)
-            return value
-
-    def full(slots: int) -> Gauge:
-        raise OSError("Too many open files")
-
-    monkeypatch.setattr(probe, "Gauge", full)
-    trial = lab(ranks=Waiting()).attempt(Ask(OWN, "supply"))
-    assert trial.refused == "no shared memory for counting: Too many open files"
-    assert told == [-1.0]
 
 
 @pytest.mark.usefixtures("supply")

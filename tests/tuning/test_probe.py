@@ -12,7 +12,6 @@ import pytest
 import samples
 import torch
 
-from harness.feed.gauge import Gauge
 from harness.feed.interface import HostBatch
 from harness.runtime import signals
 from harness.runtime.errors import BadSample, Interrupted, LoaderError
@@ -51,7 +50,6 @@ class TimedFeed:
     """
 
     on_device = False
-    meter = None
     worker_pids = ()
 
     def __init__(
@@ -72,7 +70,7 @@ class TimedFeed:
             samples.settings(workers, batch_size=BATCH), backend=backend
         )
         self.cold_s, self.receive_s = cold_s, receive_s
-        self.gauge, self.idle = Gauge(workers), idle
+        self.meter, self.idle = samples.ToldMeter(workers), idle
         self.rate, self.start_s, self.queue_s, self.failure, self.ends_s = (
             rate,
             start_s,
@@ -88,7 +86,7 @@ class TimedFeed:
         return self.clock
 
     def cpu_now(self) -> float:
-        work = self.gauge.read()
+        work = self.meter.work()
         here = self.settings.backend != "processes" or not self.settings.num_workers
         return work.samples * self.receive_s + (work.cpu_s if here else 0.0)
 
@@ -118,7 +116,7 @@ class TimedFeed:
                 * (active + 9 * min(active, self.queue_s) - 0.9 * min(active, self.cold_s))
             )
             for sample in range(done, due):
-                self.gauge.add(
+                self.meter.add(
                     sample % (len(self.worker_slots) - self.idle), 1 / self.rate, 0.5 / self.rate
                 )
             done = max(done, due)
@@ -148,7 +146,7 @@ def measure(
     ask = Ask(feed.settings, "supply", limit_s=limit_s, **more)
     world: Any = ranks or OneRank()
     typed: Any = feed
-    return measure_supply(typed, feed.gauge, world, ask, feed.now, feed.cpu_now)
+    return measure_supply(typed, world, ask, feed.now, feed.cpu_now)
 
 
 def test_samples_are_counted_in_the_workers() -> None:
@@ -264,6 +262,31 @@ def test_all_ranks_stop_together() -> None:
     with pytest.raises(LoaderError, match="another rank"):
         measure(feed, ranks=OneRank(told=-1.0))
     assert feed.closed == 1
+
+
+def test_a_rank_that_cannot_count_tells_the_others() -> None:
+    """They are in the probe already, and would wait for it there."""
+    told: list[float] = []
+
+    class Waiting(OneRank):
+        def smallest(self, value: float) -> float:
+            told.append(value)
+            return value
+
+    class Starting(TimedFeed):
+        def polled(self, poll_s: float) -> Iterator[None]:
+            self.meter = None
+            while True:
+                self.clock += poll_s
+                yield None
+
+        def cpu_now(self) -> float:
+            return 0.0
+
+    feed = Starting(rate=100.0)
+    with pytest.raises(LoaderError, match="no shared memory for counting samples"):
+        measure(feed, ranks=Waiting())
+    assert (told, feed.closed) == ([-1.0], 1)
 
 
 def test_a_signal_ends_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:

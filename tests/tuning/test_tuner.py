@@ -21,7 +21,6 @@ from machines import Machine, own
 
 from harness.config import TunerConfig, TunerName
 from harness.feed.forms import FORMS
-from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.runtime.distributed import World
@@ -70,13 +69,9 @@ class Feeds:
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return dataclasses.replace(train, persistent_workers=False)
 
-    def probe(
-        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
-    ) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
         order = ProbeOrder(Order(len(self.dataset), settings.batch_size), self.cursor, again)
-        feed = FORMS[settings.backend](self.dataset, order, settings)
-        feed.gauge = gauge
-        return feed
+        return FORMS[settings.backend](self.dataset, order, settings)
 
 
 class Step:

@@ -1,4 +1,4 @@
-"""Rows in shared memory; the gauge's tests show that they reach workers."""
+"""Rows in shared memory; the tests of work show that they reach workers."""
 
 from __future__ import annotations
 
