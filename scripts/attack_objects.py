@@ -312,7 +312,7 @@ def _clocked(number: int, rng: random.Random) -> Callable[[], End]:
             lambda: _stepped(StepClock(now=_ticks((0.0, value))), 5),
             lambda: _stepped(StepClock(now=_ticks((3.0, 1.0, 2.0))), 5),
             lambda: _stepped(StepClock(), odd),
-            lambda: _stepped(StepClock(keep_steps=True), 5).device_steps(odd),
+            lambda: _stepped(StepClock(), 5).device_steps(odd),
             lambda: _nested(StepClock(), rng, odd),
         )
         kinds[number % len(kinds)]()

@@ -148,14 +148,14 @@ def measure(
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
     title = "diagnosing (at most a minute, nothing is trained)"
     columns = (" ", f"{'run':34}", "images/s    ", "")
-    with trainee.kept(), live_table(title, columns) as rows:
+    with trainee.kept(), live_table(title, columns) as add_row:
         size, notes = fitting_batch(feeds, trainee)
         loader = replace(config.loader, batch_size=size)
         probes = FirstReads(feeds.splits, replace(config, loader=loader), world)
         settings = world.agreed(probes.settings(limits))
         lab = Lab(probes, trainee, limits, world, batch=feeds.noise(size))
         # what surrounds the runs takes time, and what is begun in time and ends late
-        runs = Session(lab, probes, train, rows, ends - 5.0, notes=notes).run(settings)
+        runs = Session(lab, probes, train, add_row, ends - 5.0, notes=notes).run(settings)
     others = neighbours.look()
     if others is not None:
         log.warning("%s", neighbours.told(others))

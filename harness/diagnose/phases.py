@@ -21,7 +21,7 @@ from harness.runtime.errors import LoaderError
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.probe import Lab
 from harness.tuning.search import Ask
-from harness.watch.console import LiveTable
+from harness.watch.console import AddRow
 from harness.watch.stages import SAMPLE, StageCost, StageMeter, StageTotals
 
 _ROUNDS = 3
@@ -104,7 +104,7 @@ class Session:
     lab: Lab
     probes: FirstReads
     dataset: ImageDataset
-    rows: LiveTable
+    add_row: AddRow
     ends: float  # on ``now``
     now: Callable[[], float] = time.perf_counter
     fetch: Callable[..., Fetch] = cold_fetch
@@ -253,7 +253,7 @@ class Session:
         """Adds a row to the table, and a note if a figure is missing."""
         if missing:
             self.notes.append(f"{name} was not measured: {missing}")
-        self.rows.add((name, _WHAT[name], str(rate or "-"), missing or remark))
+        self.add_row((name, _WHAT[name], str(rate or "-"), missing or remark))
 
 
 def _middle(rates: list[Rate]) -> Rate:

@@ -35,9 +35,8 @@ class Filler:
         self, dataset: FillableDataset, slot: int, meter: StageMeter | None, times_samples: bool
     ) -> None:
         self._dataset = dataset
-        stages = stages_of(dataset)
-        self._staged = stages != (SAMPLE,)
-        meter = meter or StageMeter(stages, slot + 1, shared=False)
+        self._stages = stages_of(dataset)
+        meter = meter or StageMeter(self._stages, slot + 1, shared=False)
         self._fill: Any = meter.timed(slot, dataset.fill) if times_samples else dataset.fill
         self.timer = StageTimer(meter, slot)
 
@@ -74,14 +73,15 @@ class Filler:
                     labels[row] = fill(epoch, index, pixels[row])
                 else:
                     laps.lap(START)
-                    if self._staged:
+                    if self._stages != (SAMPLE,):
                         labels[row] = fill(epoch, index, pixels[row], laps.lap)
                     else:
                         labels[row] = fill(epoch, index, pixels[row])
                         laps.lap(SAMPLE)
             except Exception as error:
                 if laps is not None:
-                    laps.fail()
+                    # what was not told yet counts for the first stage, most often reading
+                    laps.lap(self._stages[0])
                 if is_out_of_memory(error):
                     raise MemoryError(str(error)) from error
                 # as text: an error that cannot be pickled would never arrive (pytorch #142884)

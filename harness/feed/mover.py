@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -138,16 +139,15 @@ class Ready(NamedTuple):
     Attributes:
         images: on the device, normalised.
         labels: on the device.
-        events: before the copy, after the copy, behind the last write; None without a clock.
-        done: the event behind the last write to the tensors.
+        events: before the copy, after the copy, and behind the last write to the tensors; None
+            where nobody wants one.
         stamps: when the batch was made.
         there_s: when the batch was there.
     """
 
     images: Tensor
     labels: Tensor
-    events: tuple[Any, Any, Any] | None
-    done: Any
+    events: tuple[Any, Any, Any]
     stamps: Stamps | None
     there_s: float
 
@@ -219,12 +219,11 @@ class Mover:
         if not plain:
             there_s = now()
         # without a side stream the device works in between, and the host must not wait for it
-        self.let_go(most=1 if self.stream is not None else None)
+        self.let_go(most=math.inf if self.stream is None else 1)
         return Ready(
             images,
             labels,
-            (start, end, done) if timed else None,
-            done,
+            (start, end, done),
             batch.stamps if isinstance(batch, HostBatch) else None,
             there_s,
         )
@@ -237,10 +236,10 @@ class Mover:
         event.record(self.own.stream())
         return event
 
-    def let_go(self, most: int | None) -> None:
-        """Drops batches that are copied; waits until ``most`` copies are under way, if given."""
+    def let_go(self, most: float) -> None:
+        """Drops batches that are copied; waits until at most ``most`` copies are under way."""
         copying = self._copying
-        while copying and (copying[0][0].query() or (most is not None and len(copying) > most)):
+        while copying and (copying[0][0].query() or len(copying) > most):
             copying[0][0].synchronize()
             copying.popleft()
 

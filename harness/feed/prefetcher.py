@@ -162,12 +162,12 @@ def _batches(loader: Iterable[Any], move: Mover, ahead: bool) -> Batches:
             if side is not None:
                 current = own.stream()
                 # compute waits for the copy, on the device
-                current.wait_event(ready.done)
+                current.wait_event(ready.events[-1])
                 # and the memory is not reused before compute is through
                 own.keep_for(current, ready.images)
                 own.keep_for(current, ready.labels)
             if move.clock is not None:
-                if ready.events is not None:
+                if own.has_streams:
                     move.clock.copied(*ready.events)
                 move.clock.arrived(ready.stamps, ready.there_s)
             yield ready.images, ready.labels

@@ -322,9 +322,6 @@ class _Batches(Dataset[HostBatch]):
     # this worker's, from its first batch on
     _filler: Filler | None = None
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     def __getitems__(self, key: tuple[int, np.ndarray]) -> HostBatch:
         epoch, indices = key
         count = len(indices)

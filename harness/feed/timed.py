@@ -125,7 +125,7 @@ class TimedSteps(ABC):
         Raises:
             Whatever this rank's ``feed`` raises; with several ranks once all have stopped.
         """
-        clock = StepClock(self.device, now=self._now, keep_steps=True)
+        clock = StepClock(self.device, now=self._now)
         self._failed = None
         with closing(self.fed(feed, clock)) as batches:
             # not counted: the first batch, which holds the workers' start, and those in store

@@ -18,7 +18,7 @@ from harness.tuning.look import FED, Look
 from harness.tuning.measures import Probes, Trial
 from harness.tuning.probe import Lab
 from harness.tuning.search import Ask, Choice, Search, follow, grid
-from harness.watch.console import LiveTable, live_table
+from harness.watch.console import AddRow, live_table
 from harness.watch.neighbours import Neighbours
 
 
@@ -58,16 +58,16 @@ def tune(
     title = f"tuning the loader (tuner={config.name.name})"
     columns = ("measured    ", "images/s  ", "waiting", "seconds", "setting")
     trials: list[Trial] = []
-    with trainee.kept(), live_table(title, columns) as rows:
+    with trainee.kept(), live_table(title, columns) as add_row:
 
         def attempt(ask: Ask) -> Trial:
             trials.append(lab.attempt(ask))
-            rows.add(trials[-1].row)
+            add_row(trials[-1].row)
             return trials[-1]
 
         # other ranks would count as other programs
         neighbours = Neighbours(limits.cores if ranks.size == 1 else None)
-        search = automatic(lab, own, config, rows, begin, images_left)
+        search = automatic(lab, own, config, add_row, begin, images_left)
         if config.name is TunerName.grid:
             pins = (False, True)[: 1 + device.has_streams]
             search = grid(own, max(1, int(limits.cores)), pins, config.budget_s or math.inf)
@@ -89,7 +89,7 @@ def automatic(
     lab: Lab,
     own: FeedSettings,
     config: TunerConfig,
-    rows: LiveTable,
+    add_row: AddRow,
     begin: float,
     images_left: float,
 ) -> Search:
@@ -113,7 +113,7 @@ def automatic(
         return Choice(chosen, None, None, reason="No setting could be measured")
 
     demand, step_cpu_s = lab.demand(0.5)
-    rows.add(("demand", str(demand), "", "", "steps on one batch that is at hand"))
+    add_row(("demand", str(demand), "", "", "steps on one batch that is at hand"))
     takes = demand.images_per_s
     budget_s = config.budget_s
     if budget_s is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -22,26 +22,13 @@ from harness.watch.figures import Spread, Tag
 from harness.watch.stages import StageTotals
 from harness.watch.tfrecord import framed
 
+if TYPE_CHECKING:
+    from harness.watch.wandb_writer import WandbWriter
+
 BAD_SAMPLES = "bad_samples.jsonl"
 # pixels that a picture is wide, at least half of it
 _SHEET = 1_024
 Value = float | Spread | None
-
-
-class Writer:
-    """Where else a run's figures go, such as to a service. No call may wait or raise."""
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take values by tag after ``step`` optimizer updates.
-
-        A value is a figure, maybe not finite, or a list of images, uint8 ``[H, W, 3]``, with texts.
-        """
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Take ``report.json``, or a text by its tag."""
-
-    def close(self, failed: bool) -> None:
-        """End the run there; this may wait a while."""
 
 
 class Board:
@@ -59,7 +46,7 @@ class Board:
         *,
         tensorboard: bool,
         resumed_step: int | None = None,
-        writers: Sequence[Writer] = (),
+        writers: Sequence[WandbWriter] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0

@@ -49,7 +49,6 @@ class StepClock:
         device: where the network runs.
         now: a monotonic clock in seconds, kept as an attribute; None: the device's own.
         events: where timing events come from; None: the device's own, if it has streams.
-        keep_steps: keep what ``device_steps`` tells, which takes memory for every step.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class StepClock:
         *,
         now: Callable[[], float] | None = None,
         events: Events | None = None,
-        keep_steps: bool = False,
     ) -> None:
         from harness.runtime import accelerator  # which imports torch
 
@@ -68,7 +66,7 @@ class StepClock:
         self.now = now or own.now
         self._timeline = None
         if events:
-            self._timeline = Timeline(events, self.now, keep_steps)
+            self._timeline = Timeline(events, self.now)
         # when a call returns, a CPU has done its work; MPS has not
         self._times_compute = own.kind == "cpu" and not events
         self._ledger = Ledger()
@@ -337,7 +335,7 @@ class StepClock:
         """
         if self._timeline is None or len(self._timeline.ends_s) <= count:
             return ()
-        ends_s = self._timeline.ends_s[-count - 1 :]
+        ends_s = list(self._timeline.ends_s)[-count - 1 :]
         return tuple(later - earlier for earlier, later in pairwise(ends_s))
 
     def close_window(self) -> Window | None:

@@ -30,6 +30,8 @@ _quiet = False
 # a progress() or a live_table() is open
 _busy = False
 Item = TypeVar("Item")
+# adds a row to a table, which has as many cells as there are columns
+AddRow = Callable[[Sequence[str]], None]
 
 
 @contextmanager
@@ -60,20 +62,9 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
-@dataclass(frozen=True, slots=True)
-class LiveTable:
-    """A table whose rows come one by one, each a line padded to ``widths``."""
-
-    widths: Sequence[int]
-
-    def add(self, row: Sequence[str]) -> None:
-        """Add a row, which has as many cells as there are columns."""
-        say("  ".join(map(str.ljust, map(printable, row), self.widths)).rstrip())
-
-
 @contextmanager
-def live_table(title: str, columns: Sequence[str]) -> Iterator[LiveTable]:
-    """Show a table that grows inside the block, line by line.
+def live_table(title: str, columns: Sequence[str]) -> Iterator[AddRow]:
+    """Show a table that grows inside the block, line by line, by what is yielded.
 
     A ``progress`` inside the table shows nothing. A column is as wide as its heading, which may end
     with spaces: a line is written before the rows to come are known.
@@ -81,11 +72,14 @@ def live_table(title: str, columns: Sequence[str]) -> Iterator[LiveTable]:
     global _busy
     was_busy = _busy
     _busy = True
-    table = LiveTable([*map(len, columns)])
+
+    def add(row: Sequence[str]) -> None:
+        say("  ".join(map(str.ljust, map(printable, row), map(len, columns))).rstrip())
+
     try:
         say(title)
-        table.add(columns)
-        yield table
+        add(columns)
+        yield add
     finally:
         _busy = was_busy
 

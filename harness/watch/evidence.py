@@ -283,33 +283,20 @@ class StallBreakdown:
             return False
         return self.could() >= (1 + HARM) * max(self.rate, self.workers / self.cost.wall_s)
 
-    def told(self, named: Bottleneck) -> tuple[str, ...]:
-        """Returns the figures in words, and the two next suspects after ``named``."""
+    def told(self) -> tuple[str, ...]:
+        """Returns the figures in words."""
         window = self.evidence.window
         shares = listed(window.shares).replace("_", " ")
         clauses = [f"time on the {window.stall_basis}'s clock: {shares}"]
         if window.wait_parts and self.starved >= WORTH:
             clauses.append(f"waiting for a batch: {listed(window.wait_parts)}")
-        suspects: dict[str, float] = {
-            "compute": (self.compute or 0.0) + self.prepare,
-            "host": self.host,
-            "launch": self.launch,
-            "copy": self.copy + self.starved * self.moved,
-            "transport": self.starved * self.handed,
-        }
         if cost := self.cost:
             clauses.append(
                 f"a sample takes {1e3 * cost.wall_s:.3g} ms, {1e3 * cost.cpu_s:.3g} ms of them "
                 f"on a processor: {listed(cost.parts)}"
             )
-            for kind, share in cost.parts.items():
-                suspects[kind] = suspects.get(kind, 0.0) + self.starved * self.made * share
         if self.host >= WORTH and (work := listed(self.host_parts)):
             clauses.append(f"named work between steps: {work}")
-        suspects.pop(named, None)
-        for name in sorted(suspects, key=lambda name: -suspects[name])[:2]:
-            if suspects[name] >= WORTH:
-                clauses.append(f"next suspect: {name}, {suspects[name]:.0%} of the time")
         return tuple(clauses)
 
 

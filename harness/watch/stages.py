@@ -344,14 +344,6 @@ class StageTimer:
         if self._timing:
             self.lap(_BATCH)
 
-    def fail(self) -> None:
-        """End a timed sample with an error, in the stage after the one that ended last."""
-        stages = (START, *self._of_samples, self._of_samples[-1])
-        last = self._marks[-1][0]
-        # one that the data set does not name is an error of its own
-        if last in stages:
-            self.lap(stages[stages.index(last) + 1])
-
     def end(self, samples: int, batches: int = 1) -> Stamps:
         """Add what the batch took to the totals; its last sample is there.
 

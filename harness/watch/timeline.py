@@ -90,15 +90,14 @@ class Timeline:
     Args:
         events: makes the events, and says on which streams to record them.
         now: the host's clock in seconds.
-        keep_steps: keep when each step ended.
 
     Attributes:
         waits: since the last block, when the host was blocked on the feed; told by the clock.
         copies: the events of the batches that the next block computes on; told by the clock.
-        ends_s: when the device ended each step, by the host's clock; empty unless they are kept.
+        ends_s: when the device ended each of the last steps, by the host's clock.
     """
 
-    def __init__(self, events: Events, now: Callable[[], float], keep_steps: bool = False) -> None:
+    def __init__(self, events: Events, now: Callable[[], float]) -> None:
         self._events = events
         self._now = now
         # as many as the host was ahead of the device
@@ -124,8 +123,8 @@ class Timeline:
         self._hold_s = 0.0
         self._held = 0  # blocks that were
         self._copies = 0  # for the last block
-        self.ends_s = list[float]()
-        self._keep_steps = keep_steps
+        # a megabyte; tuning times fewer steps together
+        self.ends_s: deque[float] = deque(maxlen=1 << 15)
         # after the host, the device ended epochs' first steps
         self._late_s = 0.0
         # all gaps of the step that is being read, so far
@@ -273,8 +272,7 @@ class Timeline:
         self._known &= known
         add_all(self._step_s, spent_s)
         if slot.stepped_s is not None:
-            if self._keep_steps:
-                self.ends_s.append(self._passed_s)
+            self.ends_s.append(self._passed_s)
             if slot.first:
                 self._late_s += max(0.0, self._passed_s - slot.stepped_s)
             elif self._known:

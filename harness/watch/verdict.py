@@ -31,7 +31,7 @@ class Verdict:
         sentence: the class in words, the figures that say so, the ceiling, and what to try: short
             sentences.
         next_step: settings to try, as overrides that can be typed; None: no setting helps.
-        evidence: the figures that it rests on, then the two next suspects.
+        evidence: the figures that it rests on.
     """
 
     bottleneck: Bottleneck
@@ -97,7 +97,7 @@ def judge(evidence: Evidence) -> Verdict:
     ways = [way for way in (found.next_step, found.advice) if way]
     if ways:
         sentences.append(f"Try: {', or '.join(ways)}")
-    return Verdict(kind, ceiling, ". ".join(sentences) + ".", found.next_step, r.told(kind))
+    return Verdict(kind, ceiling, ". ".join(sentences) + ".", found.next_step, r.told())
 
 
 def straggler(r: StallBreakdown) -> Finding | None:

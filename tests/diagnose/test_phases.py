@@ -94,9 +94,6 @@ class Rig:
     def saw(self, batches: int) -> None:
         self.has_seen = self.has_seen or batches > 0
 
-    def add(self, row: tuple[str, ...]) -> None:
-        self.rows.append(row)
-
     def fetched(self, paths: object, readers: int, limit_s: float) -> Fetch:
         self.spend("F")
         if isinstance(self.fetch, UnmeasuredError):
@@ -108,7 +105,7 @@ class Rig:
         parts: Any = self
         nothing: Any = SimpleNamespace(source=())
         session = Session(
-            parts, parts, nothing, parts, 60.0, now=lambda: self.at, fetch=self.fetched
+            parts, parts, nothing, self.rows.append, 60.0, now=lambda: self.at, fetch=self.fetched
         )
         settings = samples.settings(workers, batch_size=10)
         return session.run(dataclasses.replace(settings, pin_memory=pinned))

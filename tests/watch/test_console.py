@@ -111,7 +111,7 @@ def test_other_ranks_are_silent_and_still_log(
     with console.speaking(False):
         console.say("hello")
         with console.live_table("live", ["b"]) as shown:
-            shown.add(["2"])
+            shown(["2"])
         logging.getLogger(LOGGER).warning("careful")
         with console.progress("work", 10, "steps", now=Hand()) as bar:
             bar.advance(10)
@@ -284,7 +284,7 @@ def test_a_live_table_in_a_pipe_is_lines(
     """Title and header at once, each row when it comes, padded; all in the log."""
     with console.live_table("Trials", ["num_workers", "images/s  ", "note"]) as shown:
         assert capsys.readouterr().out.splitlines() == ["Trials", "num_workers  images/s    note"]
-        shown.add(["4", "1200 ±3%", "[b]\r"])
+        shown(["4", "1200 ±3%", "[b]\r"])
         assert capsys.readouterr().out.splitlines() == ["4            1200 ±3%    [b]\\r"]
     assert [record.getMessage() for record in log.records] == [
         "Trials",
@@ -298,9 +298,9 @@ def test_a_live_table_on_a_terminal_is_lines_too() -> None:
     seen = on_terminal(
         "from harness.watch.console import live_table, say, progress\n"
         "with live_table('Trials', ['num_workers', 'images/s']) as shown:\n"
-        "    shown.add(['4', '[red]1200[/red]\\x1b[2J'])\n"
+        "    shown(['4', '[red]1200[/red]\\x1b[2J'])\n"
         "    with progress('inner', 2, 'files') as bar: bar.advance(2)\n"
-        "    say('between'); shown.add(['8', '1300'])\n"
+        "    say('between'); shown(['8', '1300'])\n"
     )
     assert "\x1b[2J" not in seen
     assert "inner" not in seen
@@ -318,7 +318,7 @@ def test_a_live_table_inside_progress_is_lines_on_a_terminal_too() -> None:
     seen = on_terminal(
         "from harness.watch.console import live_table, progress\n"
         "with progress('outer', 2, 'parts') as bar:\n"
-        "    with live_table('Trials', ['a']) as shown: shown.add(['row'])\n"
+        "    with live_table('Trials', ['a']) as shown: shown(['row'])\n"
         "    bar.advance(2)\n"
     )
     assert "row" in seen

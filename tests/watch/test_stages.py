@@ -204,29 +204,6 @@ def test_a_new_worker_goes_on_where_the_old_one_ended(clocks: Clocks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended", "booked"), [((), "read"), (("read",), "decode"), (STAGES, "crop")], ids=str
-)
-def test_a_sample_that_fails_is_booked_where_it_did(
-    clocks: Clocks, ended: tuple[str, ...], booked: str
-) -> None:
-    """The time until the error goes to the stage after the last one that ended."""
-    meter = StageMeter(STAGES, 0)
-    timer = clocks.timer(meter)
-    (laps,) = timer.begin(1) or ()
-    timer.fill()
-    assert laps is not None
-    laps.lap(START)
-    for stage in ended:
-        laps.lap(stage)
-    clocks.go(30.0, 0.0)
-    laps.fail()
-    timer.end(1)
-    totals = meter.read()
-    assert totals.busy_s == pytest.approx(30.0)
-    assert totals.stages[booked].wall_s == pytest.approx(30.0)
-
-
-@pytest.mark.parametrize(
     ("told", "text"),
     [
         (["read", "blur"], r"tells the end of \['blur', 'read'\]: call lap\(stage\)"),
