@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,16 +16,13 @@ from torchvision.datasets import folder
 from torchvision.transforms import v2
 
 from harness.data.decode import DecodeOptions, decode
+from harness.data.storage import spread
 from harness.data.transforms import Box, TrainTransform, resize_into
 from harness.runtime.files import read_regular
 
 _Set = TypeVar("_Set", bound=folder.DatasetFolder)
 
 _COMPOSES = (transforms.Compose, v2.Compose)
-_CROPS = (transforms.RandomResizedCrop, v2.RandomResizedCrop)
-_RESIZES = (transforms.Resize, v2.Resize)
-_CENTERS = (transforms.CenterCrop, v2.CenterCrop)
-_FLIPS = (transforms.RandomHorizontalFlip, v2.RandomHorizontalFlip)
 # images that are compared
 _COMPARED = 32
 
@@ -46,11 +44,10 @@ def faster(dataset: _Set) -> _Set:
     loader = getattr(dataset, "loader", None)
     if loader not in (folder.default_loader, folder.pil_loader):
         raise ValueError("dataset: not an ImageFolder of torchvision's with its own loader")
-    head, rest = _head(_steps(dataset))
     found = copy.copy(dataset)
     found.loader = _load
     # what torchvision calls; the attribute of the same name is for people
-    found.transform = _Fast(head, transforms.Compose([*rest]))
+    found.transform = _fast(_steps(dataset))
     return found
 
 
@@ -63,48 +60,11 @@ def _load(path: str) -> np.ndarray:
     return decode(read_regular(path), DecodeOptions())
 
 
-class _Head(NamedTuple):
-    """A crop to a square, and a flip or none."""
-
-    size: int
-    random: Any
-    short: int
-    flip: float | None
-    interpolation: Any
-
-
-def _head(steps: Sequence[Any]) -> tuple[_Head, Sequence[Any]]:
-    """Returns what the first transforms do, and the others."""
-    known = None
-    if steps and isinstance(steps[0], _CROPS) and _filter(steps[0]):
-        known = _Head(_side(steps[0]), steps[0], 0, None, _filter(steps[0]))
-        rest = steps[1:]
-    elif (
-        len(steps) > 1
-        and isinstance(steps[0], _RESIZES)
-        and isinstance(steps[1], _CENTERS)
-        and _filter(steps[0])
-        and not getattr(steps[0], "max_size", None)
-    ):
-        short = np.ravel(steps[0].size)
-        if len(short) == 1 and short[0] >= _side(steps[1]):
-            known = _Head(_side(steps[1]), None, int(short[0]), None, _filter(steps[0]))
-            rest = steps[2:]
-    if known is None or not known.size:
-        raise ValueError(
-            "dataset.transform: does not begin with RandomResizedCrop, or Resize and CenterCrop, "
-            "to a square, bilinear or bicubic"
-        )
-    if rest and isinstance(rest[0], _FLIPS):
-        return known._replace(flip=rest[0].p), rest[1:]
-    return known, rest
-
-
-def _filter(step: Any) -> str | None:
-    """Returns the antialiased filter that ``step`` resizes by; None: none that serves here."""
+def _filter(step: Any) -> str:
+    """Returns the antialiased filter that ``step`` resizes by; empty: none that serves here."""
     # version 2 keeps what it was given
     given = getattr(step.interpolation, "value", step.interpolation)
-    return given if step.antialias and given in ("bilinear", "bicubic") else None
+    return given if step.antialias and given in ("bilinear", "bicubic") else ""
 
 
 def _side(step: Any) -> int:
@@ -113,29 +73,71 @@ def _side(step: Any) -> int:
     return sides.pop() if len(sides) == 1 else 0
 
 
+@dataclass
 class _Fast:
-    """Cuts, resizes and mirrors in one go, then does the rest."""
+    """Cuts to a square, resizes and mirrors in one go, then does the rest.
 
-    def __init__(self, head: _Head, rest: Callable[[Any], Any]) -> None:
-        self._head = head
-        self._rest = rest
+    Attributes:
+        size: side of the square.
+        filter: that resizes.
+        random: draws what is cut; None: the centre.
+        short: the shorter side that the centre is cut from.
+        flip: how often it mirrors; None: never, and nothing is drawn.
+    """
+
+    size: int
+    filter: str
+    random: Any = None
+    short: int = 0
+    flip: float | None = None
+    rest: Any = None
 
     def __call__(self, pixels: np.ndarray) -> Any:
         height, width, _ = pixels.shape
-        size, random, short, flip, interpolation = self._head
         box: Box = (0, 0, width, height)
         new_size = None
-        if random is not None:
+        if self.random is not None:
             # of which it asks the size
             image = torch.empty(1, dtype=torch.uint8).expand(3, height, width)
-            top, left, h, w = random.get_params(image, random.scale, random.ratio)
+            top, left, h, w = self.random.get_params(image, self.random.scale, self.random.ratio)
             box = (left, top, w, h)
         else:
-            new_size = TrainTransform(size, resize=short).whole_size(width, height)
-        mirrored = flip is not None and bool(torch.rand(1) < flip)
-        out = np.empty((size, size, 3), np.uint8)
-        resize_into(pixels, box, out.transpose(2, 0, 1), mirrored, new_size, interpolation)
-        return self._rest(Image.fromarray(out))
+            new_size = TrainTransform(self.size, resize=self.short).whole_size(width, height)
+        mirrored = self.flip is not None and bool(torch.rand(1) < self.flip)
+        out = np.empty((self.size, self.size, 3), np.uint8)
+        resize_into(pixels, box, out.transpose(2, 0, 1), mirrored, new_size, self.filter)
+        return self.rest(Image.fromarray(out))
+
+
+def _fast(steps: Sequence[Any]) -> _Fast:
+    """Returns what does the first transforms in one go, and then the others.
+
+    Raises:
+        ValueError: they begin otherwise.
+    """
+    found = None
+    match [*steps]:
+        case [transforms.RandomResizedCrop() | v2.RandomResizedCrop() as crop, *rest]:
+            found = _Fast(_side(crop), _filter(crop), crop)
+        case [
+            transforms.Resize() | v2.Resize() as resize,
+            transforms.CenterCrop() | v2.CenterCrop() as center,
+            *rest,
+        ] if not getattr(resize, "max_size", None):
+            short = np.ravel(resize.size)
+            if len(short) == 1 and short[0] >= _side(center):
+                found = _Fast(_side(center), _filter(resize), short=int(short[0]))
+    if found is None or not found.size or not found.filter:
+        raise ValueError(
+            "dataset.transform: does not begin with RandomResizedCrop, or Resize and CenterCrop, "
+            "to a square, bilinear or bicubic"
+        )
+    match rest:
+        case [transforms.RandomHorizontalFlip() | v2.RandomHorizontalFlip() as flip, *rest]:
+            found.flip = flip.p
+    # watched, each of its transforms is a stage
+    found.rest = transforms.Compose(rest)
+    return found
 
 
 class Trial(NamedTuple):
@@ -160,13 +162,12 @@ def trial(dataset: Any) -> Trial | None:
     steps = _steps(dataset)
     theirs = copy.copy(dataset)
     try:
-        steps = steps[: len(steps) - len(_head(steps)[1])]
+        steps = steps[: len(steps) - len(_fast(steps).rest.transforms)]
         theirs.transform = transforms.Compose([*steps])
         ours = faster(theirs)
     except (ValueError, AttributeError):
         return None
-    count = min(_COMPARED, len(dataset))
-    picked = [place * len(dataset) // count for place in range(count)]
+    picked = spread(len(dataset), _COMPARED)
     spent_s = []
     made = []
     with torch.random.fork_rng(devices=[]):
@@ -179,6 +180,6 @@ def trial(dataset: Any) -> Trial | None:
                 torch.manual_seed(index)
                 made.append(np.asarray(one[index][0], np.int16))
             spent_s.append(time.thread_time() - begin_s)
-    apart = [np.abs(a - b).mean() for a, b in zip(made, made[count:], strict=False)]
+    apart = [np.abs(a - b).mean() for a, b in zip(made, made[len(picked) :], strict=False)]
     names = tuple(type(step).__name__ for step in steps)
     return Trial(spent_s[1] / spent_s[0], float(np.mean(apart)), names)
