@@ -297,7 +297,7 @@ class Loops:
             self.forwards += 1
             self._handed_s = None
 
-    def copying(self, tensor: Tensor) -> Any:
+    def copying(self) -> Any:
         """Returns what ``copied`` takes, where a tensor of the batch may go to the device."""
         if not self._copies or not self._here():
             return None

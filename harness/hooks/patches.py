@@ -58,17 +58,20 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _safely(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Returns what a method of the loops returns; after a fault of ours nothing is watched."""
+def _tell(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Returns what a ``method`` of ``Loops`` returns; None: nothing is watched.
+
+    After a fault of ours nothing is watched any more.
+    """
     global _loops
+    loops = _loops
+    if loops is None:
+        return None
     try:
-        return method(*args, **named)
+        return method(loops, *args, **named)
     except Exception as error:
-        if _loops is not None:
-            known = isinstance(error, RunError | ConfigError)
-            _loops.fault = (
-                str(error) if known else f"a fault of ours, {type(error).__name__}: {error}"
-            )
+        known = isinstance(error, RunError | ConfigError)
+        loops.fault = str(error) if known else f"a fault of ours, {type(error).__name__}: {error}"
         _loops = None
         return None
 
@@ -76,8 +79,7 @@ def _safely(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
 def _making(make: Callable[..., None]) -> Callable[..., None]:
     def wrapper(loader: Any, *args: Any, **named: Any) -> None:
         make(loader, *args, **named)
-        if _loops is not None:
-            _safely(_loops.made, loader)
+        _tell(Loops.made, loader)
 
     return wrapper
 
@@ -86,12 +88,11 @@ def iterating(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a loader's ``__iter__`` that tells of its passes."""
 
     def wrapper(loader: Any) -> Any:
-        own: Any = _loops and _safely(_loops.open, loader)
+        own = _tell(Loops.open, loader)
         if own is None:
             return iterate(loader)
         iterator = _timed(loader, own.loader, iterate)
-        if _loops is not None:
-            _safely(_loops.opened, own, iterator)
+        _tell(Loops.opened, own, iterator)
         return iterator
 
     return wrapper
@@ -118,17 +119,15 @@ def fetching(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns an iterator's ``__next__`` that tells of its batches."""
 
     def wrapper(iterator: Any) -> Any:
-        own = _loops and _safely(_loops.ask, iterator)
+        own = _tell(Loops.ask, iterator)
         if own is None:
             return fetch(iterator)
         try:
             batch = fetch(iterator)
         except BaseException as error:
-            if _loops is not None:
-                _safely(_loops.lack, own, is_end=isinstance(error, StopIteration))
+            _tell(Loops.lack, own, is_end=isinstance(error, StopIteration))
             raise
-        if _loops is not None:
-            _safely(_loops.take, own, iterator, batch)
+        _tell(Loops.take, own, iterator, batch)
         return batch
 
     return wrapper
@@ -138,10 +137,10 @@ def _copying(copy: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
         if _loops is None or id(tensor) not in _loops.batch_ids:
             return copy(tensor, *args, **named)
-        begun = _safely(_loops.copying, tensor)
+        begun = _tell(Loops.copying)
         made = copy(tensor, *args, **named)
-        if begun is not None and _loops is not None:
-            _safely(_loops.copied, tensor, made, begun)
+        if begun is not None:
+            _tell(Loops.copied, tensor, made, begun)
         return made
 
     return wrapper
@@ -149,13 +148,11 @@ def _copying(copy: Callable[..., Any]) -> Callable[..., Any]:
 
 def _backward(backward: Callable[..., None]) -> Callable[..., None]:
     def wrapper(*args: Any, **named: Any) -> None:
-        if _loops is not None:
-            _safely(_loops.backward)
+        _tell(Loops.backward)
         backward(*args, **named)
 
     return wrapper
 
 
 def _updated(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if _loops is not None:
-        _safely(_loops.updated, optimizer)
+    _tell(Loops.updated, optimizer)
