@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType, TracebackType
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.argv = [module.__file__ or typed.script, *typed.rest]
     sys.modules["__main__"] = module
     session = Session(typed.script, typed.out, not typed.no_tensorboard, BEGAN_S)
-    with _reporting(session), session.hooked():
+    _report_ends(session)
+    with session.watching():
         exec(code, module.__dict__)
     return 0
 
@@ -78,16 +79,14 @@ def _found(name: str, *, is_module: bool) -> tuple[ModuleType, CodeType]:
     return module, code
 
 
-@contextmanager
-def _reporting(session: Any) -> Iterator[None]:
-    """Reports at the end of the block, however it ends."""
+def _report_ends(session: Any) -> None:
+    """Has SIGTERM report, and a script's error told as Python tells it."""
     own = os.getpid()
-    asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         if signal.getsignal(number) is not stop:
             # the script's own handler calls the one that it found, and decides
-            asked.append(number)
+            session.interrupted = True
             return
         if os.getpid() == own:
             session.finish("interrupted")
@@ -98,23 +97,6 @@ def _reporting(session: Any) -> Iterator[None]:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, stop)
     sys.excepthook = _without_us
-    status = "failed"
-    try:
-        yield
-        status = "completed"
-    except SystemExit as end:
-        if not end.code:
-            status = "completed"
-        raise
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        if asked:
-            status = "interrupted"
-        # a worker that the script forked may come here too
-        if os.getpid() == own:
-            session.finish(status)
 
 
 def _without_us(
@@ -125,15 +107,15 @@ def _without_us(
     seen: list[BaseException] = []
     while each is not None and each not in seen:
         seen.append(each)
-        kept = [*_theirs(each.__traceback__)]
-        for frame, following in zip(kept, [*kept[1:], None], strict=True):
+        kept = [*_theirs(each.__traceback__), None]
+        for frame, following in pairwise(kept):
             frame.tb_next = following
-        each.__traceback__ = kept[0] if kept else None
+        each.__traceback__ = kept[0]
         each = each.__cause__ or each.__context__
     sys.__excepthook__(kind, error, error.__traceback__)
 
 
-def _theirs(frames: TracebackType | None) -> Iterator[TracebackType]:
+def _theirs(frames: TracebackType | None) -> Iterator[Any]:
     """Iterates over the frames of a traceback that are not ours."""
     ours = str(Path(__file__).parents[1])
     codes = [frame.f_code for frame, _ in walk_tb(frames)]

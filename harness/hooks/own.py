@@ -38,16 +38,8 @@ def watching(
         return
     place = None if out is None else Path(out)
     session = Session(name or sys.argv[0], place, tensorboard, time.perf_counter())
-    status = "failed"
-    with session.hooked():
-        try:
-            yield session
-            status = "completed"
-        except KeyboardInterrupt:
-            status = "interrupted"
-            raise
-        finally:
-            session.finish(status)
+    with session.watching():
+        yield session
 
 
 class Watched(Generic[Batch]):
@@ -97,7 +89,6 @@ def watched(loader: Iterable[Batch]) -> Watched[Batch]:
         session = Session(sys.argv[0], None, tensorboard=True, began_s=time.perf_counter())
         session.tells_passes = True
         stack = ExitStack()
-        stack.callback(session.finish, "completed")
-        stack.enter_context(session.hooked())
+        stack.enter_context(session.watching())
         atexit.register(stack.close)
     return Watched(loader, session)

@@ -70,6 +70,8 @@ class Session:
         self._finished = self._has_children = False
         # say a line at the end of each pass
         self.tells_passes = False
+        # by a signal that the script itself handles
+        self.interrupted = False
 
     def _passed(self, clock: StepClock) -> None:
         """Tells how training went so far."""
@@ -112,15 +114,31 @@ class Session:
         self._sampler = self._stack.enter_context(Sampler(sources, _SAMPLE_S))
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Watches what happens in the block, in what ``torch.multiprocessing`` spawns too."""
+    def watching(self) -> Iterator[None]:
+        """Watches what happens in the block, and reports at its end, however it ends.
+
+        What ``torch.multiprocessing`` spawns is watched too.
+        """
+        own = os.getpid()
         started = _spawn._wrap = _Started(self._name, self._place, self._tensorboard)
+        status = "failed"
         try:
             with patches.installed(self.loops):
                 yield
+            status = "completed"
+        except SystemExit as end:
+            if not end.code:
+                status = "completed"
+            raise
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
         finally:
             _spawn._wrap = _torchs_wrap
             self._has_children = started.is_sent
+            # a worker that the script forked may come here too
+            if os.getpid() == own:
+                self.finish("interrupted" if self.interrupted else status)
 
     def verdict(self) -> Verdict:
         """Returns what bounds the steps so far; in the words of the loop."""
@@ -285,14 +303,8 @@ class _Started:
 
     def __call__(self, *args: Any) -> None:
         """Does what torch does in the process."""
-        session = Session(*self._args, began_s=time.perf_counter())
-        status = "failed"
-        try:
-            with session.hooked():
-                _torchs_wrap(*args)
-            status = "completed"
-        finally:
-            session.finish(status)
+        with Session(*self._args, began_s=time.perf_counter()).watching():
+            _torchs_wrap(*args)
 
 
 def _local_ranks(world_size: int) -> int:
