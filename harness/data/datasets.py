@@ -156,8 +156,8 @@ class Splits:
                 digest.update(os.fsencode(f"{path} {state}\n"))
         else:
             for i in spread(len(source), 16):
-                # A bad sample is told when it is loaded.
-                with suppress(BadSample):
+                # A bad sample, of a user's source by any error, is told when it is loaded.
+                with suppress(Exception):
                     content, label = source.read(i)
                     digest.update(f"{np.shape(content)} {len(content)} {label}".encode())
                     digest.update(content if isinstance(content, bytes) else content.tobytes())

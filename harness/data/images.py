@@ -10,6 +10,7 @@ from harness.data.cache import PixelCache
 from harness.data.decode import DecodeOptions, Undecodable, decode
 from harness.data.storage import Source
 from harness.data.transforms import TrainTransform
+from harness.runtime import parts
 from harness.runtime.errors import BadSample, is_out_of_memory
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
@@ -83,7 +84,5 @@ class ImageDataset:
             if isinstance(error, BadSample) or is_out_of_memory(error):
                 raise
             # any error: a StopIteration that got out would end a worker's epoch in silence
-            reason = f"{type(error).__name__}: {error}"
-            if isinstance(error, Undecodable):
-                reason = str(error)
+            reason = str(error) if isinstance(error, Undecodable) else parts.told(error)
             raise BadSample(self.source.where(place), reason) from error

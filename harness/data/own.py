@@ -8,8 +8,8 @@ example of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,11 @@ class OwnSource:
                 f"{where} has read and no {', '.join(missing)}; a source has {', '.join(_MEMBERS)}"
             )
         self._given = given
-        with _readable(where, "classes"):
+        with parts.explained(f"{where}: its classes cannot be read:"):
             self.classes = _names(given.classes)
-        with _readable(where, "length"):
+        with parts.explained(f"{where}: its length cannot be read:"):
             length = len(given)
-        with _readable(where, "labels"):
+        with parts.explained(f"{where}: its labels cannot be read:"):
             labels = np.asarray(given.labels)
         if labels.shape != (length,) or not length or not np.issubdtype(labels.dtype, np.integer):
             raise ConfigError(
@@ -72,16 +72,11 @@ class OwnSource:
         """Returns what the user's source gives for sample ``i``.
 
         Raises:
-            BadSample: it failed, or gave neither bytes nor pixels.
+            BadSample: it gave another label, or neither bytes nor pixels.
+            Exception: what the user's source raises.
         """
-        try:
-            content, label = self._given.read(i)
-            number = float(label)
-        except Exception as error:
-            if isinstance(error, BadSample) or is_out_of_memory(error):
-                raise
-            raise BadSample(self.where(i), parts.told(error)) from error
-        if number != self.labels[i]:
+        content, label = self._given.read(i)
+        if float(label) != self.labels[i]:
             raise BadSample(self.where(i), f"read({i}) gave label {label!r}, not {self.labels[i]}")
         is_pixels = isinstance(content, np.ndarray) and content.dtype == np.uint8
         if isinstance(content, bytes) or (is_pixels and content.shape[2:] == (3,)):
@@ -118,7 +113,7 @@ class OwnDataset:
                 f"{self.where} is {_kind(self.given)}; it must be a source, or have __len__ and "
                 "__getitem__"
             )
-        with _readable(self.where, "length"):
+        with parts.explained(f"{self.where}: its length cannot be read:"):
             length = len(self.given)
         if not length:
             raise ConfigError(f"{self.where} is empty")
@@ -176,15 +171,6 @@ def _targets(given: Any) -> np.ndarray:
     return np.asarray(given.targets)
 
 
-@contextmanager
-def _readable(where: str, what: str) -> Iterator[None]:
-    """Has whatever the user's code raises in the block end as a ConfigError."""
-    try:
-        yield
-    except Exception as error:
-        raise ConfigError(f"{where}: its {what} cannot be read: {parts.told(error)}") from error
-
-
 def open_own(
     data: DataConfig, seed: int, split_seed: int
 ) -> tuple[Source, Source] | tuple[OwnDataset, OwnDataset]:
@@ -208,7 +194,7 @@ def open_own(
     kinds = {hasattr(part, "read") for part in pair}
     if len(kinds) > 1:
         raise ConfigError(f"{begin}: one set is a source, the other is not; return two of a kind")
-    with _readable(begin, "classes"):
+    with parts.explained(f"{begin}: its classes cannot be read:"):
         given = [getattr(part, "classes", None) for part in pair]
         of_sets = {_names(classes) for classes in given if classes is not None}
     if len(of_sets) > 1:
@@ -229,7 +215,7 @@ def open_own(
         if not hasattr(named, "dataset"):
             raise ConfigError(f"{wheres[0]} has no classes; give it an attribute classes, a list")
         named = named.dataset
-    with _readable(begin, "classes"):
+    with parts.explained(f"{begin}: its classes cannot be read:"):
         classes = _names(named.classes)
     first, second = (
         OwnDataset(part, where, classes, data.image_size, seed, data.on_error is OnError.skip)
