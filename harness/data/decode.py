@@ -164,7 +164,7 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
 
     Pillow reads every format, and what it says of damage is final.
     """
-    plugin = reader(data[:HEAD_BYTES])
+    plugin = reader(data)
     if plugin is None:
         if data.startswith(b"version https://git-lfs.github.com/spec/"):
             raise Undecodable(

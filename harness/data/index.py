@@ -12,7 +12,6 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 
 from harness.data.decode import HEAD_BYTES, reader
 from harness.data.mapped import MappedFile, checksum, in_memory
-from harness.runtime.errors import DataError
+from harness.runtime.errors import DataError, listed
 from harness.runtime.files import open_regular, parsed, set_aside, write_whole
 from harness.runtime.folder import log
 
@@ -287,11 +286,3 @@ def _folder_state(path: bytes) -> list[int]:
     """
     status = os.stat(path)
     return [status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def listed(names: Sequence[str]) -> str:
-    """Returns the first five of ``names``, and how many more there are."""
-    shown = ", ".join(names[:5])
-    if len(names) > 5:
-        shown += f" and {len(names) - 5} more"
-    return shown

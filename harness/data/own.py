@@ -23,9 +23,6 @@ from harness.runtime import parts
 from harness.runtime.errors import BadSample, is_out_of_memory
 from harness.runtime.seeding import seeded
 
-# of a source, besides ``__len__``
-_MEMBERS = ("classes", "labels", "read", "where")
-
 
 class OwnSource:
     """A source of the user's, with labels as the feed wants them.
@@ -37,18 +34,12 @@ class OwnSource:
     """
 
     def __init__(self, given: Any, where: str) -> None:
-        missing = [name for name in _MEMBERS if not hasattr(given, name)]
-        if missing:
-            raise ConfigError(
-                f"{where} has read and no {', '.join(missing)}; a source has {', '.join(_MEMBERS)}"
-            )
-        self._given = given
-        with parts.explained(f"{where}: its classes cannot be read:"):
+        with parts.explained(f"{where}: a source has classes, labels, length, where and read:"):
             self.classes = _names(given.classes)
-        with parts.explained(f"{where}: its length cannot be read:"):
-            length = len(given)
-        with parts.explained(f"{where}: its labels cannot be read:"):
             labels = np.asarray(given.labels)
+            length = len(given)
+            self._where = given.where
+            self._read = given.read
         if labels.shape != (length,) or not length or not np.issubdtype(labels.dtype, np.integer):
             raise ConfigError(
                 f"{where}: its labels are {_kind(labels)}, and its length is {length}; each sample "
@@ -66,7 +57,7 @@ class OwnSource:
 
     def where(self, i: int) -> str:
         """Returns the user's name for sample ``i``."""
-        return str(self._given.where(i))
+        return str(self._where(i))
 
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
         """Returns what the user's source gives for sample ``i``.
@@ -75,7 +66,7 @@ class OwnSource:
             BadSample: it gave another label, or neither bytes nor pixels.
             Exception: what the user's source raises.
         """
-        content, label = self._given.read(i)
+        content, label = self._read(i)
         if float(label) != self.labels[i]:
             raise BadSample(self.where(i), f"read({i}) gave label {label!r}, not {self.labels[i]}")
         is_pixels = isinstance(content, np.ndarray) and content.dtype == np.uint8

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from harness.config import ConfigError
-from harness.data.index import Index, listed, listing, open_index
+from harness.data.index import Index, listing, open_index
 from harness.data.mapped import MappedFile, in_memory
-from harness.runtime.errors import BadSample, DataError, is_out_of_memory, printable
+from harness.runtime.errors import BadSample, DataError, is_out_of_memory, listed, printable
 from harness.runtime.files import read_regular
 from harness.runtime.folder import log
 from harness.runtime.seeding import order_rng

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from harness.data.decode import HEAD_BYTES, reader
-from harness.data.storage import FolderSource, Source, Subset
+from harness.data.decode import reader
+from harness.data.storage import FolderSource, Source, Subset, spread
 
 # a file that is being read so long after the limit is given up
 _STUCK_S = 5.0
@@ -65,13 +65,13 @@ def short_sides(source: Source, now: Callable[[], float] = time.perf_counter) ->
     """
     found: list[int] = []
     end = now() + 1.0
-    for i in range(0, len(source), max(1, len(source) // 24)):
+    for i in spread(len(source), 24):
         if now() > end:
             break
         # what is no image file raises something, and damaged bytes make Pillow raise anything
         with suppress(Exception):
             data: Any = source.read(i)[0]
-            plugin: Any = reader(data[:HEAD_BYTES])
+            plugin: Any = reader(data)
             found.append(min(plugin(io.BytesIO(data)).size))
     return found
 

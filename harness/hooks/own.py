@@ -58,8 +58,12 @@ class Watched(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if isinstance(self._loader, DataLoader):
             return iter(self._loader)
-        found: Iterator[Batch] = patches.iterating(lambda own: _Batches(iter(own._loader)))(self)
+        found: Iterator[Batch] = self._followed()
         return found
+
+    @patches.iterating
+    def _followed(self) -> Iterator[Batch]:
+        return _Batches(iter(self._loader))
 
     def verdict(self) -> Verdict:
         """Returns what bounds the steps so far, and what to try."""
@@ -70,12 +74,9 @@ class _Batches(Iterator[Batch]):
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
 
+    @patches.fetching
     def __next__(self) -> Batch:
-        batch: Batch = _fetch(self)
-        return batch
-
-
-_fetch = patches.fetching(lambda own: next(own._batches))
+        return next(self._batches)
 
 
 def watched(loader: Iterable[Batch]) -> Watched[Batch]:

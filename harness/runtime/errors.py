@@ -215,3 +215,9 @@ def tell_crashes() -> None:
 def printable(text: str) -> str:
     """Returns ``text`` with control characters escaped: a file's name cannot drive the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def listed(names: Sequence[str], between: str = ", ") -> str:
+    """Returns the first five of ``names``, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return between.join(names[:5]) + more

@@ -14,7 +14,7 @@ from torchvision import models as zoo
 
 from harness.config import TIMM, ConfigError, ModelConfig, check_model
 from harness.runtime import parts
-from harness.runtime.errors import CheckpointError, printable
+from harness.runtime.errors import CheckpointError, listed, printable
 from harness.training import checkpoint, published
 from harness.watch.console import say
 
@@ -160,8 +160,7 @@ def differences(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tenso
 def refuse(problems: list[str], text: str) -> None:
     """Raises ``CheckpointError`` with ``text`` and the first of ``problems``, if there are any."""
     if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(f"{text}: {'; '.join(problems[:5])}{more}")
+        raise CheckpointError(f"{text}: {listed(problems, '; ')}")
 
 
 def head_keys(network: nn.Module) -> set[str]:

@@ -16,7 +16,7 @@ from harness.config import Config, Mode, adopted, from_plain, walk
 from harness.feed.order import Order, Rest
 from harness.runtime import launch
 from harness.runtime.distributed import World
-from harness.runtime.errors import CheckpointError, printable
+from harness.runtime.errors import CheckpointError, listed, printable
 from harness.runtime.folder import log
 from harness.training import checkpoint, models, published
 from harness.training.state import TrainState, check_saved
@@ -240,8 +240,8 @@ def take_over(
         trained = tuple(held.get("classes", classes))
         if trained != classes:
             raise CheckpointError(
-                f"{where}: its classes are not this data set's: {_listed(trained)}, not "
-                f"{_listed(classes)}; choose its data set with data= and data.root="
+                f"{where}: its classes are not this data set's: {listed(trained)}, not "
+                f"{listed(classes)}; choose its data set with data= and data.root="
             )
         if config.mode is Mode.evaluate:
             fill(state.network, saved, config.model.name)
@@ -275,8 +275,3 @@ def fill(network: nn.Module, saved: Saved, name: str) -> None:
     """
     weights = checkpoint.weights_of(saved.state, saved.where)
     models.take_over(network, weights, f"{saved.where}: does not fit model.name={name}")
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" ... ({len(names)})" if len(names) > 5 else ""
-    return printable(", ".join(names[:5]) + more)

@@ -8,7 +8,6 @@ from multiprocessing import get_all_start_methods
 from typing import Any
 
 from harness.config import LoaderConfig
-from harness.feed import forms
 from harness.feed.interface import ARRAYS, PROCESSES, FeedSettings, val_settings
 from harness.runtime.limits import Limits
 from harness.tuning.capacity import shown
@@ -107,15 +106,11 @@ class TuningReport:
 
     @property
     def dataloader(self) -> str:
-        """The line that gives the same in code, with torch's loader if torch has the backend."""
-        own = self.settings
-        if own.backend == PROCESSES:
-            arguments = ", ".join(f"{k}={v!r}" for k, v in self.loader_arguments.items())
-            return f"DataLoader(dataset, shuffle=True, {arguments})"
-        feed = forms.FORMS[own.backend].__name__
-        order = f"Order(len(dataset), {own.batch_size})"
-        names = f"from {forms.__name__} import {feed}, FeedSettings, Order"
-        return f"{feed}(dataset, {order}, {own!r})  # {names}"
+        """The line that gives the same in code; empty: torch's loader has no such backend."""
+        if self.settings.backend != PROCESSES:
+            return ""
+        arguments = ", ".join(f"{k}={v!r}" for k, v in self.loader_arguments.items())
+        return f"DataLoader(dataset, shuffle=True, {arguments})"
 
     def publish(self, board: Board | None) -> None:
         """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page by ``board``."""
@@ -142,7 +137,7 @@ class TuningReport:
             *aligned(("", what, "waiting", "memory", "setting"), rows),
             self.sentence,
             f"the same without tuning: {self.override}",
-            f"the same in code: {self.dataloader}",
+            *(f"the same in code: {line}" for line in [self.dataloader] if line),
             *(f"refused {trial.settings}: {trial.refused}" for trial in refused),
             *(f"note: {note}" for note in self.notes),
         ]
