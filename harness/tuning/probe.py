@@ -313,7 +313,7 @@ class Lab:
         return capacity.needs(settings, size, self.worker_bytes, held)
 
     def refusal(self, settings: FeedSettings, beside: Needs = capacity.NONE) -> str | None:
-        """Returns why ``settings`` cannot fit on this rank, with the arithmetic, or None."""
+        """Returns why ``settings`` cannot fit on this rank, or None."""
         return capacity.refusal(self.needs(settings), self.limits, beside)
 
     def unfit(self, settings: FeedSettings) -> str | None:

@@ -210,7 +210,7 @@ def _recalled(
         return None
     # private memory of one worker, as it was measured
     lab = Lab(feeds, trainee, limits, feeds.world, worker_bytes=0)
-    others = (report.after.memory_bytes or 0) - lab.needs(settings).memory_bytes
+    others = (report.after.memory_bytes or 0) - lab.needs(settings).memory
     lab.worker_bytes = max(0, others) // max(1, settings.num_workers)
     if lab.refusal(settings):
         return None

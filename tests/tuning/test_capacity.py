@@ -8,7 +8,7 @@ import pytest
 
 from harness.feed.interface import FeedSettings
 from harness.runtime.limits import Limits
-from harness.tuning.capacity import Needs, needs, refusal, total
+from harness.tuning.capacity import Needs, needs, refusal
 
 MB = 10**6
 ROOMY = Limits(cores=8.0, memory_bytes=100_000 * MB, shm_bytes=100_000 * MB, open_files=100_000)
@@ -35,7 +35,7 @@ def settings(
 
 def sums(taken: Needs) -> tuple[int, int, int]:
     """Shared memory, memory and open files."""
-    return total(taken.shm), taken.memory_bytes, total(taken.open_files)
+    return taken.shm, taken.memory, taken.open_files
 
 
 @pytest.mark.parametrize(
@@ -91,21 +91,19 @@ def test_the_needs_of_a_feed(
 
 
 def test_images_that_are_held_are_memory() -> None:
-    """Beside the batches, and a refusal names both."""
+    """Beside the batches, and a refusal counts both."""
     arrays = settings(0, backend="arrays")
     assert sums(needs(arrays, 10, worker_bytes=1000, held_bytes=500)) == (0, 520, 0)
     wanted = needs(arrays, MB, 0, held_bytes=180 * MB)
     said = refusal(wanted, replace(ROOMY, memory_bytes=200 * MB)) or ""
-    assert said.startswith(
-        "2 batches x 1.0 MB + 180.0 MB of images = 182.0 MB of memory, of which 200.0 MB are free"
-    )
+    assert said.startswith("takes 182.0 MB of memory, of which 200.0 MB are free")
 
 
 def test_threads_need_no_shared_memory() -> None:
     """Their batches are refused for want of memory alone, with the sum."""
     threads = settings(4, 2, backend="threads")
     assert refusal(needs(threads, MB, 10**12), replace(ROOMY, shm_bytes=0, open_files=64)) is None
-    assert "(prefetch_factor=2 + 3) x 1.0 MB = 5.0 MB of memory" in (
+    assert "takes 5.0 MB of memory" in (
         refusal(needs(threads, MB, 0), replace(ROOMY, memory_bytes=5 * MB)) or ""
     )
 
@@ -116,32 +114,26 @@ def test_threads_need_no_shared_memory() -> None:
         pytest.param(
             settings(4, 8),
             replace(ROOMY, shm_bytes=64 * MB),
-            "(num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB = 656.2 MB of shared memory, of "
-            "which 64.0 MB are free "
-            "(a fifth is kept back): not tried",
+            "takes 656.2 MB of shared memory, of which 64.0 MB are free (a fifth is kept back): "
+            "not tried",
             id="shared memory",
         ),
         pytest.param(
             settings(4, 8, pin_memory=True),
             replace(ROOMY, memory_bytes=1500 * MB),
-            "num_workers=4 x 200.0 MB + (num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB + "
-            "(num_workers=4 x "
-            "prefetch_factor=8 + 3) x 33.6 MB page-locked = 2.6 GB of memory, of which 1.5 GB are "
-            "free (a fifth is kept back): "
-            "not tried",
+            "takes 2.6 GB of memory, of which 1.5 GB are free (a fifth is kept back): not tried",
             id="memory",
         ),
         pytest.param(
             settings(0),
             replace(ROOMY, memory_bytes=40 * MB),
-            "2 batches x 19.3 MB = 38.6 MB of memory, of which 40.0 MB are free (a fifth is kept "
-            "back): not tried",
+            "takes 38.6 MB of memory, of which 40.0 MB are free (a fifth is kept back): not tried",
             id="memory without workers",
         ),
         pytest.param(
             settings(4, 8),
             replace(ROOMY, open_files=300, files_open=10),
-            "num_workers=4 x (6 x prefetch_factor=8 + 10) = 232 open files, of which 290 are free "
+            "takes 232 open files, of which 290 are free "
             "(64 are kept back; "
             "ulimit -n raises them): not tried",
             id="open files",
@@ -149,7 +141,7 @@ def test_threads_need_no_shared_memory() -> None:
     ],
 )
 def test_a_refusal_shows_the_sum(what: FeedSettings, limits: Limits, expected: str) -> None:
-    """The line names the settings, what they need, and what is free."""
+    """The line says what the settings take, and what is free."""
     assert refusal(needs(what, 19_300_000, 200 * MB), limits) == expected
 
 
@@ -157,9 +149,9 @@ def test_a_refusal_shows_the_sum(what: FeedSettings, limits: Limits, expected: s
 def test_what_another_feed_takes_is_not_free(kind: str) -> None:
     """To the byte, or to the file."""
     limits = replace(ROOMY, shm_bytes=1000, memory_bytes=1000, open_files=64 + 800)
-    wanted = Needs(**{kind: [("", 500)]})
-    assert refusal(wanted, limits, Needs(**{kind: [("", 300)]})) is None
-    assert refusal(wanted, limits, Needs(**{kind: [("", 301)]})) is not None
+    wanted = Needs(**{kind: 500})
+    assert refusal(wanted, limits, Needs(**{kind: 300})) is None
+    assert refusal(wanted, limits, Needs(**{kind: 301})) is not None
 
 
 @pytest.mark.parametrize(
@@ -186,7 +178,7 @@ def test_loading_in_the_trainer_needs_no_workers_means() -> None:
     of them.
     """
     nothing = replace(ROOMY, shm_bytes=0, open_files=10, files_open=10)
-    beside = Needs(open_files=[("", 50)])
+    beside = Needs(open_files=50)
     assert refusal(needs(settings(0), 100, 10**12), nothing, beside) is None
 
 

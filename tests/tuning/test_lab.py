@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused_before_it_runs() -> None:
     """With the arithmetic as the reason, and no feed made."""
     small = lab(limits=dataclasses.replace(PLENTY, shm_bytes=4 * 10**6))
     trial = small.attempt(Ask(OWN, "supply"))
-    assert trial.rate is None and "= 6.0 MB of shared memory, of which 4.0 MB are free" in (
+    assert trial.rate is None and "takes 6.0 MB of shared memory, of which 4.0 MB are free" in (
         trial.refused or ""
     )
     assert asked(small) == []
@@ -153,7 +153,7 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
     assert own.worker_bytes == 50 * 10**6 and own.batch is not None
     assert isinstance(own.probes, Feeds) and own.probes.cursor.seen == range(7)
     assert own.refusal(dataclasses.replace(OWN, num_workers=8)) is None
-    assert own.needs(OWN).memory_bytes == 2 * 50 * 10**6 + (2 * 2 + 2) * 10**6
+    assert own.needs(OWN).memory == 2 * 50 * 10**6 + (2 * 2 + 2) * 10**6
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,11 @@ def test_held_images_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         Feeds, "held_bytes", lambda _, settings: 10**10 if settings.backend == "arrays" else 0
     )
     own = lab()
-    assert "10.0 GB of images" in (own.attempt(Ask(in_form(OWN, "arrays"), "supply")).refused or "")
+    assert "takes 10.0 GB of memory" in (
+        own.attempt(Ask(in_form(OWN, "arrays"), "supply")).refused or ""
+    )
     assert (asked(own), own.refusal(OWN)) == ([], None)
-    assert own.needs(in_form(OWN, "arrays")).memory_bytes == 10**10 + 2 * 10**6
+    assert own.needs(in_form(OWN, "arrays")).memory == 10**10 + 2 * 10**6
 
 
 @pytest.mark.parametrize(
