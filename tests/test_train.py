@@ -111,7 +111,7 @@ def test_the_console_tells_what_the_user_came_for(finished: tuple[Path, str]) ->
     """
     for text in (
         "run folder: outputs/first", "tuner=auto: ", "\nbefore  ", "\nafter   ",
-        "the same without tuning: loader.", "the same in code: ", "top-1 ",
+        "the same without tuning: loader.", "top-1 ",
         "images/s while training", "data wait ", "verdict ",
         "run folder     outputs/first", "tensorboard --logdir outputs",
     ):  # fmt: skip
