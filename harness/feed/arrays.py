@@ -21,7 +21,6 @@ from harness.feed.interface import (
 from harness.feed.order import AnyOrder
 from harness.feed.pixels import InMemoryImages
 from harness.feed.threads import BatchThreads
-from harness.runtime import limits
 from harness.watch.stages import START, StageMeter, StageTimer
 
 # the stage after those of reading
@@ -39,7 +38,7 @@ class ArrayFeed(Feed):
         order: which samples make which batch.
         settings: of a feed without workers.
         pixels: the data set's, to be shared with other feeds; None: this feed's own, on the host.
-        readers: threads that read files; None: one for each usable core.
+        readers: threads that read files.
 
     Raises:
         BadSample: from ``next()``, for a sample that cannot be read.
@@ -53,11 +52,11 @@ class ArrayFeed(Feed):
         order: AnyOrder,
         settings: FeedSettings,
         pixels: InMemoryImages | None = None,
-        readers: int | None = None,
+        readers: int = 1,
     ) -> None:
         assert isinstance(dataset, ImageDataset) and not settings.num_workers
         super().__init__(order, settings)
-        self.readers = readers = readers or max(1, int(limits.measure().cores))
+        self.readers = readers
         self.pixels = pixels or InMemoryImages(dataset)
         self.on_device = self.pixels.on_device
         stages = (*stages_of(self.pixels.untransformed), _GATHER)

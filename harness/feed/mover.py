@@ -69,13 +69,11 @@ class Normalise:
             raise ValueError(f"DataPrefetcher: dtype={dtype}: use float32, bfloat16 or float16")
         self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._means = (255.0 * means).astype(np.float32)
-        self._scales = (1.0 / (255.0 * stds)).astype(np.float32)
         self._on_host = accelerator.of(device).kind == "cpu"
-        # for other devices
-        shape = (1, len(self._means), 1, 1)
-        self._mean = torch.from_numpy(self._means).to(device).view(shape)
-        self._scale = torch.from_numpy(self._scales).to(device).view(shape)
+        self._mean, self._scale = (
+            torch.from_numpy(each.astype(np.float32)).to(device)[None, :, None, None]
+            for each in (255.0 * means, 1.0 / (255.0 * stds))
+        )
         # of results on a CPU
         self._pool = BufferPool(0, 0)
 
@@ -85,7 +83,7 @@ class Normalise:
             if images.is_complex():
                 raise ValueError("DataPrefetcher: images are complex; give real numbers")
             return images.contiguous(memory_format=self._format).to(self._dtype)
-        channels = len(self._means)
+        channels = self._mean.numel()
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
             raise ValueError(
                 f"DataPrefetcher: images are {images.dtype} {list(images.shape)}; mean and std of "
@@ -117,16 +115,16 @@ class Normalise:
         count, channels, height, width = images.shape
         given = images.numpy()
         target = result.numpy()
+        mean = self._mean.numpy()[0, :, 0]
+        scale = self._scale.numpy()[0, :, 0]
         if images.is_contiguous():
             shape = count, channels, height * width
-            mean = self._means[:, None]
-            scale = self._scales[:, None]
         else:
             given = given.transpose(0, 2, 3, 1)
             target = target.transpose(0, 2, 3, 1)
             shape = count, height, width * channels
-            mean = np.tile(self._means, width)
-            scale = np.tile(self._scales, width)
+            mean = np.tile(mean[:, 0], width)
+            scale = np.tile(scale[:, 0], width)
         target = target.reshape(shape)
         np.subtract(given.reshape(shape), mean, out=target)
         np.multiply(target, scale, out=target)

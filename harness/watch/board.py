@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from harness.watch.wandb_writer import WandbWriter
 
 BAD_SAMPLES = "bad_samples.jsonl"
-# pixels that a picture is wide, at least half of it
-_SHEET = 1_024
 Value = float | Spread | None
 
 
@@ -121,22 +119,16 @@ class Board:
             writer.summary({f"text/{tag}": "\n".join(lines)})
 
     def images(self, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
-        """Put ``tiles``, uint8 ``[N, 3, S, S]``, on TensorBoard's page of images, as one picture.
+        """Put ``tiles``, uint8 ``[N, 3, S, S]``, on TensorBoard's page of images.
 
-        Each has its text, as far as that fits.
+        Each has its text in its name, and all are in one group there, apart from curves.
         """
         if self._events:
-            # torch puts eight in a row
-            scale = max(1, _SHEET // (min(8, len(tiles)) * tiles.shape[2]))
-            large = tiles.repeat(scale, 2).repeat(scale, 3)
-            side = large.shape[2]
-            corners = side * np.stack(np.divmod(np.arange(len(tiles)), 8)[::-1], 1)
-            # with room for letters below the line
-            boxes = np.hstack((corners, corners + side - 4))
-            # letters that the font has
-            labels = [text.encode("ascii", "replace").decode()[: side // 6] for text in texts]
-            drawn = self._summary.image_boxes(tag, large, boxes, dataformats="NCHW", labels=labels)
-            self._events.append(_event(step=self._step, summary=drawn))
+            for place, (tile, text) in enumerate(zip(tiles, texts, strict=True), 1):
+                drawn = self._summary.image(
+                    f"images/{tag}/{place:02} {text}", tile, dataformats="CHW"
+                )
+                self._events.append(_event(step=self._step, summary=drawn))
         for writer in self._writers:
             captioned = zip(tiles.transpose(0, 2, 3, 1), texts, strict=True)
             writer.log(self._step, {tag: list(captioned)})
