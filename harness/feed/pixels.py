@@ -109,9 +109,8 @@ class InMemoryImages:
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """Returns the places whose images ``keep`` must be given before ``batch``."""
         places = indices % len(self._there)
-        absent: np.ndarray = places[~self._there[places]]
-        if self._source is not None:
-            return absent[:0]
+        # an array's are taken in without reading
+        absent: np.ndarray = places[~self._there[places] & (self._source is None)]
         return absent
 
     def keep(self, made: HostBatch) -> None:

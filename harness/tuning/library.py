@@ -188,9 +188,6 @@ class _Timed(Dataset[Any]):
     dataset: Any
     meter: StageMeter
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     def __getitems__(self, indices: list[int]) -> Any:
         worker = get_worker_info()
         slot = worker.id if worker else 0

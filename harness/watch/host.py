@@ -76,7 +76,7 @@ class HostSource(Source):
         return self._rates("disks", counters and (counters.read_bytes,))
 
     def _most_throttled(self, groups: Sequence[Path]) -> Figures:
-        shares = [self._growth(group, *counts) for group, counts in throttled(groups).items()]
+        shares = [self._growth(group, *counts) for group in groups if (counts := throttled(group))]
         return (max((share for share in shares if share is not None), default=None),)
 
     def _rates(self, name: str, totals: Sequence[float] | None) -> list[float | None]:
@@ -177,19 +177,17 @@ class Sampler:
             return {tag: total / count for tag, (total, count) in sums.items() if tag not in lost}
 
 
-def throttled(groups: Sequence[Path]) -> dict[Hashable, tuple[float, float]]:
-    """Returns the scheduling periods of each control group, and in how many its quota stopped it.
+def throttled(group: Path) -> tuple[int, int] | None:
+    """Returns a control group's scheduling periods, and in how many its quota stopped it.
 
     The periods are those in which something of the group wanted to run.
     """
-    found: dict[Hashable, tuple[float, float]] = {}
-    for group in groups:
-        stat = limits.words(group / "cpu.stat")
-        # version 2 leaves the periods out where the group has no processor controller
-        if "nr_periods" in stat:
-            at = stat.index("nr_periods")
-            found[group] = int(stat[at + 1]), int(stat[at + 3])
-    return found
+    stat = limits.words(group / "cpu.stat")
+    # version 2 leaves the periods out where the group has no processor controller
+    if "nr_periods" not in stat:
+        return None
+    at = stat.index("nr_periods")
+    return int(stat[at + 1]), int(stat[at + 3])
 
 
 def memory_stalled(groups: Sequence[Path], root: Path = Path("/")) -> float:
