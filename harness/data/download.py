@@ -32,6 +32,7 @@ from harness.watch.console import progress, say
 
 # how often a wait looks for a signal
 _POLL_S = 0.1
+_STALL_S = 30.0
 _STALL_BYTES = 64 << 10
 # more than any archive that is known here
 _MOST_BYTES = 1 << 30
@@ -59,13 +60,12 @@ def fetch(
     target: Path,
     *,
     md5: str,
-    stall_s: float = 30.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Fetches ``url``, of http or https, to ``target``: whole, or not at all.
 
     The bytes, at most 1 GiB, go to ``<target>.part``, which is also the lock: a second process
-    waits, then finds ``target`` there. After a network fault, or ``stall_s`` seconds in which fewer
+    waits, then finds ``target`` there. After a network fault, or half a minute in which fewer
     than 64 KiB arrive, the next attempt goes on where the part ends if the server can, in this run
     (three times, with pauses by ``sleep``) or in a later one.
 
@@ -96,7 +96,7 @@ def fetch(
             return
         for pause_s in (1.0, 2.0, 4.0, None):
             try:
-                _transfer(file, part, url, md5, stall_s)
+                _transfer(file, part, url, md5)
                 break
             except _Fault as fault:
                 if fault.restart:
@@ -196,15 +196,15 @@ def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
         time.sleep(_POLL_S)
 
 
-def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: float) -> None:
+def _transfer(file: BufferedRandom, part: Path, url: str, md5: str) -> None:
     """Completes ``file``, which lies at ``part``."""
     here = file.seek(0, os.SEEK_END)
-    due_s = time.monotonic() + stall_s
+    due_s = time.monotonic() + _STALL_S
     opener = web.build_opener(_NoFtp)
 
     def asked(**headers: str) -> Any:
         request = web.Request(url, headers={"User-Agent": "wellfed", **headers})
-        return _waited(lambda: opener.open(request, timeout=stall_s), due_s, stall_s)
+        return _waited(lambda: opener.open(request, timeout=_STALL_S), due_s)
 
     # Ask for the rest, and believe the reply only in what it says.
     try:
@@ -223,11 +223,11 @@ def _transfer(file: BufferedRandom, part: Path, url: str, md5: str, stall_s: flo
     counted = file.seek(here)
     with progress(f"Downloading {part.stem}", total=total, unit="B") as bar:
         bar.advance(here)
-        while chunk := _waited(lambda: reply.read1(1 << 18), due_s, stall_s):
+        while chunk := _waited(lambda: reply.read1(1 << 18), due_s):
             file.write(chunk)
             bar.advance(len(chunk))
             if file.tell() - counted >= _STALL_BYTES:
-                due_s = time.monotonic() + stall_s
+                due_s = time.monotonic() + _STALL_S
                 counted = file.tell()
     reply.close()
     file.flush()
@@ -262,7 +262,7 @@ def _size(reply: Any, here: int) -> int:
     return total
 
 
-def _waited(call: Callable[[], Any], due_s: float, stall_s: float) -> Any:
+def _waited(call: Callable[[], Any], due_s: float) -> Any:
     """Returns what ``call``, which may block, returns until ``due_s``.
 
     A thread makes the call, so that a signal is seen in time, and so is a server that sends one
@@ -282,7 +282,7 @@ def _waited(call: Callable[[], Any], due_s: float, stall_s: float) -> Any:
         signals.check()
         with suppress(TimeoutError):
             return outcome.result(_POLL_S)
-    raise _Fault(f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s", retry=True)
+    raise _Fault(f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {_STALL_S:g} s", retry=True)
 
 
 def _fault(error: Exception) -> _Fault:

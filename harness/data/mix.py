@@ -81,8 +81,8 @@ class Mix:
             y0 = int(rng.integers(height))
             right0 = int(half * width)
             down = int(half * height)
-            rows = slice(max(0, y0 - down), min(height, y0 + down))
-            columns = slice(max(0, x0 - right0), min(width, x0 + right0))
+            rows = slice(max(0, y0 - down), y0 + down)
+            columns = slice(max(0, x0 - right0), x0 + right0)
             cut = images[:, :, rows, columns].roll(1, dims=0)
             images = images.clone()
             images[:, :, rows, columns] = cut

@@ -238,16 +238,22 @@ def _pixels(image: Any, size: int) -> np.ndarray:
         image = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
     if isinstance(image, torch.Tensor):
         image = image.detach().numpy()
-    if not isinstance(image, np.ndarray) or image.ndim != 3 or image.shape[0] not in (1, 3):
+    if (
+        not isinstance(image, np.ndarray)
+        or image.ndim != 3
+        or image.shape[0] not in (1, 3)
+        or not (image.dtype == np.uint8 or np.issubdtype(image.dtype, np.floating))
+    ):
         raise ValueError(
-            f"it gave {_kind(image)}; it must give an image of PIL's, or a tensor [3, S, S]"
+            f"it gave {_kind(image)}; it must give an image of PIL's, or a tensor [3, S, S] of "
+            "uint8, or of floats from 0 to 1"
         )
     if image.shape[1:] != (size, size):
         raise ValueError(
             f"its image has {image.shape[2]}x{image.shape[1]} pixels; set data.image_size to the "
             "side that your transforms give"
         )
-    if np.issubdtype(image.dtype, np.floating):
+    if image.dtype != np.uint8:
         # so that NaN is refused too
         if not (image.min() >= 0 and image.max() <= 1):
             raise ValueError(
@@ -255,8 +261,6 @@ def _pixels(image: Any, size: int) -> np.ndarray:
                 "Normalize to data.mean and data.std"
             )
         image = np.rint(255 * image)
-    elif image.dtype != np.uint8:
-        raise ValueError(f"it gave {_kind(image)}; pixels are uint8, or floats from 0 to 1")
     return np.broadcast_to(image, (3, size, size)).astype(np.uint8)
 
 

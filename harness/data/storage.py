@@ -119,18 +119,14 @@ class FolderSource:
         except OSError as error:
             if is_out_of_memory(error):
                 raise
-            reason = f"cannot be read: {error.strerror or error}"
-            if isinstance(error, FileNotFoundError):
-                reason = "the file is gone; it was there when the folder was read"
-            raise BadSample(self.where(i), reason) from error
+            raise BadSample(self.where(i), f"cannot be read: {error.strerror or error}") from error
 
 
 def _check_folder(path: str) -> None:
     if not os.path.isdir(path):
-        what = "no such folder"
-        if os.path.lexists(path):
-            what = "not a folder"
-        raise DataError(f"data.root={path}: {what}; set it to the folder that holds the data set")
+        raise DataError(
+            f"data.root={path}: no such folder; set it to the folder that holds the data set"
+        )
 
 
 class ArraySource:
@@ -243,7 +239,8 @@ def part(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
 
 def spread(length: int, most: int) -> list[int]:
     """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
-    return [int(place) for place in np.linspace(0, length - 1, min(length, most))]
+    places: list[int] = np.linspace(0, length - 1, min(length, most), dtype=int).tolist()
+    return places
 
 
 def open_folder_splits(

@@ -413,16 +413,13 @@ def _tensors(batch: Any, depth: int = 3) -> Iterator[Tensor]:
     """Iterates over the tensors in nested containers."""
     if isinstance(batch, Tensor):
         yield batch
-    elif depth:
-        parts = batch.values() if isinstance(batch, Mapping) else batch
-        if isinstance(batch, (Mapping, list, tuple)):
-            for part in parts:
-                yield from _tensors(part, depth - 1)
+    elif depth and isinstance(batch, (Mapping, list, tuple)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part, depth - 1)
 
 
 def _samples(batch: Any, tensors: list[Tensor]) -> int:
     """Returns how many samples a batch has: the length of its first part."""
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(parts, (list, tuple)) and parts and isinstance(parts[0], (list, tuple)):
-        return len(parts[0])
+    if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], (list, tuple)):
+        return len(batch[0])
     return len(tensors[0]) if tensors and tensors[0].ndim else 1

@@ -97,11 +97,10 @@ class Session:
         if self._place is None:
             self._place = folder.new_folder(Path("outputs"))
         wanted = self._place
+        numbers = count(1)
         # the report of an earlier run stays
-        for number in count(1):
-            if not (self._place / "report.json").exists():
-                break
-            self._place = wanted.with_name(f"{wanted.name}-{number}")
+        while (self._place / "report.json").exists():
+            self._place = wanted.with_name(f"{wanted.name}-{next(numbers)}")
         folder.own(self._place)
         self._stack.callback(folder.release, self._place)
         board = Board(self._place, tensorboard=self._tensorboard)

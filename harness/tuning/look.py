@@ -335,8 +335,6 @@ class Look:
             )
         if self._is_uneven():
             return f"{each}, and a few take far longer: more batches are kept ahead"
-        if chosen == self.own or len(self.trials) == len(self.calibration):
-            return f"{each}. Nothing cheaper does as well, and nothing is faster"
         if not self._is_fed(chosen) and chosen.num_workers == self._most(chosen.backend):
             return f"{each}. More workers are not tried, or do not fit (tuner.max_workers)"
         what = "keeps the model busy" if self._is_fed(chosen) else "delivers as much"

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from loopback import Answer, Site, files, reply, site
 
+from harness.data import download
 from harness.data.download import exclusive, fetch, md5_of
 from harness.runtime import signals
 from harness.runtime.errors import DataError, DiskError, Interrupted
@@ -53,7 +54,9 @@ def get(
     here: Site, target: Path, *, stall_s: float = 5.0, pauses_s: list[float] | None = None
 ) -> None:
     waited = [] if pauses_s is None else pauses_s
-    fetch(f"{here.address}/{NAME}", target, md5=MD5, stall_s=stall_s, sleep=waited.append)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(download, "_STALL_S", stall_s)
+        fetch(f"{here.address}/{NAME}", target, md5=MD5, sleep=waited.append)
 
 
 def test_whole_file(tmp_path: Path) -> None:
