@@ -22,7 +22,6 @@ from harness.runtime.files import read_regular
 
 _Set = TypeVar("_Set", bound=folder.DatasetFolder)
 
-_COMPOSES = (transforms.Compose, v2.Compose)
 # images that are compared
 _COMPARED = 32
 
@@ -53,7 +52,7 @@ def faster(dataset: _Set) -> _Set:
 
 def _steps(dataset: Any) -> Sequence[Any]:
     compose = dataset.transform
-    return compose.transforms if isinstance(compose, _COMPOSES) else ()
+    return compose.transforms if isinstance(compose, transforms.Compose | v2.Compose) else ()
 
 
 def _load(path: str) -> np.ndarray:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from threading import get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -115,15 +115,15 @@ class Loops:
     forward_s: float = 0.0
     forwards: int = 0
     evaluated_s: float = 0.0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = torch.device("cpu")
     rank: int = 0
     world_size: int = 1
     fault: str = ""
 
     def __post_init__(self) -> None:
         self._thread = get_ident()
-        self._known: weakref.WeakKeyDictionary[Any, Followed] = weakref.WeakKeyDictionary()
-        self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        self._known = WeakKeyDictionary[Any, Followed]()
+        self._passes = WeakKeyDictionary[Any, _Pass]()
         # the pass whose batches begin steps
         self._main: _Pass | None = None
         # passes that gave a batch since the last told one did, and may be evaluations
@@ -235,7 +235,7 @@ class Loops:
         for own in [*self._undecided]:
             if not own.updates and (graded or not own.graded):
                 self._ended(own, own.last_s)
-                self._passes = weakref.WeakKeyDictionary(
+                self._passes = WeakKeyDictionary(
                     {key: each for key, each in self._passes.items() if each is not own}
                 )
 

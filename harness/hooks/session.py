@@ -67,7 +67,7 @@ class Session:
         self._stack = ExitStack()
         self._board: Board | None = None
         self._sampler: Sampler | None = None
-        self._finished = self._has_children = False
+        self._has_children = False
         # say a line at the end of each pass
         self.tells_passes = False
         # by a signal that the script itself handles
@@ -148,9 +148,8 @@ class Session:
 
     def finish(self, status: str) -> None:
         """Ends the figures, and writes and says what they come to; a second call does nothing."""
-        if self._finished:
+        if Session.running is not self:
             return
-        self._finished = True
         Session.running = None
         try:
             self._finish(status)

@@ -214,11 +214,5 @@ def _recalled(
     lab.worker_bytes = max(0, others) // max(1, settings.num_workers)
     if lab.refusal(settings):
         return None
-    val = lab.val_beside(settings)
-    notes = report.notes
-    before = report.before.settings
-    if str(own) != str(before):
-        notes += (
-            f"before and the ceiling are that run's, which came with {before}; yours is {own}",
-        )
-    return replace(report, settings=settings, val=val, notes=notes, reused=True)
+    # what was before is that run's, and its row has that run's setting
+    return replace(report, settings=settings, val=lab.val_beside(settings), reused=True)

@@ -15,7 +15,7 @@ import pytest
 from archives import write_members
 from oddities import listing
 
-from harness.data.archive import read_members
+from harness.data.cifar import read_members
 from harness.runtime import signals
 from harness.runtime.errors import DataError, Interrupted
 

@@ -348,12 +348,13 @@ def test_the_validation_feed_is_this_runs(composed: Composed, searches: list[int
 def test_what_was_before_is_said_to_be_another_runs(
     composed: Composed, searches: list[int]
 ) -> None:
-    """Where today's own setting differs from the one that was measured."""
-    run(composed)
-    assert any(
-        "before and the ceiling are that run's" in note
-        for note in run(composed, "loader.num_workers=2").report.notes
-    )
+    """Its row has the setting that was measured, under a title that says when."""
+    first = run(composed).report
+    report = run(composed, "loader.num_workers=2").report
+    title, _, before, *_ = report.lines()
+    assert "remembered from an earlier run" in title
+    assert before.startswith("before") and before.endswith(str(first.before.settings))
+    assert "num_workers=2" not in before
 
 
 def test_an_incomplete_answer_is_not_remembered(
