@@ -75,19 +75,15 @@ def fetch(
     """
     try:
         address = urlsplit(url)
-        usable = address.scheme in ("http", "https") and address.hostname and address.port != 0
+        has_host = address.hostname and address.port != 0 and "@" not in address.netloc
+        usable = has_host and address.scheme in ("http", "https")
     except ValueError:
         usable = False
+    # The address is not repeated here: it may hold a secret.
     if not usable:
         raise DataError(
-            f"data.mirror: {url} is not an http or https address; set one, or put the "
-            "file into data.root by hand"
-        )
-    # The address is not repeated here: it holds a secret.
-    if "@" in address.netloc:
-        raise DataError(
-            "data.mirror: a user name or a password in the address would end in the logs; leave it "
-            "out"
+            "data.mirror: not an http or https address, or one with a user name or a password, "
+            "which would end in the logs; set another, or put the file into data.root by hand"
         )
     # The part's lock is held until the whole file is at its place.
     part = target.with_name(f"{target.name}.part")

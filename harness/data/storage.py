@@ -46,7 +46,7 @@ class FolderSource:
 
     Hidden entries, everything that is not a regular file, folders named like images, links to
     folders and links that leave both ``root`` and ``within`` (None: no other) are left out and
-    counted by reason in ``skipped``. The list of names is remembered (``Index``).
+    counted by reason. The list of names is remembered (``Index``).
 
     Raises:
         DataError: ``root`` is missing, has no images, a class without images, or something that may
@@ -72,7 +72,7 @@ class FolderSource:
             self.root = os.path.dirname(self.root)
         # not a subclass' own: it has nothing of its state yet
         FolderSource.__setstate__(self, (self.root, index))
-        left_out = ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
+        left_out = ", ".join(f"{count} {reason}" for reason, count in index.skipped.most_common())
         if left_out:
             log.warning("%s: left out: %s", printable(self.root), left_out)
         images = np.bincount(self.labels, minlength=len(self.classes))
@@ -92,10 +92,8 @@ class FolderSource:
 
     def __setstate__(self, state: tuple[str, Index]) -> None:
         self.root, self.index = state
-        index = self.index
-        self.labels = index.labels
-        self.skipped = index.skipped
-        self.classes = tuple(map(os.fsdecode, index.folders))
+        self.labels = self.index.labels
+        self.classes = tuple(map(os.fsdecode, self.index.folders))
 
     def __len__(self) -> int:
         return len(self.index)

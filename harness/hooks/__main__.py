@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         module, code = _found(typed.script, is_module=typed.m)
     except (OSError, SyntaxError, ImportError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        why = getattr(error, "strerror", None) or error
         return tell([ConfigError(f"{printable(typed.script)}: {why}; give a Python script")])
     from harness.hooks.session import Session
 

@@ -143,8 +143,8 @@ def fingerprint(
     # the code that decides what a sample costs, and what is chosen
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
-    for path in sorted(package.glob("*/*.py")):
-        if path.parent.name in ("data", "feed", "tuning"):
+    for room in ("data", "feed", "tuning"):
+        for path in sorted((package / room).glob("*.py")):
             sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return {
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},

@@ -125,7 +125,7 @@ def test_what_is_no_image_is_left_out_and_counted(
         bound.bind("socket.jpg")
     source = FolderSource(tree)
     assert len(source) == 4
-    assert source.skipped == {
+    assert source.index.skipped == {
         "hidden": 3,
         "file beside the class folders": 1,
         "not an image": 3,
