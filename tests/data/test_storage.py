@@ -154,7 +154,7 @@ def test_links_give_each_file_once(tree: Path, tmp_path: Path) -> None:
     source = FolderSource(tree)
     assert source.classes == ("a", "b")
     assert names(source) == ["a/1.jpg", "a/in.jpg", "a/x/3.png", "b/1.JPEG", "b/2.jpg"]
-    assert source.skipped == Counter(
+    assert source.index.skipped == Counter(
         {"link to a folder": 4, "link out of the data set": 1, "broken link": 1}
     )
 
