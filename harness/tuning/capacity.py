@@ -85,14 +85,14 @@ def refusal(wanted: Needs, limits: Limits, beside: Needs = NONE) -> str | None:
     ):
         if free is not None and asked > max(0, _SHARE * free - taken):
             return (
-                f"takes {shown(asked)} of {what}, of which {shown(free)} are free (a fifth is kept "
-                "back): not tried"
+                f"the feed would take {shown(asked)} of {what}, of which {shown(free)} are free "
+                "(a fifth is kept back): not tried"
             )
     files = limits.open_files - limits.files_open
     if wanted.open_files > max(0, files - _FILES_KEPT - beside.open_files):
         return (
-            f"takes {wanted.open_files} open files, of which {files} are free ({_FILES_KEPT} are "
-            "kept back; ulimit -n raises them): not tried"
+            f"the feed would take {wanted.open_files} open files, of which {files} are free "
+            f"({_FILES_KEPT} are kept back; ulimit -n raises them): not tried"
         )
     return None
 

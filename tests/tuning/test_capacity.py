@@ -96,14 +96,14 @@ def test_images_that_are_held_are_memory() -> None:
     assert sums(needs(arrays, 10, worker_bytes=1000, held_bytes=500)) == (0, 520, 0)
     wanted = needs(arrays, MB, 0, held_bytes=180 * MB)
     said = refusal(wanted, replace(ROOMY, memory_bytes=200 * MB)) or ""
-    assert said.startswith("takes 182.0 MB of memory, of which 200.0 MB are free")
+    assert said.startswith("the feed would take 182.0 MB of memory, of which 200.0 MB are free")
 
 
 def test_threads_need_no_shared_memory() -> None:
     """Their batches are refused for want of memory alone, with the sum."""
     threads = settings(4, 2, backend="threads")
     assert refusal(needs(threads, MB, 10**12), replace(ROOMY, shm_bytes=0, open_files=64)) is None
-    assert "takes 5.0 MB of memory" in (
+    assert "the feed would take 5.0 MB of memory" in (
         refusal(needs(threads, MB, 0), replace(ROOMY, memory_bytes=5 * MB)) or ""
     )
 
@@ -114,26 +114,28 @@ def test_threads_need_no_shared_memory() -> None:
         pytest.param(
             settings(4, 8),
             replace(ROOMY, shm_bytes=64 * MB),
-            "takes 656.2 MB of shared memory, of which 64.0 MB are free (a fifth is kept back): "
-            "not tried",
+            "the feed would take 656.2 MB of shared memory, of which 64.0 MB are free "
+            "(a fifth is kept back): not tried",
             id="shared memory",
         ),
         pytest.param(
             settings(4, 8, pin_memory=True),
             replace(ROOMY, memory_bytes=1500 * MB),
-            "takes 2.6 GB of memory, of which 1.5 GB are free (a fifth is kept back): not tried",
+            "the feed would take 2.6 GB of memory, of which 1.5 GB are free "
+            "(a fifth is kept back): not tried",
             id="memory",
         ),
         pytest.param(
             settings(0),
             replace(ROOMY, memory_bytes=40 * MB),
-            "takes 38.6 MB of memory, of which 40.0 MB are free (a fifth is kept back): not tried",
+            "the feed would take 38.6 MB of memory, of which 40.0 MB are free "
+            "(a fifth is kept back): not tried",
             id="memory without workers",
         ),
         pytest.param(
             settings(4, 8),
             replace(ROOMY, open_files=300, files_open=10),
-            "takes 232 open files, of which 290 are free "
+            "the feed would take 232 open files, of which 290 are free "
             "(64 are kept back; "
             "ulimit -n raises them): not tried",
             id="open files",

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused_before_it_runs() -> None:
     """With the arithmetic as the reason, and no feed made."""
     small = lab(limits=dataclasses.replace(PLENTY, shm_bytes=4 * 10**6))
     trial = small.attempt(Ask(OWN, "supply"))
-    assert trial.rate is None and "takes 6.0 MB of shared memory, of which 4.0 MB are free" in (
+    assert trial.rate is None and "take 6.0 MB of shared memory, of which 4.0 MB are free" in (
         trial.refused or ""
     )
     assert asked(small) == []
@@ -216,7 +216,7 @@ def test_held_images_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         Feeds, "held_bytes", lambda _, settings: 10**10 if settings.backend == "arrays" else 0
     )
     own = lab()
-    assert "takes 10.0 GB of memory" in (
+    assert "the feed would take 10.0 GB of memory" in (
         own.attempt(Ask(in_form(OWN, "arrays"), "supply")).refused or ""
     )
     assert (asked(own), own.refusal(OWN)) == ([], None)
