@@ -237,8 +237,7 @@ def part(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
 
 def spread(length: int, most: int) -> list[int]:
     """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
-    places: list[int] = np.linspace(0, length - 1, min(length, most), dtype=int).tolist()
-    return places
+    return [int(place) for place in np.linspace(0, length - 1, min(length, most))]
 
 
 def open_folder_splits(
