@@ -132,13 +132,10 @@ def test_the_mistakes_are_left_to_look_at(finished: tuple[Path, str]) -> None:
     assert f"top-5          {report['top5']:.4f}" in said
     read = EventAccumulator(str(folder))
     read.Reload()
-    pictures = [f"images/train/first_batch/{place:02} " for place in range(1, 17)]
-    pictures.append("images/val/confusion/01 true classes by answers")
-    for place, row in enumerate(mistakes["mistakes"], 1):
-        pictures.append(f"images/val/mistakes/{place:02} {row['given']}, not {row['label']}")
-    shown = sorted(read.Tags()["images"])
-    assert len(shown) == len(pictures)
-    assert all(tag.startswith(name) for tag, name in zip(shown, sorted(pictures), strict=True))
+    pictures = {"train/first_batch", "val/confusion"}
+    if right < 359:
+        pictures.add("val/mistakes")
+    assert {*read.Tags()["images"]} == pictures
     assert len((folder / "confusion.csv").read_text().splitlines()) == 11
 
 

@@ -29,8 +29,6 @@ _MOST_KINDS = 20_000
 _MOST_CLASSES = 2_000
 # pixels of a picture's side
 _SIDE = 160
-# what the picture of the confusions shows
-_CONFUSED = "true classes by answers"
 # classes are uneven if one has so many times the images of another
 _UNEVEN = 10
 
@@ -77,7 +75,7 @@ def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:
         # by share of the true class; a root shows what is seldom
         shares = np.sqrt(matrix / np.maximum(1, matrix.sum(1, keepdims=True)))
         grey = (255 - 255 * shares).astype(np.uint8)
-        board.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [_CONFUSED])
+        board.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
     found = {
         "counts": told(splits),
         "classes": classes,

@@ -13,6 +13,7 @@ from typing import Any
 from harness.config import Config, Wandb, to_plain
 from harness.runtime.errors import printable, words
 from harness.runtime.folder import log
+from harness.watch.board import Writer
 from harness.watch.console import say
 
 # the longest waits for the service at the start and at the end
@@ -20,12 +21,11 @@ _BEGIN_S = 30.0
 _END_S = 15.0
 
 
-class WandbWriter:
+class WandbWriter(Writer):
     """A run in Weights & Biases, whose files are in ``folder/wandb``.
 
-    No call waits or raises, but ``close`` may wait a while: what fails there is one warning. A run
-    that goes on from a checkpoint (``goes_on``) goes on with the last run in ``folder/wandb``, if
-    there is one; steps that it has already stay as they are.
+    What fails there is one warning. A run that goes on from a checkpoint (``goes_on``) goes on with
+    the last run in ``folder/wandb``, if there is one; steps that it has already stay as they are.
     """
 
     def __init__(self, folder: Path, config: Config, goes_on: bool) -> None:
@@ -34,18 +34,15 @@ class WandbWriter:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take values by tag after ``step`` optimizer updates.
-
-        A value is a figure, maybe not finite, or a list of images, uint8 ``[H, W, 3]``, with texts.
-        """
+        """As in ``Writer``."""
         self._tasks.put(lambda run: step < run.step or run.log(_shown(values), step=step))
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Take ``report.json``, or a text by its tag."""
+        """As in ``Writer``."""
         self._tasks.put(lambda run: run.summary.update(values))
 
     def close(self, failed: bool) -> None:
-        """End the run there."""
+        """As in ``Writer``."""
         self._tasks.put(lambda run: run.finish(exit_code=int(failed)))
         self._tasks.put(None)
         self._thread.join(_BEGIN_S + _END_S)

@@ -403,17 +403,14 @@ def test_an_odd_list_of_bad_samples_gives_way(tmp_path: Path, plant: Plant) -> N
     assert oddities.untouched(path)
 
 
-def test_each_image_has_its_text_for_a_name(tmp_path: Path) -> None:
-    """In the order given, as it is, whatever letters the text has."""
-    tiles = np.stack([np.full((3, 5, 5), grey, np.uint8) for grey in (50, 200)])
+@pytest.mark.parametrize(("count", "side", "size"), [(1, 10, (1020, 1020)), (24, 32, (1024, 384))])
+def test_images_are_one_picture(tmp_path: Path, count: int, side: int, size: Any) -> None:
+    """Side by side, small ones enlarged, with texts of letters that the font has not."""
+    tiles = np.full((count, 3, side, side), 200, np.uint8)
     with Board(tmp_path, tensorboard=True) as board:
         board.scalars(7, {"train/loss": 1.0})
-        board.images("val/mistakes", tiles, ["日本, not a/b", "<b>"])
-    found = events(tmp_path)
-    names = ["images/val/mistakes/01 日本, not a/b", "images/val/mistakes/02 <b>"]
-    assert found.Tags()["images"] == names
-    for name, grey in zip(names, (50, 200), strict=True):
-        (image,) = found.Images(name)
-        assert (image.step, image.width, image.height) == (7, 5, 5)
-        picture = Image.open(io.BytesIO(image.encoded_image_string))
-        assert picture.getpixel((2, 2)) == (grey,) * 3
+        board.images("val/mistakes", tiles, ["日本\x1b<b>" * 20] * count)
+    (image,) = events(tmp_path).Images("val/mistakes")
+    assert (image.step, image.width, image.height) == (7, *size)
+    picture = Image.open(io.BytesIO(image.encoded_image_string))
+    assert picture.getpixel((size[0] // count // 2 + 20, 30)) == (200, 200, 200)
