@@ -24,7 +24,6 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-FORMATS = "JPEG, PNG, WebP, BMP, TIFF, GIF, PPM"
 # as much of a file as ``reader`` looks at
 HEAD_BYTES = 16
 
@@ -172,7 +171,9 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
                 "repository"
             )
         raise Undecodable(
-            f"not an image of a supported format ({FORMATS})" if data else "empty file"
+            "not an image of a supported format (JPEG, PNG, WebP, BMP, TIFF, GIF, PPM)"
+            if data
+            else "empty file"
         )
     # Pillow's own limit is one for the process and warns before it refuses: it must not be lower
     # than the user's.

@@ -99,12 +99,7 @@ class OwnDataset:
     skips: bool = False
 
     def __post_init__(self) -> None:
-        if not (hasattr(self.given, "__len__") and hasattr(self.given, "__getitem__")):
-            raise ConfigError(
-                f"{self.where} is {_kind(self.given)}; it must be a source, or have __len__ and "
-                "__getitem__"
-            )
-        with parts.explained(f"{self.where}: its length cannot be read:"):
+        with parts.explained(f"{self.where} must be a source, or have __len__ and __getitem__:"):
             length = len(self.given)
         if not length:
             raise ConfigError(f"{self.where} is empty")
