@@ -291,7 +291,7 @@ _ALL_LABELS: tuple[Any, ...] = (
 )  # fmt: skip
 _LENGTHS: tuple[Any, ...] = (
     lambda: 0, lambda: -1, lambda: 15, lambda: 17, lambda: 1000, lambda: 2**62, lambda: 1.5,
-    lambda: None, lambda: "x", lambda: 10**30, lambda: True, lambda: _raise(NotImplementedError()),
+    lambda: None, lambda: "x", lambda: 10**30, lambda: True, lambda: _raise(LookupError()),
     lambda: _raise(KeyboardInterrupt()),
 )  # fmt: skip
 

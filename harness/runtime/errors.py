@@ -119,6 +119,8 @@ LOST_RANK = 10
 _LOST = re.compile(
     "(gloo|NCCL|ProcessGroup)(?s:.*)"
     "(closed by peer|reset by peer|Broken pipe|[Tt]imed out|[Tt]imeout|remote process exited)"
+    # gloo's for a wait that was over while another one lasted
+    "|Application timeout caused pair closure"
 )
 
 

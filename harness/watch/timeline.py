@@ -203,8 +203,9 @@ class Timeline:
             if not self._fresh:
                 self._pending[-1].stepped_s = self._now()
             self._unended = 0
-        # by then events have nearly always come
-        self.read(ledger, keep=8)
+        # events have nearly always come by then; by the tenth step a run's third is read, the first
+        # one that is known
+        self.read(ledger, keep=7)
         self._steps += 1
         if self._steps % 10 or self._held >= 3 or self._events.delay is None:
             return

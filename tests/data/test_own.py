@@ -62,7 +62,7 @@ class Endless:
     classes = ("a", "b")
 
     def __len__(self) -> int:
-        raise NotImplementedError("unknown")
+        raise TypeError("unknown")
 
     def __getitem__(self, i: int) -> Any:
         raise AssertionError(i)
@@ -373,7 +373,7 @@ class Half(Rows):
         pytest.param(
             (Endless(), Drawn()),
             {},
-            "the training set must be a source, or have __len__ .*: NotImplementedError: unknown",
+            "the training set must be a source, or have __len__ .*: TypeError: unknown",
             id="endless",
         ),
         pytest.param(

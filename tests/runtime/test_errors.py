@@ -79,11 +79,17 @@ def test_torch_says_so_itself() -> None:
     assert found is not None and found[1] == 8 and "tried to allocate" in found[0]
 
 
-def test_a_lost_rank_is_one_line() -> None:
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        pytest.param(jobs.GLOO, "Connection closed by peer [127.0.0.1]:44938", id="gone"),
+        pytest.param(*2 * ["Application timeout caused pair closure"], id="stopped"),
+    ],
+)
+def test_a_lost_rank_is_one_line(said: str, reason: str) -> None:
     """Gloo's lines become one, with the exit code of an echo."""
-    assert described(RuntimeError(jobs.GLOO)) == (
-        "another rank ended or does not answer (Connection closed by peer [127.0.0.1]:44938); "
-        "look at its lines",
+    assert described(RuntimeError(said)) == (
+        f"another rank ended or does not answer ({reason}); look at its lines",
         10,
     )
 
