@@ -40,6 +40,7 @@ class ConfigError(ValueError):
 Mode = Enum("Mode", "train evaluate diagnose verify predict export")
 Format = Enum("Format", "pt2 onnx")
 OnError = Enum("OnError", "raise skip")
+Evaluate = Enum("Evaluate", "val test")
 Crop = Enum("Crop", "random_resized pad center")
 Interpolation = Enum("Interpolation", "bilinear bicubic")
 Backend = Enum("Backend", "processes threads arrays auto")
@@ -118,7 +119,7 @@ class DataConfig:
         None, "Folder of the data; null: a folder of its own in the user's cache."
     )
     download: bool = setting(
-        True, "Fetch a published archive that is not there yet (cifar10, cifar100)."
+        True, "Fetch or generate data that are not there yet (cifar10, cifar100, shapes)."
     )
     mirror: str | None = setting(
         None, "Base address to fetch the archive from; null: the publisher's."
@@ -155,6 +156,12 @@ class DataConfig:
         gt=0.0,
         lt=1.0,
         no_effect_with=["mode=predict"],
+    )
+    evaluate: Evaluate = setting(
+        Evaluate.val,
+        "Images that mode=evaluate uses: val, or test, the folder beside train and val. If root "
+        "holds class folders instead, all its images are used.",
+        no_effect_with=["mode=train", "mode=diagnose", "mode=verify", *_APPLIED],
     )
     fraction: float = setting(
         1.0,
@@ -199,7 +206,7 @@ class DataConfig:
     cache: DataCache = setting(
         DataCache.none,
         "Keep decoded pixels: none, in ram (this run) or on disk (next ones too).",
-        no_effect_with=_APPLIED,
+        no_effect_with=["mode=evaluate", *_APPLIED],
     )
     cache_gb: float | None = setting(
         None,

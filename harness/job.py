@@ -180,7 +180,10 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
 
     config = job.config
     # storage -> decode -> augment
-    splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
+    if config.mode is Mode.evaluate and saved is not None:
+        splits = datasets.load_evaluated(config.data, config.seed, saved.classes)
+    else:
+        splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
     config, rest = resume.rest(config, saved, world, len(splits.train))
     # order -> load -> pin -> copy
     feeds = Feeds(splits, config, world)

@@ -154,7 +154,9 @@ def _obtain(archive: Path, md5: str, data: DataConfig) -> None:
             "data=digits or data=fake: they need no network"
         )
         if not data.download:
-            raise DataError(f"{archive}: not there, and data.download=false; {way_out}")
+            raise DataError(
+                f"{archive}: not there, and data.download=false; set it to true, or {way_out}"
+            )
         mirror = data.mirror or "https://www.cs.toronto.edu/~kriz"
         try:
             fetch(f"{mirror.rstrip('/')}/{archive.name}", archive, md5=md5)

@@ -21,6 +21,7 @@ from harness.config import (
     Crop,
     DataCache,
     DataConfig,
+    Evaluate,
     OnError,
     OptimConfig,
 )
@@ -35,6 +36,7 @@ from harness.data.storage import (
     FolderSource,
     Source,
     Subset,
+    open_evaluated,
     open_folder_splits,
     part,
     split,
@@ -73,6 +75,7 @@ class Splits:
     classes: tuple[str, ...]
     name: str
     root: str  # empty where the data set has a place of its own
+    val_name: str = "validation"  # or test; empty: all images below root
 
     @property
     def cache(self) -> PixelCache | None:
@@ -81,7 +84,9 @@ class Splits:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """The training images' labels, int64 ``[N]``; None: unknown until each is read."""
+        """The training images' labels, int64 ``[N]``; None: unknown until each is read, or none."""
+        if self.train is self.val:
+            return None
         if isinstance(self.train, ImageDataset):
             return self.train.source.labels
         return self.train.labels if isinstance(self.train, OwnDataset) else None
@@ -108,6 +113,8 @@ class Splits:
         """
         weights = optim.class_weights
         classes = len(self.classes)
+        if self.train is self.val:
+            return None
         if weights == "balanced":
             labels = self.labels_for("optim.class_weights=balanced")
             counts = np.bincount(labels, minlength=classes)
@@ -194,11 +201,15 @@ def open_folders(data: DataConfig) -> tuple[Source, Source]:
     Raises:
         ConfigError: ``data.root`` is not set.
     """
+    return open_folder_splits(_root(data), data.split_fraction, _SPLIT_SEED)
+
+
+def _root(data: DataConfig) -> str:
     if data.root is None:
         raise ConfigError(
             f"data.root: data={data.name} needs it, for example data.root=/data/{data.name}"
         )
-    return open_folder_splits(data.root, data.split_fraction, _SPLIT_SEED)
+    return data.root
 
 
 DATASETS: dict[str, Callable[[DataConfig], tuple[Source, Source]]] = {
@@ -216,12 +227,12 @@ FAKE = "fake"
 _FILES = "root background cache cache_gb cache_max_side exif_orientation max_pixels"
 _CIFAR = "root download md5 mirror"
 _SETTINGS = {
-    "shapes": f"{_FILES} generate",
+    "shapes": f"{_FILES} generate download",
     "digits": "",
     "cifar10": _CIFAR,
     "cifar100": _CIFAR,
-    "imagefolder": f"{_FILES} split_fraction",
-    "imagenet": f"{_FILES} split_fraction",
+    "imagefolder": f"{_FILES} split_fraction evaluate",
+    "imagenet": f"{_FILES} split_fraction evaluate",
     FAKE: "generate",
 }
 
@@ -284,6 +295,29 @@ def load(
     return Splits(images, val_images, first.classes, data.name, root)
 
 
+def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Splits:
+    """Opens the images that a network is evaluated on, which stand for the training set too.
+
+    Of a folder tree nothing else is looked for, and labels are places in ``classes``, the
+    network's; an empty tuple: they have no names.
+
+    Raises:
+        ConfigError, DataError: as ``load``.
+    """
+    if DATASETS.get(data.name) is not open_folders:
+        splits = load(data, AugmentConfig(), seed)
+        val_name = "test" if data.evaluate is Evaluate.test else splits.val_name
+        return replace(splits, train=splits.val, val_name=val_name)
+    _check_settings(data)
+    source, name = open_evaluated(
+        _root(data), data.evaluate, data.split_fraction, _SPLIT_SEED, classes
+    )
+    options, centred = as_evaluated(data)
+    skips = data.on_error is OnError.skip
+    images = ImageDataset(source, centred, options, data.image_size, seed, skips=skips)
+    return Splits(images, images, source.classes, data.name, str(data.root), name)
+
+
 def as_evaluated(data: DataConfig) -> tuple[DecodeOptions, TrainTransform]:
     """Returns how an image is decoded, and what it then goes through in evaluation."""
     options = DecodeOptions(data.exif_orientation, data.background, data.max_pixels)
@@ -315,7 +349,8 @@ def _check_settings(data: DataConfig) -> None:
         idle = {"cache"}
     for setting in sorted(idle):
         value = getattr(data, setting)
-        if value != getattr(default, setting):
+        # false asks for nothing
+        if value not in (getattr(default, setting), False):
             raise ConfigError(
                 f"data.{setting}={getattr(value, 'name', value)} has no effect with "
                 f"data={data.name}; leave it out"

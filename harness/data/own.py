@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from harness.config import ConfigError, DataConfig, OnError
+from harness.config import ConfigError, DataConfig, Evaluate, OnError
 from harness.data.storage import ArraySource, FolderSource, Source, Subset
 from harness.runtime import parts
 from harness.runtime.errors import BadSample, is_out_of_memory
@@ -166,21 +166,17 @@ def open_own(
 ) -> tuple[Source, Source] | tuple[OwnDataset, OwnDataset]:
     """Opens the training and the validation set by the user's function ``data.name``.
 
-    The function is given ``data`` and ``split_seed``; ``seed`` is the run's.
+    With ``data.evaluate=test`` the second is the test set. The function is given ``data`` and
+    ``split_seed``; ``seed`` is the run's.
 
     Raises:
         ConfigError: the function failed, or did not give two sources or two data sets alike.
     """
     splits = parts.call("data.name", data.name, data, split_seed)
     begin = f"data.name={data.name}"
-    pair = splits
-    if hasattr(splits, "train") and hasattr(splits, "val"):
-        pair = splits.train, splits.val
-    if not isinstance(pair, Sequence) or len(pair) != 2:
-        raise ConfigError(
-            f"{begin}: returned {_kind(splits)}; it must return two sets, training and validation"
-        )
-    wheres = f"{begin}: the training set", f"{begin}: the validation set"
+    tests = data.evaluate is Evaluate.test
+    pair = _pair(splits, tests, begin)
+    wheres = f"{begin}: the training set", f"{begin}: the {'test' if tests else 'validation'} set"
     kinds = {hasattr(part, "read") for part in pair}
     if len(kinds) > 1:
         raise ConfigError(f"{begin}: one set is a source, the other is not; return two of a kind")
@@ -218,6 +214,24 @@ def open_own(
     except BadSample as error:
         raise ConfigError(str(error)) from error
     return first, second
+
+
+def _pair(splits: Any, tests: bool, begin: str) -> tuple[Any, Any]:
+    """Returns the training set in ``splits``, and the one to evaluate.
+
+    Raises:
+        ConfigError: there are too few or too many.
+    """
+    sets = splits
+    if hasattr(splits, "train") and hasattr(splits, "val"):
+        names = ("train", "val", "test")
+        sets = [getattr(splits, name) for name in names if hasattr(splits, name)]
+    if not isinstance(sets, Sequence) or len(sets) not in (2 + tests, 3):
+        raise ConfigError(
+            f"{begin}: returned {_kind(splits)}; it must return two sets, training and validation, "
+            "and for data.evaluate=test a third"
+        )
+    return sets[0], sets[1 + tests]
 
 
 def _names(classes: Iterable[Any]) -> tuple[str, ...]:

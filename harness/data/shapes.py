@@ -68,6 +68,8 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
             raise
         log.warning("%s: damaged: made again", tree)
         set_aside(tree)
+    if not made and not data.download:
+        raise DataError(f"{tree}: not there, and data.download=false; set data.download=true")
     if not made:
         _make(tree, generate, counts, facts)
     sources = open_folder_splits(tree, None, 0)

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from harness.config import ConfigError
+from harness.config import ConfigError, Evaluate
 from harness.data.index import Index, listing, open_index
 from harness.data.mapped import MappedFile, in_memory
 from harness.runtime.errors import BadSample, DataError, is_out_of_memory, listed, printable
 from harness.runtime.files import read_regular
 from harness.runtime.folder import log
 from harness.runtime.seeding import order_rng
+from harness.watch.console import say
 
 # of one file; larger ones are no images, and would take the run's memory
 _MOST_BYTES = 1 << 30
@@ -170,30 +171,36 @@ class ArraySource:
 
 
 class Subset:
-    """The samples of ``source`` at ``indices``, int64 ``[N]``; workers map the numbers."""
+    """The samples of ``source`` at ``indices``, int64 ``[N]``; workers map the numbers.
 
-    def __init__(self, source: Source, indices: np.ndarray) -> None:
-        numbers = np.stack([indices, source.labels[indices]]).astype(np.int64)
-        self.__setstate__((source, in_memory(numbers.tobytes())))
+    Labels are places in ``classes``, which holds all of the source's; None: in the source's own.
+    """
 
-    def __setstate__(self, state: tuple[Source, MappedFile]) -> None:
-        source, file = state
-        self.source = source
-        self.classes = source.classes
+    def __init__(
+        self, source: Source, indices: np.ndarray, classes: tuple[str, ...] | None = None
+    ) -> None:
+        labels = source.labels[indices]
+        if classes is not None:
+            labels = np.array([classes.index(name) for name in source.classes])[labels]
+        numbers = np.stack([indices, labels]).astype(np.int64)
+        self.__setstate__((source, classes or source.classes, in_memory(numbers.tobytes())))
+
+    def __setstate__(self, state: tuple[Source, tuple[str, ...], MappedFile]) -> None:
+        self.source, self.classes, file = state
         self._file = file
         # nothing at all has a byte
         numbers = np.frombuffer(file.map, np.int64, len(file.map) // 8)
         self.indices, self.labels = numbers.reshape(2, -1)
 
-    def __getstate__(self) -> tuple[Source, MappedFile]:
-        return self.source, self._file
+    def __getstate__(self) -> tuple[Source, tuple[str, ...], MappedFile]:
+        return self.source, self.classes, self._file
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
-        """Returns what ``source`` reads."""
-        return self.source.read(int(self.indices[i]))
+        """Returns what ``source`` reads, and the label."""
+        return self.source.read(int(self.indices[i]))[0], int(self.labels[i])
 
     def where(self, i: int) -> str:
         """Returns what ``source`` says."""
@@ -254,6 +261,37 @@ def open_folder_splits(
             differ.
         ConfigError: ``split_fraction`` is given, and ``root`` has both folders.
     """
+    base, val_name = _validation(root, split_fraction)
+    if not (base / "train").is_dir():
+        if split_fraction is None:
+            raise DataError(
+                f"{base}: no train folder in it; for one tree of class folders set "
+                "data.split_fraction=0.1"
+            )
+        return split(FolderSource(base), split_fraction, seed)
+    assert val_name is not None
+    if val_name != "test" and (base / "test").is_dir():
+        say("test is kept apart; evaluate it by mode=evaluate resume=RUN data.evaluate=test")
+    train = FolderSource(base / "train", base)
+    val = FolderSource(base / val_name, base)
+    if train.classes != val.classes:
+        only = []
+        for part, other in ((train, val), (val, train)):
+            if names := sorted({*part.classes} - {*other.classes}):
+                only.append(f"only in {part.root}: {listed(names)}")
+        raise DataError(
+            f"the training and the validation set have different classes: {'; '.join(only)}"
+        )
+    return train, val
+
+
+def _validation(root: str | os.PathLike[str], fraction: float | None) -> tuple[Path, str | None]:
+    """Returns ``root`` as a path, and the name of the validation set in it; None: there is none.
+
+    Raises:
+        DataError: ``root`` is missing, several folders may be the set, or none is beside ``train``.
+        ConfigError: the ``fraction`` to split off has no effect.
+    """
     base = Path(root).expanduser().absolute()
     _check_folder(str(base))
     present = [name for name in ("val", "valid", "validation") if (base / name).is_dir()]
@@ -264,33 +302,62 @@ def open_folder_splits(
             f"{base}: {' and '.join(present)} may both be the validation set; keep one of them"
         )
     if not (base / "train").is_dir():
-        if split_fraction is None:
-            raise DataError(
-                f"{base}: no train folder in it; for one tree of class folders set "
-                "data.split_fraction=0.1"
-            )
-        return split(FolderSource(base), split_fraction, seed)
+        return base, present[0] if present else None
     if not present:
         raise DataError(
             f"{base}: no val folder beside train; add it, or keep a part of train for it: "
             f"data.root={base}/train data.split_fraction=0.1"
         )
-    if split_fraction is not None:
+    if fraction is not None:
         raise ConfigError(
-            f"data.split_fraction={split_fraction:g} has no effect: {base} has "
+            f"data.split_fraction={fraction:g} has no effect: {base} has "
             f"train and {present[0]}; set it to null"
         )
-    train = FolderSource(base / "train", base)
-    val = FolderSource(base / present[0], base)
-    if train.classes != val.classes:
-        only = []
-        for part, other in ((train, val), (val, train)):
-            if names := sorted({*part.classes} - {*other.classes}):
-                only.append(f"only in {part.root}: {listed(names)}")
-        raise DataError(
-            f"the training and the validation set have different classes: {'; '.join(only)}"
-        )
-    return train, val
+    return base, present[0]
+
+
+def open_evaluated(
+    root: str | os.PathLike[str],
+    evaluate: Evaluate,
+    split_fraction: float | None,
+    seed: int,
+    classes: tuple[str, ...],
+) -> tuple[Source, str]:
+    """Returns the images below ``root`` that ``mode=evaluate`` uses, and the name of their set.
+
+    That is the ``test`` or the ``validation`` set, or, if ``root`` holds class folders instead, all
+    images, whose set has no name; of these ``split_fraction``, as ``seed`` chooses, is the
+    validation set of a run that split them. Labels are places in ``classes``, those of a network,
+    by name; an empty tuple stands for the folders' own.
+
+    Raises:
+        DataError: a folder is missing, ambiguous, refused by ``FolderSource`` or of no class.
+        ConfigError: ``split_fraction`` has no effect.
+    """
+    base, name = _validation(root, split_fraction)
+    if evaluate is Evaluate.test:
+        name = "test"
+        if not (base / name).is_dir():
+            raise DataError(
+                f"data.evaluate=test: {base} has no folder test; name the folder of the test "
+                "images with data.root=FOLDER instead"
+            )
+    source: Source
+    if split_fraction is not None and not (base / "train").is_dir():
+        name = "val"
+        source = split(FolderSource(base), split_fraction, seed)[1]
+    else:
+        source = FolderSource(base / (name or ""), base)
+    if classes and source.classes != classes:
+        if unknown := sorted({*source.classes} - {*classes}):
+            raise DataError(
+                f"{base / (name or '')}: the network has no class {listed(unknown)}; its classes "
+                f"are {listed(classes)}. Rename or remove the folder"
+            )
+        if absent := sorted({*classes} - {*source.classes}):
+            say(f"no images of {len(absent)} of {len(classes)} classes: {listed(absent)}")
+        source = Subset(source, np.arange(len(source)), classes)
+    return source, {None: "", "test": "test"}.get(name, "validation")
 
 
 def cache_root() -> Path:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from harness.config import Backend, Config, ConfigError, TunerName, form_asked_for
+from harness.config import Backend, Config, ConfigError, Mode, TunerName, form_asked_for
 from harness.data.datasets import AnyDataset, FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
@@ -134,13 +134,7 @@ class Feeds:
 
     def whole(self, dataset: AnyDataset, settings: FeedSettings) -> Feed:
         """Returns a feed of every sample of ``dataset`` once, in order, on one of the ranks."""
-        order = Order(
-            len(dataset),
-            settings.batch_size,
-            shuffle=False,
-            rank=self.world.rank,
-            world_size=self.world.size,
-        )
+        order = self._whole_order(dataset, settings.batch_size)
         return self._with_restarts(self._make(dataset, order, settings))
 
     def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
@@ -176,8 +170,20 @@ class Feeds:
         sets = {self.splits.train, self.splits.val}
         return sum(pixel_bytes(dataset) for dataset in sets if isinstance(dataset, ImageDataset))
 
+    def _whole_order(self, dataset: AnyDataset, batch_size: int) -> Order:
+        return Order(
+            len(dataset),
+            batch_size,
+            shuffle=False,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )
+
     def _train_order(self) -> Order:
         loader = self.config.loader
+        if self.config.mode is Mode.evaluate:
+            # of no step: any number of images will do
+            return self._whole_order(self.splits.train, loader.batch_size)
         strength = self.config.data.balance
         balance = None
         if strength:

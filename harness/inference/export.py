@@ -89,10 +89,8 @@ def export(saved: resume.Saved, config: Config, folder: Path) -> None:
 
 def _images(config: Config) -> tuple[Tensor, str]:
     """Returns images, uint8 ``[N, 3, S, S]``, and what they are."""
-    data = replace(config.data, cache=DataCache.none)
-    if data.name.startswith("cifar"):
-        # what is not there is not fetched for this
-        data.download = False
+    # what is not there is neither fetched nor generated for this
+    data = replace(config.data, cache=DataCache.none, download=False)
     size = data.image_size
     found = []
     why = "its images cannot be read"

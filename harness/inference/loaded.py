@@ -124,7 +124,7 @@ def network(saved: resume.Saved, config: Config) -> tuple[nn.Module, tuple[str, 
         CheckpointError: there are no classes, or the weights do not fit.
         ConfigError: the network cannot be built.
     """
-    classes = tuple(saved.state.get("classes", ()))
+    classes = saved.classes
     if not classes:
         raise CheckpointError(
             f"{saved.where}: holds no names of classes; name a checkpoint or the folder of a run"

@@ -35,7 +35,7 @@ const REST = {
   ...MEANINGS,
   start: "from the command to the first step",
   tuning: "the loader's settings were searched",
-  evaluate: "the validation set",
+  evaluate: "passes over the validation or test set",
   first_steps: "workers start, kernels are chosen, networks compiled",
   pictures: "the first batch drawn",
   checkpoint: "state saved", other: "what nothing else accounts for",
@@ -140,7 +140,8 @@ function figures(run, ended) {
     ["Stalled", report.stall_fraction, share, `of the time, ${by}`, "no step was timed"],
     ["Goodput", report.goodput?.fraction, share, "of the wall time the device was busy",
       "the device's own time is not known"],
-    ["Top-1", report.top1, share, report.val_images && `on ${many(report.val_images, "image")}`,
+    ["Top-1", report.top1, share, report.val_images
+      && `on ${many(report.val_images, report.evaluated?.replace(/s$/, "") ?? "image")}`,
       "no evaluation has ended"],
     ...(run.mistakes?.classes.class.length > 5 ? [["Top-5", report.top5, share,
       "the true class among the five first answers", "no evaluation has ended"]] : []),

@@ -31,6 +31,7 @@ REPORT: dict[Any, Any] = {
     "top1?": float,
     "top5?": float,
     "val_images?": float,
+    "evaluated?": str,
     "shares?": {str: float},
     "wait_parts?": {str: float},
     "host_parts_s?": {str: float},

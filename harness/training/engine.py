@@ -196,7 +196,7 @@ class Engine:
         trained = f"; training: {self._epoch}" if self._epoch.steps else ""
         say(
             f"{name}: top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f} on "
-            f"{result.images} validation images{trained}"
+            f"{result.images} images{trained}"
         )
         self.replaced.share()
         return result

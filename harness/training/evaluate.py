@@ -55,7 +55,8 @@ def evaluate(
         with autocast():
             logits = network(images)
         scores = logits.float()
-        loss = F.cross_entropy(scores, labels, reduction="sum")
+        # the sum is the same however images are put into batches
+        loss = F.cross_entropy(scores, labels, reduction="none").sum(dtype=dtype)
         # top-1 and top-5 in one
         answers = logits.topk(min(5, logits.shape[1]), dim=1).indices
         best = answers == labels.unsqueeze(1)

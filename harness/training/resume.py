@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.config import Config, Mode, adopted, from_plain, walk
+from harness.config import Config, Mode, adopted, from_plain, shown, walk
 from harness.feed.order import Order, Rest
 from harness.runtime import launch
 from harness.runtime.distributed import World
@@ -35,10 +35,12 @@ _TRAINS = (
 )
 # what takes a network from a checkpoint, and trains no more
 _APPLIES = (Mode.evaluate, Mode.predict, Mode.export)
-# of data.*, what is this command's alone
+# of data.*, what says how long a run puts up with bad images
 _COMMANDS = {"data.on_error", "data.max_bad_fraction"}
-# of data.*, what a network expects of its images; the rest says which images
-PIXELS = {*published.EXPECTED, "data.exif_orientation", "data.background", "data.max_pixels"}
+# of data.*, what a network expects of its images
+PIXELS = {*published.EXPECTED, "data.exif_orientation", "data.background"}
+# of data.*, which images a run evaluated
+_IMAGES = ("data.name", "data.root", "data.md5", "data.split_fraction", "data.generate.")
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Saved:
     Attributes:
         where: names the file.
         state: what it holds.
+        in_run: whether the file lies in the folder of a run.
         trained: the settings of the run that saved it, if a run did.
 
     Raises:
@@ -56,7 +59,13 @@ class Saved:
 
     where: str
     state: dict[str, Any]
+    in_run: bool = False
     trained: Config | None = field(init=False, default=None)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, by place in the logits; empty: they have none."""
+        return tuple(self.state.get("classes", ()))
 
     def __post_init__(self) -> None:
         check_saved(self.state, self.where)
@@ -87,7 +96,7 @@ def find(config: Config, folder: Path) -> Saved | None:
             found = checkpoint.read(Path(config.resume))
         if found is not None:
             record, state = found
-            return Saved(printable(str(record.path)), state)
+            return Saved(printable(str(record.path)), state, _in_run(record.path))
         if applies:
             raise CheckpointError(
                 f"{printable(str(folder))}: holds no checkpoint; name one with resume=PATH"
@@ -98,7 +107,13 @@ def find(config: Config, folder: Path) -> Saved | None:
     if not applies or weights is None:
         return None
     where = f"model.weights={printable(weights)}"
-    return Saved(where, models.held(config.model, config.data.image_size))
+    held = models.held(config.model, config.data.image_size)
+    return Saved(where, held, _in_run(Path(weights)))
+
+
+def _in_run(path: Path) -> bool:
+    path = path.resolve()
+    return any((place / "train.log").is_file() for place in (path, *path.parents[:2]))
 
 
 def settings(
@@ -106,9 +121,10 @@ def settings(
 ) -> Config:
     """Returns ``config``; where nothing is trained, what decides the result is the checkpoint's.
 
-    That is what decides pixels, labels and the network; for predictions it is not which images
-    there are. What the command line set (``typed``, as in ``data.image_size=48``) stays. Every
-    difference is told by ``tell``.
+    That is what decides pixels and the network, and, in a run's folder, which images it evaluated:
+    these are read, but neither fetched nor generated. For predictions it is not which images there
+    are. What the command line set (``typed``, as in ``data.image_size=48``) stays. Every difference
+    is told by ``tell``.
 
     Raises:
         CheckpointError: the checkpoint's settings cannot be used.
@@ -124,15 +140,25 @@ def settings(
                 "those of this command"
             )
         return config
-    compared = ("data.", *_NETWORK, *(() if applies else _TRAINS))
-    commands = _of_data(config) if config.mode is Mode.predict else _COMMANDS
+    reads = applies and saved.in_run and config.mode is not Mode.predict
+    compared = ("data.", *_NETWORK, *_TRAINS)
+    if applies:
+        compared = (*PIXELS, *_NETWORK, *(_IMAGES if reads else ()))
     theirs = {
         path: value
         for path, value, _ in walk(trained)
-        if path.startswith(compared) and path not in commands
+        if path.startswith(compared) and path not in _COMMANDS
     }
     kept = _chosen(config, trained, typed) if applies else theirs.keys()
     used = adopted(config, theirs, kept, "the checkpoint", tell)
+    typed_data = {"data", "data.name", "data.root", "experiment"} & {*kept}
+    if config.mode is Mode.evaluate and not (saved.in_run or typed_data):
+        raise CheckpointError(
+            f"{saved.where}: is in no run's folder, so name the images, too. Those of its run: "
+            f"data.name={trained.data.name} data.root={shown(trained.data.root)}"
+        )
+    if reads and not {"data.root", "data.download"} & {*kept}:
+        used.data.download = False
     for path in ("model.name", "data.name"):
         # a file that somebody gave away must not name what is imported and called here
         name = attrgetter(path)(used)
@@ -153,13 +179,12 @@ def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]
         chosen.add("model.name")
     if chosen & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
         # other images: where they lie is this command's, what the network expects of them stays
-        chosen |= _of_data(config)
+        chosen |= {path for path, _, _ in walk(config) if path.startswith("data.")} - PIXELS
+    roots = [Path(str(each.data.root)).expanduser().resolve() for each in (config, trained)]
+    if "data.root" in chosen and roots[0] != roots[1]:
+        # nothing of another tree was trained on
+        chosen.add("data.split_fraction")
     return chosen
-
-
-def _of_data(config: Config) -> set[str]:
-    """Returns the settings that say which images there are."""
-    return {path for path, _, _ in walk(config) if path.startswith("data.")} - PIXELS
 
 
 def rest(
@@ -237,10 +262,9 @@ def take_over(
     if saved is not None:
         where = saved.where
         held = saved.state
-        trained = tuple(held.get("classes", classes))
-        if trained != classes:
+        if saved.classes not in (classes, ()):
             raise CheckpointError(
-                f"{where}: its classes are not this data set's: {listed(trained)}, not "
+                f"{where}: its classes are not this data set's: {listed(saved.classes)}, not "
                 f"{listed(classes)}; choose its data set with data= and data.root="
             )
         if config.mode is Mode.evaluate:

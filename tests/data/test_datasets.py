@@ -1,6 +1,7 @@
 """From settings to samples."""
 
 import builtins
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,6 @@ def test_a_new_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
             r"data\.mirror=http://x has no effect with data=imagefolder",
         ),
         ({"name": "imagenet", "md5": "0"}, r"data\.md5=0 has no effect"),
-        ({"name": "imagenet", "download": False}, r"data\.download=False has no effect"),
         (
             {"name": "shapes", "split_fraction": 0.1},
             r"data\.split_fraction=0\.1 has no effect with data=shapes",
@@ -206,7 +206,7 @@ def test_balanced_weights_are_scikit_learns() -> None:
         8,
         seed=0,
     )
-    splits = Splits(images, images, tuple("abcd"), "x", "")
+    splits = Splits(images, replace(images), tuple("abcd"), "x", "")
     found = splits.class_weights(OptimConfig(class_weights="balanced"))
     assert found is not None
     expected = compute_class_weight("balanced", classes=np.array([0, 2, 3]), y=labels)

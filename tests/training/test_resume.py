@@ -67,6 +67,16 @@ TRAINED: dict[str, Any] = {
     "trainer.channels_last": False,
 }
 PIXELS = [path for path in TRAINED if path in resume.PIXELS]
+# What says how much a machine may do for these images is the command's.
+COMMANDS = {
+    "data.mirror": None,
+    "data.fraction": 1.0,
+    "data.balance": 0.0,
+    "data.max_pixels": 50_000_000,
+    "data.cache": DataCache.none,
+    "data.cache_gb": None,
+    "data.cache_max_side": None,
+}
 
 
 def set_(config: Config, path: str, value: Any) -> None:
@@ -89,7 +99,7 @@ def trained(composed: Composed) -> Saved:
     config = composed()
     for path, value in TRAINED.items():
         set_(config, path, value)
-    return Saved("best.pt", {"settings": to_plain(config), "classes": list(CLASSES)})
+    return Saved("best.pt", {"settings": to_plain(config), "classes": list(CLASSES)}, in_run=True)
 
 
 def evaluated(composed: Composed, saved: Saved, *typed: str) -> dict[str, Any]:
@@ -100,7 +110,7 @@ def evaluated(composed: Composed, saved: Saved, *typed: str) -> dict[str, Any]:
 
 def test_the_list_of_settings_is_whole(composed: Composed) -> None:
     """Every setting of the data set is in this file's list."""
-    commands = {"data.on_error", "data.max_bad_fraction"}
+    commands = {"data.on_error", "data.max_bad_fraction", "data.evaluate"}
     assert {path for path in values(composed()) if path.startswith("data.")} - commands == {
         p for p in TRAINED if p.startswith("data.")
     }
@@ -111,7 +121,7 @@ def test_evaluation_needs_no_setting_again(
 ) -> None:
     """What decides pixels, labels and network is the checkpoint's, and is printed."""
     found = evaluated(composed, trained)
-    assert {path: found[path] for path in TRAINED} == TRAINED
+    assert {path: found[path] for path in TRAINED} == TRAINED | COMMANDS
     printed = capsys.readouterr().out
     assert "from the checkpoint: data.name=imagefolder data.root=/elsewhere" in printed
     assert "data.mean=[0.1,0.2,0.3]" in printed and "trainer.precision=bf16" in printed
@@ -144,7 +154,11 @@ def test_what_is_typed_is_used_and_printed(
 ) -> None:
     """A setting of the command line wins over the checkpoint's, and a line has both."""
     found = evaluated(composed, trained, f"{path}={text}")
-    assert {key: found[key] for key in TRAINED} == TRAINED | {path: value}
+    expected = TRAINED | COMMANDS | {path: value}
+    if path == "data.root":
+        # nothing of this tree was trained on, and the command may fill it
+        expected |= {"data.split_fraction": None, "data.download": True}
+    assert {key: found[key] for key in TRAINED} == expected
     assert f"checkpoint: {line}\n" in capsys.readouterr().out
 
 
@@ -158,7 +172,23 @@ def test_a_choice_that_says_the_same_changes_nothing(
 ) -> None:
     """Naming the data set or the network again does not bring its file's values back."""
     found = evaluated(composed, trained, typed)
-    assert {path: found[path] for path in TRAINED} == TRAINED
+    assert {path: found[path] for path in TRAINED} == TRAINED | COMMANDS
+
+
+@pytest.mark.parametrize("mode", ["evaluate", "predict", "export"])
+def test_a_file_from_elsewhere_names_no_images(
+    composed: Composed, trained: Saved, mode: str
+) -> None:
+    """A checkpoint outside a run's folder decides pixels and the network, and nothing else."""
+    foreign = Saved("best.pt", trained.state)
+    typed = (f"mode={mode}", "resume=best.pt", "data.name=shapes", "data.root=here")
+    ours = values(composed(*typed))
+    found = values(resume.settings(composed(*typed), foreign, typed))
+    changed = {path for path, value in found.items() if value != ours[path]}
+    assert {path for path in changed if path.startswith("data.")} == {*PIXELS}
+    if mode == "evaluate":
+        with pytest.raises(CheckpointError, match="data.name=imagefolder data.root=/elsewhere"):
+            evaluated(composed, foreign)
 
 
 @pytest.mark.parametrize("typed", ["data=cifar10", "experiment=cifar10_resnet18"])
@@ -184,9 +214,8 @@ def test_other_ways_of_training_are_told(
     composed: Composed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each setting that training goes on by is printed if it differs; evaluation prints none."""
-    saved = Saved(
-        "last.pt", {"settings": to_plain(composed("optim.lr=0.5", "seed=7", "augment.hflip=0.25"))}
-    )
+    settings = to_plain(composed("optim.lr=0.5", "seed=7", "augment.hflip=0.25"))
+    saved = Saved("last.pt", {"settings": settings}, in_run=True)
     resume.settings(composed("resume=last.pt"), saved, ())
     told = capsys.readouterr().out
     assert "checkpoint: optim.lr 0.5, now 0.1\n" in told
@@ -203,7 +232,7 @@ def test_what_torchrun_saved_is_read_without_it(
 ) -> None:
     """A nameless run that resumed by its launcher leaves checkpoints that go anywhere."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    saved = Saved("last.pt", {"settings": to_plain(composed("resume=auto"))})
+    saved = Saved("last.pt", {"settings": to_plain(composed("resume=auto"))}, in_run=True)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert evaluated(composed, saved)["run.name"] is None
 
@@ -310,15 +339,15 @@ def test_published_weights_that_do_not_exist_cannot_be_evaluated(
 
 
 def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path: Path) -> None:
-    """A copied best.pt is evaluated through model.weights with the settings that it holds."""
-    settings = to_plain(composed("data=digits"))
+    """A copied best.pt is evaluated through model.weights with the pixels of its settings."""
+    settings = to_plain(composed("data=digits", "data.image_size=9"))
     state = {"model": {}, "settings": settings, "step": 1, "epoch": 1}
     record = commit(tmp_path, state)
     copy = tmp_path / "copied.pt"
     copy.write_bytes(record.path.read_bytes())
-    typed = ("mode=evaluate", f"model.weights={copy}")
+    typed = ("mode=evaluate", f"model.weights={copy}", "data=digits")
     saved = resume.find(composed(*typed), tmp_path)
-    assert resume.settings(composed(*typed), saved, typed).data.name == "digits"
+    assert resume.settings(composed(*typed), saved, typed).data.image_size == 9
 
 
 def test_a_network_of_published_weights_is_built_as_it_was(composed: Composed) -> None:
@@ -326,7 +355,7 @@ def test_a_network_of_published_weights_is_built_as_it_was(composed: Composed) -
     for weights in ("DEFAULT", None):
         config = composed("model.name=googlenet")
         config.model.weights = weights
-        saved = Saved("best.pt", {"settings": to_plain(config)})
+        saved = Saved("best.pt", {"settings": to_plain(config)}, in_run=True)
         used = resume.settings(composed("mode=evaluate", "resume=best.pt"), saved, ())
         network = models.build(used.model, 2, image_size=96, filled=True)
         assert network.transform_input is (weights == "DEFAULT")
