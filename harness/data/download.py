@@ -10,18 +10,14 @@ import fcntl
 import hashlib
 import math
 import os
-import re
-import threading
 import time
 import urllib.request as web
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any, NoReturn
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from harness.runtime import signals
@@ -32,27 +28,19 @@ from harness.watch.console import progress, say
 
 # how often a wait looks for a signal
 _POLL_S = 0.1
-_STALL_S = 30.0
-_STALL_BYTES = 64 << 10
+# longest silence of a server; a signal is heard after it at the latest
+_SILENCE_S = 10.0
 # more than any archive that is known here
 _MOST_BYTES = 1 << 30
 _ADVICE = "free space or set another data.root"
 
 
 class _Fault(Exception):
-    """A failed attempt. ``retry``: try again; ``restart``: discard the partial file first."""
+    """A failed attempt, after which another one may succeed if ``passing``."""
 
-    def __init__(self, reason: str, *, retry: bool = False, restart: bool = False) -> None:
+    def __init__(self, reason: str, *, passing: bool = False) -> None:
         super().__init__(reason)
-        self.retry = retry
-        self.restart = restart
-
-
-class _NoFtp(web.FTPHandler):
-    """Refuses the one other protocol to which urllib lets a redirect lead."""
-
-    def ftp_open(self, req: web.Request) -> NoReturn:
-        raise ValueError("the server redirects to an ftp address")
+        self.passing = passing
 
 
 def fetch(
@@ -65,9 +53,8 @@ def fetch(
     """Fetches ``url``, of http or https, to ``target``: whole, or not at all.
 
     The bytes, at most 1 GiB, go to ``<target>.part``, which is also the lock: a second process
-    waits, then finds ``target`` there. After a network fault, or half a minute in which fewer
-    than 64 KiB arrive, the next attempt goes on where the part ends if the server can, in this run
-    (three times, with pauses by ``sleep``) or in a later one.
+    waits, then finds ``target`` there. After a network fault, or 10 seconds of silence, the file is
+    fetched again (three times, with pauses by ``sleep``).
 
     Raises:
         DataError: the server cannot be reached, refuses, or sends what has not the digest ``md5``.
@@ -95,9 +82,9 @@ def fetch(
                 _transfer(file, part, url, md5)
                 break
             except _Fault as fault:
-                if fault.restart:
-                    file.truncate(0)
-                if pause_s is None or not fault.retry:
+                file.truncate(0)
+                signals.check()
+                if pause_s is None or not fault.passing:
                     raise DataError(
                         f"{url}: {fault}; check the network and the address (data.mirror)"
                     ) from fault
@@ -193,102 +180,49 @@ def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
 
 
 def _transfer(file: BufferedRandom, part: Path, url: str, md5: str) -> None:
-    """Completes ``file``, which lies at ``part``."""
-    here = file.seek(0, os.SEEK_END)
-    due_s = time.monotonic() + _STALL_S
-    opener = web.build_opener(_NoFtp)
-
-    def asked(**headers: str) -> Any:
-        request = web.Request(url, headers={"User-Agent": "wellfed", **headers})
-        return _waited(lambda: opener.open(request, timeout=_STALL_S), due_s)
-
-    # Ask for the rest, and believe the reply only in what it says.
-    try:
-        reply = asked(Range=f"bytes={here}-") if here else asked()
-    except _Fault as fault:
-        if not here or fault.retry:
-            raise
-        # it may refuse parts alone
-        reply = asked()
-    if reply.headers.get_content_type() == "text/html":
-        raise _Fault("the server sent a web page in place of the file")
-    if reply.status != 206:
-        here = 0
-    total = _size(reply, here)
-    file.truncate(here)
-    counted = file.seek(here)
-    with progress(f"Downloading {part.stem}", total=total, unit="B") as bar:
-        bar.advance(here)
-        while chunk := _waited(lambda: reply.read1(1 << 18), due_s):
-            file.write(chunk)
-            bar.advance(len(chunk))
-            if file.tell() - counted >= _STALL_BYTES:
-                due_s = time.monotonic() + _STALL_S
-                counted = file.tell()
-    reply.close()
+    """Fetches ``url`` into ``file``, which is ``part``, and checks its digest."""
+    file.seek(0)
+    file.truncate()
+    found = hashlib.md5(usedforsecurity=False)
+    request = web.Request(url, headers={"User-Agent": "wellfed"})
+    with _network(), web.urlopen(request, timeout=_SILENCE_S) as reply:
+        if reply.headers.get_content_type() == "text/html":
+            raise _Fault("the server sent a web page in place of the file")
+        total = reply.length or 0
+        if not 0 < total <= _MOST_BYTES:
+            raise _Fault(
+                f"the server says that the file has {total or 'no'} bytes (Content-Length), not 1 "
+                f"to {_MOST_BYTES}"
+            )
+        with progress(f"Downloading {part.stem}", total=total, unit="B") as bar:
+            while chunk := reply.read1(1 << 18):
+                signals.check()
+                with _writing(part, _ADVICE):
+                    file.write(chunk)
+                found.update(chunk)
+                bar.advance(len(chunk))
     file.flush()
     if file.tell() != total:
-        raise _Fault(f"the connection closed after {file.tell()} of {total} bytes", retry=True)
-    digest = md5_of(part)
-    if digest != md5:
-        # only a part may have come from elsewhere
+        raise _Fault(f"the connection closed after {file.tell()} of {total} bytes", passing=True)
+    if found.hexdigest() != md5:
         raise _Fault(
-            f"the md5 digest differs: expected {md5}, got {digest} (set data.md5 if another "
-            "archive is meant)",
-            retry=here > 0,
-            restart=True,
+            f"the md5 digest differs: expected {md5}, got {found.hexdigest()} (set data.md5 if "
+            "another archive is meant)"
         )
 
 
-def _size(reply: Any, here: int) -> int:
-    """Returns the bytes of the whole file, of which ``reply`` gives those from ``here`` on."""
-    total: int = reply.length or 0
-    if reply.status == 206:
-        span = re.match(r"bytes (\d+)-\d+/(\d+)", reply.headers.get("Content-Range", ""))
-        if span is None or int(span[1]) != here:
-            raise _Fault(
-                "the server sent another range than was asked for", retry=True, restart=True
-            )
-        total = int(span[2])
-    if not 0 < total <= _MOST_BYTES:
-        raise _Fault(
-            f"the server says that the file has {total or 'no'} bytes (Content-Length), not 1 to "
-            f"{_MOST_BYTES}"
-        )
-    return total
-
-
-def _waited(call: Callable[[], Any], due_s: float) -> Any:
-    """Returns what ``call``, which may block, returns until ``due_s``.
-
-    A thread makes the call, so that a signal is seen in time, and so is a server that sends one
-    byte now and then, be it of its headers or of the body.
-    """
-    outcome: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(call())
-        except (OSError, HTTPException, ValueError) as error:
-            outcome.set_exception(_fault(error))
-
-    # Nobody closes the reply of a thread that still reads: closing would wait for it.
-    threading.Thread(target=work, daemon=True).start()
-    while time.monotonic() < due_s:
-        signals.check()
-        with suppress(TimeoutError):
-            return outcome.result(_POLL_S)
-    raise _Fault(f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {_STALL_S:g} s", retry=True)
-
-
-def _fault(error: Exception) -> _Fault:
-    if isinstance(error, HTTPError):
+@contextmanager
+def _network() -> Iterator[None]:
+    """A block in which every error but one of a disk is a fault of the network or the server."""
+    try:
+        yield
+    except HTTPError as error:
         error.close()
         # Codes that speak of now, not of the address.
-        retry = error.code >= 500 or error.code in (408, 425, 429)
+        passing = error.code >= 500 or error.code in (408, 425, 429)
         # of a loop of redirects it is three lines
         reason = str(error.reason).partition("\n")[0]
-        return _Fault(f"HTTP {error.code} {reason}", retry=retry)
-    if isinstance(error, URLError):
-        return _Fault(str(error.reason), retry=True)
-    return _Fault(str(error) or type(error).__name__, retry=not isinstance(error, ValueError))
+        raise _Fault(f"HTTP {error.code} {reason}", passing=passing) from error
+    except (OSError, HTTPException, ValueError) as error:
+        reason = str(getattr(error, "reason", error)) or type(error).__name__
+        raise _Fault(reason, passing=not isinstance(error, ValueError)) from error
