@@ -233,7 +233,7 @@ def index_file(place: Path) -> Reader:
 
     def seal(data: bytes) -> bytes:
         content = data[:-8]
-        return content + checksum(np.frombuffer(content, np.uint8)).to_bytes(8, "little")
+        return content + checksum(np.frombuffer(content, np.uint8), path.name).to_bytes(8, "little")
 
     return Reader([path.read_bytes()], read, seal=seal)
 

@@ -61,6 +61,8 @@ def open_caches(
         facts.update(digest)
         roots.append(os.path.realpath(folder))
     name = hashlib.sha256(os.fsencode("\0".join(roots))).hexdigest()[:32]
+    # a file may have come to another's place
+    facts.update(name.encode())
     place = cache_root() / "decoded" / name
     rows = len(train) + len(val)
     files = _shared(lambda: _opened(place, data, facts.hexdigest(), rows), gathered)

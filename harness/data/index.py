@@ -26,7 +26,7 @@ from harness.runtime.files import open_regular, parsed, set_aside, write_whole
 from harness.runtime.folder import log
 
 # Of the file, and of the rules by which a scan chooses and is trusted: raise it with either.
-_FORMAT = 5
+_FORMAT = 6
 # a folder changed so shortly before its scan may change again without another time of change
 _RACY_NS = 2_000_000_000
 
@@ -120,7 +120,7 @@ def listing(root: bytes) -> Index:
     Raises:
         DataError: a folder cannot be read.
     """
-    return Index(in_memory(_Scan(root, os.path.realpath(root), flat=True).packed()))
+    return Index(in_memory(_Scan(root, os.path.realpath(root), flat=True).packed("")))
 
 
 def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
@@ -139,7 +139,8 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
     try:
         file = MappedFile(open_regular(place, os.O_RDONLY | os.O_NOFOLLOW))
         content = np.frombuffer(file.map, np.uint8)[:-8]
-        if checksum(content) != int.from_bytes(file.map[-8:], "little"):
+        # with the name: a file may have come to another's place
+        if checksum(content, place.name) != int.from_bytes(file.map[-8:], "little"):
             raise ValueError("its checksum differs")
         index = Index(file)
         index.check()
@@ -154,7 +155,7 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
             set_aside(place)
     racy_ns = time.time_ns() - _RACY_NS
     scan = _Scan(root, limit)
-    packed = scan.packed()
+    packed = scan.packed(place.name)
     settled = all(max(state[1:]) < racy_ns for state in scan.watched.values())
     if settled and _BROKEN_LINK not in scan.skipped:
         try:
@@ -203,8 +204,8 @@ class _Scan:
                 f"cannot read {names}: mend the permissions, or take them out of the folder"
             )
 
-    def packed(self) -> bytes:
-        """Returns the content of an index's file."""
+    def packed(self, name: str) -> bytes:
+        """Returns the content of the index's file ``name``."""
         names = list(chain.from_iterable(self.images))
         labels = np.repeat(np.arange(len(self.folders)), list(map(len, self.images)))
         ends = np.cumsum(list(map(len, names)), dtype=np.int64)
@@ -215,7 +216,7 @@ class _Scan:
         }).encode()  # fmt: skip
         sizes = np.array([len(names), len(facts)])
         content = b"".join((labels.tobytes(), ends.tobytes(), *names, facts, sizes.tobytes()))
-        return content + checksum(np.frombuffer(content, np.uint8)).to_bytes(8, "little")
+        return content + checksum(np.frombuffer(content, np.uint8), name).to_bytes(8, "little")
 
     def _images(self, folder: bytes) -> list[bytes]:
         start = len(os.path.join(folder, b""))

@@ -84,7 +84,7 @@ def memory(size: int) -> int:
     return fd
 
 
-def checksum(content: np.ndarray, *facts: int) -> int:
+def checksum(content: np.ndarray, *facts: object) -> int:
     """Returns 63 bits of all bytes of ``content`` (C-contiguous), its shape and ``facts``."""
     digest = xxhash.xxh3_64(repr((*content.shape, *facts)).encode())
     digest.update(content.data)

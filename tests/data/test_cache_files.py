@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -511,6 +512,27 @@ def test_an_odd_cache_is_made_again(
     assert images(second) == 6 and oddities.untouched(place)
     (told,) = (text for text in caplog.messages if str(place) in text)
     assert told.startswith(f"{place}: ") and "made a" in told
+
+
+def test_pixels_of_another_folder_are_not_used(root: Path) -> None:
+    """Not even of equal names, sizes and times: a cache under another's name is made again."""
+    other = root.with_name("other")
+    for path in root.rglob("*.*"):
+        Image.new("RGB", (9, 9)).save(path, "bmp")
+        there = other / path.relative_to(root)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9), "white").save(there, "bmp")
+        for each in (path, there):
+            os.utime(each, (1e9, 1e9))
+    first = loaded(root, DISK)
+    assert not batch(first.train, 0).any()
+    del first
+    decoded = root.parent / "cache/decoded"
+    (place,) = (path for path in decoded.iterdir() if not path.suffix)
+    assert (batch(loaded(other, DISK).train, 0) == 255).all()
+    (theirs,) = {path for path in decoded.iterdir() if not path.suffix} - {place}
+    shutil.copyfile(place, theirs)
+    assert (batch(loaded(other, DISK).train, 0) == 255).all()
 
 
 @pytest.mark.timeout(60)

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -234,11 +235,25 @@ def test_an_odd_index_is_made_again(
     assert [text.split(" (")[0] for text in caplog.messages] == [f"{place}: damaged"]
 
 
+@pytest.mark.usefixtures("settled")
+def test_an_index_of_another_tree_is_made_again(root: Path) -> None:
+    """A whole index that a mixed-up cache has under another's name is not believed."""
+    expected = paths(opened(root))
+    (place,) = (root.parent / "kept").iterdir()
+    other = root.with_name("other")
+    (other / "a").mkdir(parents=True)
+    (other / "a/9.jpg").write_bytes(b"\xff\xd8\xff")
+    assert paths(opened(other)) == ["a/9.jpg"]
+    (theirs,) = {*(root.parent / "kept").iterdir()} - {place}
+    shutil.copyfile(theirs, place)
+    assert [paths(opened(root)), paths(opened(other))] == [expected, ["a/9.jpg"]]
+
+
 LABELS, ENDS, NAMES, FACTS = range(4)
 
 
-def _sealed(content: bytes) -> bytes:
-    return content + checksum(np.frombuffer(content, np.uint8)).to_bytes(8, "little")
+def _sealed(content: bytes, name: str) -> bytes:
+    return content + checksum(np.frombuffer(content, np.uint8), name).to_bytes(8, "little")
 
 
 def _arrays(content: bytes) -> list[np.ndarray]:
@@ -322,7 +337,7 @@ def test_a_sealed_index_of_odd_content_is_made_again(
     """A right checksum is no reason to believe what no scan finds."""
     expected = paths(opened(root))
     (place,) = (root.parent / "kept").iterdir()
-    place.write_bytes(_sealed(content(_arrays(place.read_bytes()))))
+    place.write_bytes(_sealed(content(_arrays(place.read_bytes())), place.name))
     assert [paths(opened(root)), paths(opened(root))] == [expected, expected]
     assert [text.split(" (")[0] for text in caplog.messages] == [f"{place}: damaged"]
 
