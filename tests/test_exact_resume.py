@@ -222,14 +222,31 @@ def test_a_disk_that_is_full_ends_the_run(
     assert calls == [4, 5]
 
 
+def killed(script: str, folder: Path) -> str:
+    """What a script of ``tests/support`` prints that kills runs in ``folder``."""
+    support = Path(__file__).with_name("support")
+    path = os.pathsep.join([str(support), str(support.parents[1])])
+    command = [sys.executable, support / script, folder]
+    env = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+CALLS = {"open", "write", "fsync", "replace", "symlink", "unlink"}
+AROUND = {f"{when} {call}" for when in ("before", "after") for call in CALLS}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_kill_at_any_call_to_the_disk_loses_nothing(tmp_path: Path) -> None:
     """Killed around any call to the disk and resumed, a run ends the same."""
-    support = Path(__file__).with_name("support")
-    path = os.pathsep.join([str(support), str(support.parents[1])])
-    command = [sys.executable, support / "killed_runs.py", tmp_path]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
+    killed("killed_runs.py", tmp_path)
     events = set((tmp_path / "events").read_text().splitlines())
-    calls = {"mkdir", "open", "write", "fsync", "replace", "symlink", "unlink"}
-    assert {f"{when} {call}" for when in ("before", "after") for call in calls} <= events
+    assert AROUND | {"before mkdir", "after mkdir"} <= events
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_kill_in_the_last_save_is_seen_by_nobody(tmp_path: Path) -> None:
+    """Around any call, the folder and both pointers give the newest state, before a resume too."""
+    lines = killed("killed_last_save.py", tmp_path).splitlines()
+    assert AROUND | {"before mkdir"} <= {" ".join(line.split()[1:3]) for line in lines}

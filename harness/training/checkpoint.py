@@ -63,6 +63,17 @@ def records(folder: Path) -> list[Record]:
     return found
 
 
+def pointed(past: list[Record]) -> dict[str, Record]:
+    """Returns of ``past``, oldest first, what ``last.pt`` and ``best.pt`` stand for.
+
+    Of equal top-1 the earlier is the best.
+    """
+    found = {"last.pt": past[-1]} if past else {}
+    if rated := [record for record in past if record.top1 is not None]:
+        found["best.pt"] = max(rated, key=lambda record: record.top1 or 0.0)
+    return found
+
+
 def order(path: Path) -> tuple[int, int]:
     """Returns the step and the serial number in a checkpoint's name; else ``UNNAMED``."""
     match = re.fullmatch(r"step-(\d{1,18})(?:\.(\d{1,9}))?", path.stem)
@@ -220,15 +231,13 @@ def _record(manifest: Path) -> Record:
 
 
 def _target(path: Path) -> Path:
-    """Returns the file that ``path`` leads to, by a link or a text."""
+    """Returns the file that ``path`` leads to; a pointer may lag behind the records."""
     target = path.resolve()
-    # file systems without links have texts; other files are no such text
-    with suppress(OSError, ValueError):
-        name = read_regular(target, 99).decode().strip()
-        named = target.with_name(name).with_suffix(".pt")
-        if order(named) != UNNAMED:
-            return named
-    return target
+    record = pointed(records(path.parent)).get(path.name)
+    # a link to a damaged record is an error, as ever
+    if record and target.name != path.name:
+        _record(target.with_suffix(".json"))
+    return record.path if record else target
 
 
 def _unread(name: str, error: OSError) -> CheckpointError:

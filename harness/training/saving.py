@@ -29,7 +29,7 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
 from harness.runtime.files import replacing, set_aside, sync_folder, write_whole
 from harness.runtime.workers import give_way
-from harness.training.checkpoint import UNNAMED, Record, order, records, sealed
+from harness.training.checkpoint import UNNAMED, Record, order, pointed, records, sealed
 from harness.training.state import TrainState
 
 
@@ -119,8 +119,11 @@ class Saves:
         self._keep_last = config.checkpoint.keep_last
         self._writes = config.checkpoint.enabled and config.mode is Mode.train and world.is_main
         if self._writes:
-            # what a killed save has left
+            # what a killed save has left, and has left undone
             _clear(self._folder)
+            # pointers that cannot be moved now are moved by the next save, and not believed here
+            with suppress(OSError):
+                _mark(self._folder, records(self._folder))
         self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
         self._last: Future[Record] | None = None
         self._file = BytesIO()
@@ -203,7 +206,7 @@ def save(
 ) -> Record:
     """Commits a packed ``state`` under a free name, moves the pointers and drops old ones.
 
-    The name is that of its ``step``. Of equal top-1 ``best.pt`` has the earlier.
+    The name is that of its ``step``.
 
     Raises:
         DiskError: a file could not be written; what was there before stays whole.
@@ -236,17 +239,18 @@ def _retain(folder: Path, newest: Record, keep_last: int) -> None:
     committed = records(folder)
     # those of later steps belong to a past that a resume has left
     past = [old for old in committed if order(old.path) <= order(newest.path)]
-    _point(folder / "last.pt", newest.path)
-    kept = past[-keep_last:]
-    rated = [old for old in past if old.top1 is not None]
-    if rated:
-        best = max(rated, key=lambda old: old.top1 or 0.0)
-        _point(folder / "best.pt", best.path)
-        kept.append(best)
+    _mark(folder, past)
+    kept = [*past[-keep_last:], *pointed(past).values()]
     sync_folder(folder)
     for old in committed:
         if old not in kept:
             old.path.with_suffix(".json").unlink(missing_ok=True)
+
+
+def _mark(folder: Path, past: list[Record]) -> None:
+    """Points at the newest and the best of ``past``, oldest first."""
+    for name, record in pointed(past).items():
+        _point(folder / name, record.path)
 
 
 def _clear(folder: Path) -> None:

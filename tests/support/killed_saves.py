@@ -10,12 +10,18 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import disk
 import torch
 from checkpoints import commit
 
+from harness.config import Config
+from harness.feed.order import Order
+from harness.runtime.distributed import World
 from harness.training import checkpoint
+from harness.training.saving import Place, Saves
 
 MOST = 500
 
@@ -40,30 +46,46 @@ def killed_at(number: int, folder: Path, step: int) -> bool:
         nonlocal left
         left -= 1
         if left == 0:
-            with open(folder.parent / "events", "a") as events:
+            with open(folder.parents[1] / "events", "a") as events:
                 events.write(f"{when} {name}\n")
             os.kill(os.getpid(), signal.SIGKILL)
 
     disk.tell_calls(tell)
-    save(folder, step, 0.8)
+    save(folder, step, 0.95)
     os._exit(0)
 
 
+def start(run: Path) -> None:
+    """Starts to save where a run goes on."""
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    # all that is asked of it at a start
+    state: Any = SimpleNamespace(step=0, pending=False)
+    Saves(Config(), world, state, Order(10, 10), Place(run, ())).close()
+
+
 def look(folder: Path, step: int) -> None:
-    """Checks the newest checkpoint, both pointers, and that the next save clears up."""
+    """Checks the newest checkpoint, both pointers, and that a start and the next save clear up."""
     found = checkpoint.newest(folder)
     assert found is not None and found[0].step in (30, step), found
+    last = found[0].path
     newest = max(folder.glob("step-*.json"), key=checkpoint.order)
-    assert found[0].path == newest.with_suffix(".pt"), found
+    assert last == newest.with_suffix(".pt"), found
     assert found[1]["w"][0] == found[0].step
-    assert checkpoint.read(folder / "last.pt")[0].step in (30, step)
-    assert checkpoint.read(folder / "best.pt")[0].step == 10
+    best = last if found[0].top1 == 0.95 else folder / "step-10.pt"
+    pointers = {"last.pt": last, "best.pt": best}
+    for name, path in pointers.items():
+        # whatever the link says until a run starts here
+        assert checkpoint.read(folder / name)[0].path == path
+    start(folder.parent)
+    for name, path in pointers.items():
+        assert os.readlink(folder / name) == path.name
     committed = {record.path for record in checkpoint.records(folder)}
-    assert folder / "step-10.pt" in committed and folder / "step-30.pt" in committed
+    assert {best, folder / "step-30.pt"} <= committed
     save(folder, 50)
-    for left in ("*.pt", "*.json"):
-        assert len(list(folder.glob(f"step-{left}"))) == 3, sorted(folder.iterdir())
-    assert not list(folder.glob(".*"))
+    left = {"last.pt", "best.pt"}
+    for path in {best, last, folder / "step-50.pt"}:
+        left |= {path.name, path.with_suffix(".json").name}
+    assert {path.name for path in folder.iterdir()} == left
 
 
 def main(base: Path) -> None:
@@ -71,7 +93,7 @@ def main(base: Path) -> None:
     # Every process here sees the same page cache.
     os.fsync = lambda handle: None
     whole = base / "whole"
-    folder = base / "killed"
+    folder = base / "killed/checkpoints"
     for before, top1 in ((10, 0.9), (20, 0.1), (30, 0.2)):
         save(whole, before, top1)
     for step in (30, 40):

@@ -110,7 +110,7 @@ def test_files_that_a_kill_left_go(tmp_path: Path) -> None:
 
 
 def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path) -> None:
-    """SIGKILL around each call to the disk leaves a whole newest checkpoint."""
+    """SIGKILL around each call to the disk leaves a whole newest checkpoint, and both pointers."""
     path = os.pathsep.join(sys.path)
     subprocess.run(
         [sys.executable, killed_saves.__file__, tmp_path],
@@ -265,12 +265,16 @@ def test_a_folder_in_a_pointers_place_is_set_aside(saved: Path) -> None:
     assert len(list(saved.glob("last.pt.*"))) == 1
 
 
-@pytest.mark.parametrize("name", ["../step-1.pt", "/etc/passwd", "step-9.pt", "x", ""])
-def test_a_pointer_to_anything_else_is_no_checkpoint(saved: Path, name: str) -> None:
-    """A text leads to a checkpoint beside it and nowhere else."""
-    (saved / "other.pt").write_text(name)
-    with pytest.raises(CheckpointError, match="(other|step-9).json: missing"):
-        checkpoint.read(saved / "other.pt")
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_link_to_a_damaged_record_is_an_error(saved: Path, damage: str) -> None:
+    """A named best.pt is never another one in silence."""
+    record = saved / "step-1.json"
+    if damage == "changed":
+        record.write_bytes(record.read_bytes().replace(b"0.9", b"0.8"))
+    else:
+        record.unlink()
+    with pytest.raises(CheckpointError, match="step-1.json: "):
+        checkpoint.read(saved / "best.pt")
 
 
 @pytest.mark.parametrize(
