@@ -224,7 +224,7 @@ def _same(given: Any, had: Tensor, kwargs: dict[str, Any]) -> str:
         return ""
     if given.is_complex():
         return "silent change: the imaginary part is gone" if not had.is_complex() else ""
-    if given.numel() and not torch.equal(given.float().nan_to_num(), had.nan_to_num()):
+    if given.numel() and not torch.equal(given.float().nan_to_num(), had.float().nan_to_num()):
         return "silent change: other values"
     return ""
 

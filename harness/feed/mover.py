@@ -32,7 +32,8 @@ class Normalise:
 
     Args:
         device: where the images are.
-        mean: each channel's mean as fractions of 255; None leaves values as they are.
+        mean: each channel's mean as fractions of 255; None leaves values as they are, and integers
+            in their type.
         std: each channel's standard deviation as fractions of 255.
         dtype: the type of the result.
         channels_last: lay images out as NHWC.
@@ -80,9 +81,8 @@ class Normalise:
     def __call__(self, images: Tensor) -> Tensor:
         """Returns ``images`` normalised; the caller's own memory stays as it is."""
         if self._plain:
-            if images.is_complex():
-                raise ValueError("DataPrefetcher: images are complex; give real numbers")
-            return images.contiguous(memory_format=self._format).to(self._dtype)
+            dtype = self._dtype if images.is_floating_point() else images.dtype
+            return images.contiguous(memory_format=self._format).to(dtype)
         channels = self._mean.numel()
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
             raise ValueError(

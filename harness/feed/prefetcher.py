@@ -42,9 +42,10 @@ class DataPrefetcher:
             a feed of this project.
         device: where batches go.
         mean: each channel's mean as fractions of 255, for uint8 images. None leaves values as they
-            are (but cast to ``dtype``): floats that are normalised already, or 0..255 of uint8.
+            are: uint8 images stay uint8, and floats that are normalised already are cast to
+            ``dtype``.
         std: each channel's standard deviation as fractions of 255.
-        dtype: the images' type on the device (float32, bfloat16 or float16).
+        dtype: the type of floats on the device (float32, bfloat16 or float16).
         channels_last: lay images out as NHWC.
         clock: is told the two events around each copy, and when each batch was made, if given.
         ahead: None for what the device wants; False to do without the thread and the side stream.

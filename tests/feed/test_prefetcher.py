@@ -132,10 +132,19 @@ def test_normalisation(make: Make, dtype: torch.dtype, tolerance: float) -> None
         assert ((images.double() - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
 
 
-def test_without_mean_values_are_cast_alone(make: Make) -> None:
-    """mean=None leaves 0..255 as it is."""
-    (images, _) = next(iter(make(Loader(host_batches()), dtype=torch.float16)))
-    assert torch.equal(images, host_batches()[0].images.half())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_without_mean_uint8_stays_uint8(make: Make, dtype: torch.dtype) -> None:
+    """mean=None hands out uint8 images as they are, whatever the type of floats is."""
+    (images, _) = next(iter(make(Loader(host_batches()), dtype=dtype)))
+    assert images.dtype == torch.uint8
+    assert torch.equal(images, host_batches()[0].images)
+
+
+def test_without_mean_floats_are_cast(make: Make) -> None:
+    """mean=None hands out floats in the type that was asked for."""
+    given = torch.rand(2, 3, 4, 4)
+    (images, _), *_ = make([(given, torch.zeros(2))], dtype=torch.float16)
+    assert images.dtype == torch.float16 and torch.equal(images, given.half())
 
 
 @pytest.mark.parametrize("normalised", [True, False])
