@@ -252,28 +252,39 @@ def open_folder_splits(
 ) -> tuple[Source, Source]:
     """Returns the training and the validation set below ``root``.
 
-    Either ``root/train`` with one of ``root/val``, ``valid`` or ``validation`` (``test`` without
-    any of them), or one tree of class folders, of which ``split_fraction`` (0..1) is kept for
-    validation, as ``seed`` chooses.
+    Either ``root/train`` or ``training`` with one of ``val``, ``valid`` or ``validation`` (without
+    any of them ``test`` or ``testing``), in capitals too, or one tree of class folders, of which
+    ``split_fraction`` (0..1) is kept for validation, as ``seed`` chooses.
 
     Raises:
         DataError: a folder is missing, ambiguous or refused by ``FolderSource``, or the classes
             differ.
         ConfigError: ``split_fraction`` is given, and ``root`` has both folders.
     """
-    base, val_name = _validation(root, split_fraction)
-    if not (base / "train").is_dir():
+    base, sets = _sets(root, split_fraction)
+    kept = sets.get("train")
+    held_out = sets.get("val", sets.get("test"))
+    # without a set to validate, Train may be a class
+    if not kept or not (held_out or kept.name == "train"):
         if split_fraction is None:
+            found = [path.name for path in sorted(base.glob("[!.]*/"))]
             raise DataError(
-                f"{base}: no train folder in it; for one tree of class folders set "
-                "data.split_fraction=0.1"
+                f"{base}: no train folder in it (found: {listed(found) or 'none'}); "
+                "for one tree of class folders set data.split_fraction=0.1"
             )
-        return split(FolderSource(base), split_fraction, seed)
-    assert val_name is not None
-    if val_name != "test" and (base / "test").is_dir():
+        whole = FolderSource(base)
+        _refuse_splits(whole)
+        return split(whole, split_fraction, seed)
+    instead = f"keep a part of {kept.name} for it: data.root={kept} data.split_fraction=0.1"
+    if not held_out:
+        raise DataError(f"{base}: no val folder beside {kept.name}; add it, or {instead}")
+    if "test" in sets and held_out != sets["test"]:
         say("test is kept apart; evaluate it by mode=evaluate resume=RUN data.evaluate=test")
-    train = FolderSource(base / "train", base)
-    val = FolderSource(base / val_name, base)
+    train = FolderSource(kept, base)
+    try:
+        val = FolderSource(held_out, base)
+    except DataError as error:
+        raise DataError(f"{error}, or {instead}") from error
     if train.classes != val.classes:
         only = []
         for part, other in ((train, val), (val, train)):
@@ -285,35 +296,29 @@ def open_folder_splits(
     return train, val
 
 
-def _validation(root: str | os.PathLike[str], fraction: float | None) -> tuple[Path, str | None]:
-    """Returns ``root`` as a path, and the name of the validation set in it; None: there is none.
+def _sets(root: str | os.PathLike[str], fraction: float | None) -> tuple[Path, dict[str, Path]]:
+    """Returns ``root`` as a path, and the folders in it by the set that they hold.
 
     Raises:
-        DataError: ``root`` is missing, several folders may be the set, or none is beside ``train``.
+        DataError: ``root`` is missing, or two folders may hold one set.
         ConfigError: the ``fraction`` to split off has no effect.
     """
     base = Path(root).expanduser().absolute()
     _check_folder(str(base))
-    present = [name for name in ("val", "valid", "validation") if (base / name).is_dir()]
-    if not present and (base / "test").is_dir():
-        present = ["test"]
-    if len(present) > 1:
-        raise DataError(
-            f"{base}: {' and '.join(present)} may both be the validation set; keep one of them"
-        )
-    if not (base / "train").is_dir():
-        return base, present[0] if present else None
-    if not present:
-        raise DataError(
-            f"{base}: no val folder beside train; add it, or keep a part of train for it: "
-            f"data.root={base}/train data.split_fraction=0.1"
-        )
-    if fraction is not None:
+    folders = {path.name.lower(): path for path in sorted(base.glob("[!.]*/"))}
+    sets = {}
+    for names in (("train", "training"), ("val", "valid", "validation"), ("test", "testing")):
+        present = [folders[name] for name in names if name in folders]
+        if len(present) > 1:
+            both = " and ".join(path.name for path in present)
+            raise DataError(f"{base}: {both} may both be the {names[-1]} set; keep one of them")
+        sets |= {names[0]: path for path in present}
+    if fraction is not None and "train" in sets and len(sets) > 1:
         raise ConfigError(
             f"data.split_fraction={fraction:g} has no effect: {base} has "
-            f"train and {present[0]}; set it to null"
+            f"{' and '.join(path.name for path in sets.values())}; set it to null"
         )
-    return base, present[0]
+    return base, sets
 
 
 def open_evaluated(
@@ -334,30 +339,57 @@ def open_evaluated(
         DataError: a folder is missing, ambiguous, refused by ``FolderSource`` or of no class.
         ConfigError: ``split_fraction`` has no effect.
     """
-    base, name = _validation(root, split_fraction)
-    if evaluate is Evaluate.test:
-        name = "test"
-        if not (base / name).is_dir():
-            raise DataError(
-                f"data.evaluate=test: {base} has no folder test; name the folder of the test "
-                "images with data.root=FOLDER instead"
-            )
+    base, sets = _sets(root, split_fraction)
+    name = "validation" if evaluate is Evaluate.val and "val" in sets else "test"
+    folder = sets.get(evaluate.name, sets.get("test"))
+    if folder is None and (evaluate is Evaluate.test or "train" in sets):
+        raise DataError(
+            f"data.evaluate={evaluate.name}: {base} has no folder {evaluate.name}; name the "
+            "folder of its images with data.root=FOLDER"
+        )
     source: Source
-    if split_fraction is not None and not (base / "train").is_dir():
-        name = "val"
-        source = split(FolderSource(base), split_fraction, seed)[1]
+    if folder is None:
+        name = ""
+        source = FolderSource(base)
+        if split_fraction is not None:
+            name = "validation"
+            source = split(source, split_fraction, seed)[1]
     else:
-        source = FolderSource(base / (name or ""), base)
+        source = FolderSource(folder, base)
     if classes and source.classes != classes:
         if unknown := sorted({*source.classes} - {*classes}):
             raise DataError(
-                f"{base / (name or '')}: the network has no class {listed(unknown)}; its classes "
-                f"are {listed(classes)}. Rename or remove the folder"
+                f"{folder or base}: the network has no class {listed(unknown)}; its classes are "
+                f"{listed(classes)}. Rename or remove the folder"
             )
         if absent := sorted({*classes} - {*source.classes}):
             say(f"no images of {len(absent)} of {len(classes)} classes: {listed(absent)}")
         source = Subset(source, np.arange(len(source)), classes)
-    return source, {None: "", "test": "test"}.get(name, "validation")
+    return source, name
+
+
+def _refuse_splits(source: FolderSource) -> None:
+    """Refuses class folders whose images all lie in sub-folders of the same names.
+
+    A folder that has all images of a class is passed over.
+
+    Raises:
+        DataError: there are such sub-folders, which are classes then.
+    """
+    inner = []
+    for members in by_class(source.labels):
+        folders = {os.path.dirname(source.name(i)) for i in members}
+        outer = os.path.commonpath(folders)
+        if outer in folders:
+            return
+        inner.append({os.path.relpath(folder, outer).split(os.sep)[0] for folder in folders})
+    names = sorted(set.intersection(*inner))
+    if len(names) > 1:
+        raise DataError(
+            f"{source.root}: each of {listed(source.classes)} has the folders {listed(names)}: are "
+            "these the classes? Rename two to train and val, or use one: "
+            f"data.root={source.root}/{outer} data.split_fraction=0.1"
+        )
 
 
 def cache_root() -> Path:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import socket
 import tempfile
 from collections import Counter
@@ -16,6 +17,7 @@ from harness.config import ConfigError
 from harness.data.storage import (
     ArraySource,
     FolderSource,
+    Source,
     Subset,
     cache_root,
     open_folder_splits,
@@ -253,11 +255,76 @@ def test_a_pipe_in_a_files_place_does_not_block(tree: Path) -> None:
         source.read(0)
 
 
-@pytest.mark.parametrize("val", ["val", "valid", "validation", "test"])
-def test_splits_are_found_by_name(tmp_path: Path, val: str) -> None:
-    """The validation folder may have any of four names."""
-    plant(tmp_path, "train/a/1.jpg", "train/a/2.jpg", f"{val}/a/1.jpg")
+@pytest.mark.parametrize("val", ["val", "valid", "Validation", "test", "Testing"])
+@pytest.mark.parametrize("train", ["train", "Train", "TRAINING"])
+def test_splits_are_found_by_name(tmp_path: Path, train: str, val: str) -> None:
+    """The folders of the two sets may have any of their usual names, in capitals or not."""
+    plant(tmp_path, f"{train}/a/1.jpg", f"{train}/a/2.jpg", f"{val}/a/1.jpg")
     assert [len(part) for part in open_folder_splits(tmp_path, None, 0)] == [2, 1]
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    """Without a set to validate, Train is a class of one tree."""
+    plant(tmp_path, *(f"{name}/{i}.jpg" for name in ("Bus", "Train") for i in range(2)))
+    assert open_folder_splits(tmp_path, 0.5, 0)[0].classes == ("Bus", "Train")
+
+
+def way_out(error: pytest.ExceptionInfo[Exception]) -> tuple[Source, Source]:
+    """The two sets that the settings at the end of a message open."""
+    found = re.search(r"data\.root=(\S+) data\.split_fraction=(\S+)$", str(error.value))
+    assert found
+    return open_folder_splits(found[1], float(found[2]), 0)
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        ["fold_0", "fold_1"],
+        ["seg_test", "seg_train"],
+        ["test_set/test_set", "training_set/training_set"],
+        # data.root one level too high
+        ["flowers"],
+    ],
+    ids=str,
+)
+def test_folders_that_hold_the_classes_are_no_classes(tmp_path: Path, splits: list[str]) -> None:
+    """A tree whose folders have the same sub-folders of images is refused; the message's settings
+    open one of them.
+    """
+    for each in splits:
+        plant(tmp_path, *(f"{each}/{name}/{i}.jpg" for name in "ab" for i in range(4)))
+    with pytest.raises(DataError) as error:
+        open_folder_splits(tmp_path, 0.5, 0)
+    train, val = way_out(error)
+    assert train.classes == ("a", "b") and (len(train), len(val)) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"cat": ["images"], "dog": ["images"]},
+        {"cat": ["", "left", "right"], "dog": ["left", "right"]},
+        {"cat": ["2019", "2020"], "dog": ["2020", "2021"]},
+        {"cat": ["raw/left", "raw/tom"], "dog": ["raw/left", "raw/rex"]},
+    ],
+    ids=["one in each", "images beside them", "one in common", "deeper"],
+)
+def test_class_folders_may_have_sub_folders(tmp_path: Path, inner: dict[str, list[str]]) -> None:
+    """Images anywhere below a class folder are the class's."""
+    for name, folders in inner.items():
+        plant(tmp_path, *(f"{name}/{each}/{i}.jpg" for each in folders for i in range(2)))
+    assert open_folder_splits(tmp_path, 0.5, 0)[0].classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("test", ["test/1.jpg", "val/images.txt"], ids=["flat", "no image"])
+def test_a_set_without_classes_has_a_way_out(tmp_path: Path, test: str) -> None:
+    """Validation images that no class folders hold are refused; the message's settings open a part
+    of the training images instead.
+    """
+    plant(tmp_path, *(f"train/a/{i}.jpg" for i in range(4)), test)
+    with pytest.raises(DataError) as error:
+        open_folder_splits(tmp_path, None, 0)
+    assert [len(part) for part in way_out(error)] == [3, 1]
 
 
 def test_a_test_folder_beside_val_is_left_alone(tmp_path: Path) -> None:
@@ -292,7 +359,12 @@ def test_splits_may_be_links_and_share_files(tmp_path: Path) -> None:
             DataError,
             r"no val folder beside train; .*data\.root=.*/train data\.split_fraction=0\.1",
         ),
-        (["a/1.jpg"], None, DataError, r"no train folder in it; .* set data\.split_fraction=0\.1"),
+        (
+            ["a/1.jpg"],
+            None,
+            DataError,
+            r"no train folder in it .*found: a.* set data\.split_fraction=0\.1",
+        ),
         (
             ["train/a/1.jpg", "val/a/1.jpg"],
             0.2,
