@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -81,6 +82,85 @@ def test_draws_stay_and_pixels_nearly(root: Path, transform: Any) -> None:
         assert (label, one.shape, one.dtype) == (other_label, other.shape, other.dtype)
         scale = 255 * (0.2 if NORMALIZE in transform.transforms else 1.0)
         assert scale * float((one - other).abs().mean()) < 1.0
+
+
+def saved(path: Path, kind: str) -> Path:
+    """An image of 40 by 30 pixels in a class folder, as ``kind`` says."""
+    rgb = np.random.default_rng(1).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    grey = rgb[..., 0]
+    clear = np.where(grey > 100, 255, 0).astype(np.uint8)
+    more: dict[str, Any] = {}
+    image = Image.fromarray(rgb)
+    if kind.startswith("palette"):
+        image = image.quantize(32)
+        more = {"transparency": 0}
+    elif kind.startswith("16 bits"):
+        image = Image.fromarray(grey.astype(np.uint16) * 257)
+    elif kind.startswith("LA"):
+        image = Image.merge("LA", [*map(Image.fromarray, (grey, clear))])
+    elif "alpha" in kind:
+        image.putalpha(Image.fromarray(clear))
+        more = {"lossless": True, "exact": True} if kind.endswith("webp") else {}
+    elif kind.startswith("CMYK"):
+        image = image.convert("CMYK")
+    elif kind.startswith("grey"):
+        image = Image.fromarray(grey)
+    path = path / "a" / f"1.{kind.split()[-1]}"
+    path.parent.mkdir()
+    image.save(path, **more)
+    return path
+
+
+CUT = T.Compose([T.Resize(24), T.CenterCrop(24)])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["RGB jpg", "grey jpg", "CMYK jpg", "RGB png", "alpha png", "LA png", "palette png",
+     "16 bits png", "alpha webp", "RGB bmp"],
+)  # fmt: skip
+def test_pixels_are_those_of_the_loader_it_replaces(tmp_path: Path, kind: str) -> None:
+    """Each kind of image is decoded to exactly the pixels that torchvision has."""
+    path = str(saved(tmp_path, kind))
+    plain = ImageFolder(str(tmp_path), CUT)
+    assert np.array_equal(faster(plain).loader(path), np.asarray(plain.loader(path)))
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("kind", ["RGB jpg", "RGB png"])
+def test_a_truncated_file_is_read_as_pillow_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lenient: bool
+) -> None:
+    """It is an error that names the file, or the pixels of torchvision with
+    ``LOAD_TRUNCATED_IMAGES``.
+    """
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", lenient)
+    path = saved(tmp_path, kind)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    plain = ImageFolder(str(tmp_path), CUT)
+    if lenient:
+        assert np.array_equal(faster(plain).loader(str(path)), np.asarray(plain.loader(str(path))))
+    else:
+        with pytest.raises(OSError, match=re.escape(str(path))):
+            faster(plain)[0]
+
+
+def test_pillows_limit_of_pixels_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image is read up to the size at which Pillow refuses it, which is then an error."""
+    saved(tmp_path, "RGB jpg")
+    plain = ImageFolder(str(tmp_path), CUT)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40 * 30 // 2 - 1)
+    with pytest.raises(Image.DecompressionBombError, match=re.escape(str(tmp_path))):
+        faster(plain)[0]
+
+
+def test_an_image_of_60_million_pixels_is_read(tmp_path: Path) -> None:
+    """A size that torchvision reads, this reads too."""
+    (tmp_path / "a").mkdir()
+    Image.new("L", (10_000, 6_000), 128).save(tmp_path / "a" / "1.jpg")
+    assert np.array_equal(
+        np.asarray(faster(ImageFolder(str(tmp_path), CUT))[0][0]), np.full((24, 24, 3), 128)
+    )
 
 
 @pytest.mark.parametrize(
