@@ -69,7 +69,10 @@ def better(verdict: Verdict, evidence: Evidence, followed: Followed) -> Change |
     note = ""
     stages = evidence.stages.stages if evidence.stages else {}
     if any(cost.wall_s and name not in GROUPS for name, cost in stages.items()):
-        note = "Random transforms draw other numbers: each worker has a seed of its own"
+        note = (
+            "Random transforms draw other numbers: torch seeds the global generators in each "
+            "worker. One that an object keeps is copied, and repeats: seed it in worker_init_fn"
+        )
     return Change(followed.where, arguments, gain, note)
 
 

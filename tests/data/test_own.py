@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import random
 import sys
@@ -87,6 +88,17 @@ class Drawn:
         return torch.tensor([random.random(), np.random.random(), float(torch.rand(()))])[
             :, None, None
         ].expand(3, 8, 8), self.label
+
+
+class Keeps(Drawn):
+    """A data set that draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng()
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.full((3, 8, 8), self.rng.random()), 1
 
 
 class Unnamed(Drawn):
@@ -200,6 +212,16 @@ def test_a_sample_follows_from_its_key_alone(
     assert np.array_equal(first, again)
     assert len({first.tobytes(), other.tobytes(), epoch.tobytes()}) == 3
     assert np.array_equal(filled(pickle.loads(pickle.dumps(train)), 0, 2)[0], first)
+
+
+@pytest.mark.parametrize(("dataset", "warnings"), [(Keeps, 2), (Drawn, 0)])
+def test_a_generator_of_its_own_is_warned_of(
+    opened: Callable[..., Splits], caplog: pytest.LogCaptureFixture, dataset: Any, warnings: int
+) -> None:
+    """Each set whose sample does not follow from its key has a warning, and no other set."""
+    with caplog.at_level(logging.WARNING, "wellfed"):
+        opened((dataset(), dataset()))
+    assert len(caplog.records) == warnings
 
 
 def test_a_label_that_is_another_one_is_a_bad_sample(opened: Callable[..., Splits]) -> None:
