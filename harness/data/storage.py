@@ -306,13 +306,14 @@ def _sets(root: str | os.PathLike[str], fraction: float | None) -> tuple[Path, d
     base = Path(root).expanduser().absolute()
     _check_folder(str(base))
     folders = {path.name.lower(): path for path in sorted(base.glob("[!.]*/"))}
-    sets = {}
+    sets: dict[str, Path] = {}
     for names in (("train", "training"), ("val", "valid", "validation"), ("test", "testing")):
         present = [folders[name] for name in names if name in folders]
         if len(present) > 1:
             both = " and ".join(path.name for path in present)
             raise DataError(f"{base}: {both} may both be the {names[-1]} set; keep one of them")
-        sets |= {names[0]: path for path in present}
+        if present:
+            sets[names[0]] = present[0]
     if fraction is not None and "train" in sets and len(sets) > 1:
         raise ConfigError(
             f"data.split_fraction={fraction:g} has no effect: {base} has "
@@ -342,10 +343,10 @@ def open_evaluated(
     base, sets = _sets(root, split_fraction)
     name = "validation" if evaluate is Evaluate.val and "val" in sets else "test"
     folder = sets.get(evaluate.name, sets.get("test"))
-    if folder is None and (evaluate is Evaluate.test or "train" in sets):
+    if folder is None and evaluate is Evaluate.test:
         raise DataError(
-            f"data.evaluate={evaluate.name}: {base} has no folder {evaluate.name}; name the "
-            "folder of its images with data.root=FOLDER"
+            f"data.evaluate=test: {base} has no folder test; name the folder of the test images "
+            "with data.root=FOLDER"
         )
     source: Source
     if folder is None:
