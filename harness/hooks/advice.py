@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from harness.feed.interface import FeedSettings
 from harness.hooks.loops import Followed
 from harness.watch.evidence import Evidence, StallBreakdown
 from harness.watch.stages import DECODE, GROUPS, READ
@@ -23,6 +22,8 @@ _WORDS: Mapping[str, str] = {
     "trainer.compile": "torch.compile(model)",
     "watch.window_steps": "logging less often",
 }
+# whether it does cannot be seen from outside
+_SHARED = "IterableDataset must split its samples by get_worker_info(), or each worker repeats them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,9 @@ def better(verdict: Verdict, evidence: Evidence, followed: Followed) -> Change |
         arguments["pin_memory"] = True
     note = ""
     stages = evidence.stages.stages if evidence.stages else {}
-    if any(cost.wall_s and name not in GROUPS for name, cost in stages.items()):
+    if followed.streams:
+        note = f"The {_SHARED}"
+    elif any(cost.wall_s and name not in GROUPS for name, cost in stages.items()):
         note = (
             "Random transforms draw other numbers: torch seeds the global generators in each "
             "worker. One that an object keeps is copied, and repeats: seed it in worker_init_fn"
@@ -102,17 +105,20 @@ def offered(evidence: Evidence, followed: Followed) -> str:
     )
 
 
-def in_words(verdict: Verdict, settings: FeedSettings, where: str) -> Verdict:
+def in_words(verdict: Verdict, followed: Followed) -> Verdict:
     """Returns ``verdict`` with what to try as somebody's own loop has it."""
 
     def word(found: re.Match[str]) -> str:
         name, value = found.groups()
         if name == "loader.autotune":
-            return f"other arguments of the DataLoader at {where} (wellfed.tune finds them)"
+            tuned = "" if followed.streams else " (wellfed.tune finds them)"
+            return f"other arguments of the DataLoader at {followed.where}{tuned}"
         text = _WORDS.get(name, f"{name}={{}}").format(value)
         if name.startswith("loader."):
-            now = getattr(settings, name.removeprefix("loader."), None)
-            text += f" in the DataLoader at {where} (now {now})"
+            now = getattr(followed.settings, name.removeprefix("loader."))
+            more = followed.streams and name == "loader.num_workers" and int(value) > now
+            condition = f"; the {_SHARED}" if more else ""
+            text += f" in the DataLoader at {followed.where} (now {now}{condition})"
         return text
 
     def told(text: str) -> str:

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from harness.feed.interface import FeedSettings
 from harness.hooks.workers import Meter
@@ -43,6 +44,7 @@ class Followed:
         dataset: the identity and length of its data set, by which a loader is known that is made
             again for each epoch.
         images: its data set, if that is torchvision's folder of images.
+        streams: whether its data set is iterable, of which each worker iterates over all.
         meter: what its workers do; None until it is iterated over, and where that is not seen.
         trains: whether an optimizer has stepped during a pass over it.
         passes: over it that have ended, or were left.
@@ -55,6 +57,7 @@ class Followed:
     settings: FeedSettings
     dataset: tuple[int, int] = (0, 0)
     images: Any = None
+    streams: bool = False
     meter: Meter | None = None
     trains: bool = False
     passes: int = 0
@@ -362,7 +365,8 @@ class Loops:
         if folder is not None and isinstance(dataset, folder.DatasetFolder):
             images = dataset
         known = id(dataset), length
-        own = self._known[loader] = Followed(_caller(), _settings(loader), known, images)
+        is_stream = isinstance(dataset, IterableDataset)
+        own = self._known[loader] = Followed(_caller(), _settings(loader), known, images, is_stream)
         return own
 
     def _loader(self, loader: Any) -> Followed:

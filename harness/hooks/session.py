@@ -211,7 +211,7 @@ class Session:
         if main is None:
             return evidence, verdict, None
         change = advice.better(verdict, evidence, main)
-        return evidence, advice.in_words(verdict, main.settings, main.where), change
+        return evidence, advice.in_words(verdict, main), change
 
     def _report(self, clock: StepClock, status: str) -> dict[str, Any]:
         """Returns ``report.json``, as a run of our own leaves it."""

@@ -45,9 +45,12 @@ def evidence(workers: int = 1, made: float = 1.0, **sampled: float) -> Evidence:
     )
 
 
+def loader(found: Evidence, **followed: Any) -> Followed:
+    return Followed("train.py:7", found.settings, **followed)
+
+
 def change(found: Evidence, **followed: Any) -> Change | None:
-    own = Followed("train.py:7", found.settings, True, **followed)
-    return better(judge(found), found, own)
+    return better(judge(found), found, loader(found, **followed))
 
 
 def test_the_change_is_what_the_verdict_asks_for() -> None:
@@ -57,7 +60,7 @@ def test_the_change_is_what_the_verdict_asks_for() -> None:
     assert asked is not None
     assert (
         f"num_workers={asked.arguments['num_workers']} in"
-        in in_words(judge(found), found.settings, "train.py:7").sentence
+        in in_words(judge(found), loader(found)).sentence
     )
     assert asked.gain == pytest.approx(4.0)
 
@@ -92,3 +95,31 @@ def test_persistent_workers_where_there_are_several_passes() -> None:
     """A loop of several passes keeps its workers."""
     asked = change(evidence(), passes=2)
     assert asked is not None and asked.arguments["persistent_workers"] is True
+
+
+@pytest.mark.parametrize(("stage", "workers"), [("read", 0), ("crop", 1), ("read", 3)])
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_stream_gets_more_workers_only_with_the_condition(
+    streams: bool, stage: str, workers: int
+) -> None:
+    """Workers that do not split an iterable data set repeat it; others have no condition."""
+    found = evidence(workers)
+    found = dataclasses.replace(
+        found, stages=StageTotals(1000, 125, 10.0, {stage: StageCost(10.0, 0.1)})
+    )
+    own = loader(found, streams=streams)
+    asked = change(found, streams=streams)
+    verdict = in_words(judge(found), own)
+    assert asked is not None and asked.arguments["num_workers"] > workers
+    for text in (str(asked), verdict.sentence, verdict.next_step or ""):
+        assert ("get_worker_info()" in text) is streams
+
+
+def test_a_stream_is_not_told_to_use_the_tuner_that_refuses_it() -> None:
+    """wellfed.tune takes map-style data sets alone; fewer workers need no condition."""
+    handed = dataclasses.replace(evidence(2), stages=None)
+    less = dataclasses.replace(evidence(2), sampled={Tag.MEMORY_STALL_FRACTION: 0.5})
+    for found, asked in ((handed, "other arguments"), (less, "num_workers=1")):
+        step = in_words(judge(found), loader(found, streams=True)).next_step or ""
+        assert asked in step
+        assert "wellfed.tune" not in step and "get_worker_info" not in step

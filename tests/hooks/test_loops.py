@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, dataloader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 
 from harness.hooks import loops as loops_module
 from harness.hooks import patches
@@ -203,6 +203,22 @@ def test_a_loader_made_again_is_the_same(loops: Loops, time: Time) -> None:
             train(batch)
     check(told(loops), 25)
     assert [(each.passes, each.batches) for each in loops.followed] == [(5, 30)]
+
+
+class Stream(IterableDataset[Tensor]):
+    """Samples in a row, all of them in each worker."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.zeros(2 * BATCH, 2))
+
+
+def test_a_stream_is_told_from_a_data_set_with_indices(loops: Loops, time: Time) -> None:
+    """Of a stream more workers may give samples twice."""
+    train = Training(time)
+    for each in (loader(time), DataLoader(Stream(), BATCH)):
+        for batch in each:
+            train(batch)
+    assert [each.streams for each in loops.followed] == [False, True]
 
 
 def test_a_loader_of_another_thread_is_not_counted(loops: Loops, time: Time) -> None:
