@@ -15,7 +15,7 @@ from typing import Literal
 from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings, in_form, with_workers
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.model import BUSY, Model, undisturbed
-from harness.tuning.search import DEEP, Ask, Choice, Search, cost_of
+from harness.tuning.search import DEEP, Ask, Choice, Search, cost_of, in_flight
 
 # supply over demand that is aimed at
 MET = 1.05
@@ -81,7 +81,16 @@ class Look:
         """Asks for what has to be measured, and returns the choice."""
         if not self._has_time(_TAKES_S["supply"]):
             return self._choice(self.have)
+        # the loader alone may suffice, and the processors still be too few for both
+        supply = max(
+            (trial.images_per_s for trial in self._of("supply", self.have)),
+            default=self._got(self.have),
+        )
         if self._is_uneven():
+            # a queue of K batches is empty for less than (D / S)^K of the time, if these differ as
+            # much as exponential times
+            if (self.takes / max(supply, self.takes)) ** in_flight(self.have) <= 1 - FED:
+                return self._choice(self.have)
             # rule 6: no short run can judge a few slow samples; the queue must outlast them
             base = self._base(self.form)
             enough = self.model.workers_for(1.15 * self.model.reachable)
@@ -91,9 +100,7 @@ class Look:
             deep = with_workers(base, workers, depth)
             yield from self._measure("supply", deep)
             return self._choice(self.have if self._refused(deep) else deep)
-        # the loader alone may suffice, and the processors still be too few for both
-        supply = [trial.images_per_s for trial in self._of("supply", self.have)]
-        if max(supply, default=self._got(self.have)) >= FED * self.takes or self.form == ARRAYS:
+        if supply >= FED * self.takes or self.form == ARRAYS:
             yield from self._measure("steps", self.have)
         if not self._is_fed(self.have):
             yield from self._search()
@@ -334,7 +341,7 @@ class Look:
                 f"{each}. The time was over before more could be tried (tuner.budget_s gives more)"
             )
         if self._is_uneven():
-            return f"{each}, and a few take far longer: more batches are kept ahead"
+            return f"{each}, and a few take far longer: batches are kept ahead"
         if not self._is_fed(chosen) and chosen.num_workers == self._most(chosen.backend):
             return f"{each}. More workers are not tried, or do not fit (tuner.max_workers)"
         what = "keeps the model busy" if self._is_fed(chosen) else "delivers as much"

@@ -315,6 +315,18 @@ def test_uneven_samples_get_a_deeper_queue() -> None:
     assert asked(uneven) == [("supply", 1), ("supply", 8)], "real steps could not tell more"
 
 
+@pytest.mark.parametrize("form", ["processes", "threads"])
+def test_uneven_samples_change_nothing_where_demand_is_met(form: str) -> None:
+    """A loader that is 24 times as fast keeps its setting; one that hardly leads gets a queue."""
+    before = in_form(own(2), form)
+    fast, close = (
+        Machine(0.01, demand=200 / times, variation=7.0, form_speed={form: 1.0}, **SLEEPS)
+        for times in (24, 1.05)
+    )
+    assert search(fast, before).settings == before
+    assert (search(close, before).settings.prefetch_factor or 0) > 2
+
+
 def test_a_deep_queue_is_as_deep_as_fits() -> None:
     """Processes have four batches each."""
     machine = Machine(0.01, demand=640, variation=7.0, **SLEEPS)
