@@ -111,7 +111,7 @@ class Tag(StrEnum):
         _HELD_BACK,
         "throttled by a processor quota",
     )
-    # of the time some task waited for memory
+    # of the time this run waited for memory
     MEMORY_STALL_FRACTION = (
         "host/memory_stall_fraction",
         "fraction",

@@ -20,6 +20,9 @@ from harness.watch.device import Figures, Source, nvml_sees_gpu
 from harness.watch.figures import Tag
 from harness.watch.tree import Tree
 
+# a page from a disk takes that long at least
+FAULT_S = 1e-4
+
 
 class HostSource(Source):
     """What the machine does, and what of it this process and its descendants do.
@@ -41,6 +44,10 @@ class HostSource(Source):
         self._cores = cores
         tree = Tree(proc=root / "proc")
         groups = limits.control_groups(root)
+        # groups with a pressure of their own: version 2's but its root, which alone has no type
+        own = [group for group in groups if (group / "cgroup.type").exists()]
+        self._limits = [group / "memory.failcnt" for group in groups]
+        self._shares_pressure = not own
         self._last: dict[Hashable, tuple[float, float]] = {}
         rates = self._rates
         self._reads = {
@@ -52,7 +59,7 @@ class HostSource(Source):
                 "read", tree.read_bytes()
             ),
             (Tag.THROTTLED_FRACTION,): lambda: self._most_throttled(groups),
-            (Tag.MEMORY_STALL_FRACTION,): lambda: rates("memory", (memory_stalled(groups, root),)),
+            (Tag.MEMORY_STALL_FRACTION,): lambda: rates("memory", (memory_stalled(own, root),)),
         }
         if cores is not None:
             self._reads[(Tag.QUEUED_THREADS,)] = lambda: rates("queued", (tree.queued_s(),))
@@ -60,6 +67,14 @@ class HostSource(Source):
     def sample(self) -> dict[str, float]:
         """Returns what can be had now, by tag."""
         found = super().sample()
+        # times that a group of version 1 was at its limit
+        hits = sum(int(count) for path in self._limits for count in limits.words(path))
+        is_short = self._growth("limits", self._now(), hits)
+        stalled = found.get(Tag.MEMORY_STALL_FRACTION)
+        if self._shares_pressure and stalled and not is_short:
+            # others wait too: this run does so in page faults alone
+            waits = FAULT_S * found.get(Tag.MAJOR_FAULTS_PER_S, 0.0)
+            found[Tag.MEMORY_STALL_FRACTION] = min(stalled, waits)
         if self._cores is not None and {Tag.MACHINE_CPU_CORES, Tag.CPU_CORES} <= found.keys():
             # what others use beyond the cores that this run may not use: at least that is theirs
             others = found[Tag.MACHINE_CPU_CORES] - found[Tag.CPU_CORES]
