@@ -166,8 +166,10 @@ def starved(r: StallBreakdown) -> Finding:
     e = r.evidence
     cost = r.cost
     late = max(r.handed, r.moved) > r.made
-    # workers that are too slow delay handing over too, for want of processors
-    if late and (cost is None or r.unmade() < r.starved / 2):
+    # workers that are too slow, and processors full of samples, delay handing over too: where that
+    # were the bottleneck, they would idle
+    is_full = r.could() < (1 + HARM) * r.rate and cost and 2 * cost.wants_s * r.rate >= e.cores
+    if late and not is_full and (cost is None or r.unmade() < r.starved / 2):
         if r.moved >= r.handed:
             return copied(r)
         cause = f"{r.waited}. For {r.handed:.0%} of that, batches were made but not here yet"

@@ -110,6 +110,16 @@ def on_cpu(starved: float, **changes: Any) -> Evidence:
     return evidence(starved, window=window, **{"device": "cpu", "cores": 2.0} | changes)
 
 
+def full_cores(decode_ms: float) -> Evidence:
+    """Two full cores at 480 images/s, whose batches are late on the way from the workers."""
+    return on_cpu(
+        0.4,
+        stages={"decode": (decode_ms, decode_ms)},
+        sampled={Tag.CPU_CORES: 1.9, Tag.CPU_FRACTION: 0.99},
+        window={"images_per_s": 480.0, "wait_parts": {"make": 0.3, "transport": 0.6, "move": 0.1}},
+    )
+
+
 def rank(
     number: int, stalled_ms: float, host_ms: float | None = 1.0, forward_ms: float | None = 10.0
 ) -> RankFigures:
@@ -502,6 +512,8 @@ def kind(given: Evidence) -> str:
             "workers",
             id="late for want of processors",
         ),
+        pytest.param(full_cores(decode_ms=2.9), "decode", id="processors full of samples"),
+        pytest.param(full_cores(decode_ms=1.6), "transport", id="processors full of other work"),
         pytest.param(on_cpu(0.0, sampled={Tag.THROTTLED_FRACTION: 0.26}), "quota", id="throttled"),
         pytest.param(
             on_cpu(0.0, sampled={Tag.THROTTLED_FRACTION: 0.24}), "compute", id="hardly throttled"
