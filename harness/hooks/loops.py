@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -30,8 +29,6 @@ from harness.watch.clock import StepClock
 
 # the device is let catch up at most so often where an evaluation may begin
 _SETTLE_S = 1.0
-# tensors of a batch whose copies are known
-_MOST_TENSORS = 64
 
 
 @dataclass(eq=False)
@@ -102,10 +99,9 @@ class Loops:
         updates: steps of optimizers.
         forward_s: host seconds from a batch to ``backward``, and how many were seen.
         evaluated_s: of passes without an update.
-        device: where the network's weights are.
+        own: where the network's weights are.
         rank, world_size: of this process, as torch.distributed has them.
         fault: the error of ours that ended the watching; empty: none.
-        batch_ids: ``id`` of the tensors of the batch that came last.
     """
 
     on_start: Callable[[], object]
@@ -118,7 +114,6 @@ class Loops:
     forward_s: float = 0.0
     forwards: int = 0
     evaluated_s: float = 0.0
-    device: torch.device = torch.device("cpu")
     rank: int = 0
     world_size: int = 1
     fault: str = ""
@@ -131,13 +126,12 @@ class Loops:
         self._main: _Pass | None = None
         # passes that gave a batch since the last told one did, and may be evaluations
         self._undecided: list[_Pass] = []
-        self.batch_ids: frozenset[int] = frozenset()
         self._samples = 0
         # since the last request for a batch that the clock was told of
         self._updated = False
         self._handed_s: float | None = None
         self._closed_s = self._settled_s = 0.0
-        self._copies = False
+        self.own = accelerator.of("cpu")
 
     def made(self, loader: Any) -> None:
         """Take note of a loader as its constructor returns."""
@@ -200,9 +194,7 @@ class Loops:
         self._end_wait(own)
         loader.waited_s += self._now() - own.asked_s
         loader.batches += 1
-        tensors = list(islice(_tensors(batch), _MOST_TENSORS))
-        self.batch_ids = frozenset(map(id, tensors))
-        samples = _samples(batch, tensors)
+        samples = _samples(batch)
         if not loader.settings.batch_size:
             # the data set makes its batches itself
             loader.settings = replace(loader.settings, batch_size=samples)
@@ -282,9 +274,9 @@ class Loops:
     def _start(self, optimizer: Any) -> None:
         """Make the clock, where the weights are known."""
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
-        self.device = next(weights).device
-        self.clock = StepClock(self.device)
-        self._copies = accelerator.of(self.device).has_streams
+        device = next(weights).device
+        self.clock = StepClock(device)
+        self.own = accelerator.of(device)
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank()
@@ -300,21 +292,20 @@ class Loops:
             self.forwards += 1
             self._handed_s = None
 
-    def copying(self) -> Any:
-        """Returns what ``copied`` takes, where a tensor of the batch may go to the device."""
-        if not self._copies or not self._here():
+    def copying(self, tensor: Tensor) -> Any:
+        """Returns what ``copied`` takes, where a tensor may go to the device."""
+        own = self.own
+        if not own.has_streams or own.holds(tensor) or not self._here():
             return None
-        own = accelerator.of(self.device)
         start = own.event(timed=True)
         start.record(own.stream())
-        return own, start
+        return start
 
-    def copied(self, tensor: Tensor, made: Tensor, begun: Any) -> None:
+    def copied(self, made: Tensor, start: Any) -> None:
         """Take note of a copy; one that stayed where it was does not count."""
-        own, start = begun
-        end = own.event(timed=True)
-        end.record(own.stream())
-        if self.clock and own.holds(made) and not own.holds(tensor):
+        end = self.own.event(timed=True)
+        end.record(self.own.stream())
+        if self.clock and self.own.holds(made):
             self.clock.copied(start, end)
 
     def finish(self, *, completed: bool) -> None:
@@ -422,8 +413,9 @@ def _tensors(batch: Any, depth: int = 3) -> Iterator[Tensor]:
             yield from _tensors(part, depth - 1)
 
 
-def _samples(batch: Any, tensors: list[Tensor]) -> int:
+def _samples(batch: Any) -> int:
     """Returns how many samples a batch has: the length of its first part."""
     if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], (list, tuple)):
         return len(batch[0])
-    return len(tensors[0]) if tensors and tensors[0].ndim else 1
+    first = next(_tensors(batch), None)
+    return len(first) if first is not None and first.ndim else 1

@@ -135,12 +135,14 @@ def fetching(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _copying(copy: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
-        if _loops is None or id(tensor) not in _loops.batch_ids:
-            return copy(tensor, *args, **named)
-        begun = _tell(Loops.copying)
+        given = (*args, *named.values())
+        start = None
+        # most calls change only the type
+        if not (given and all(isinstance(each, torch.dtype) for each in given)):
+            start = _tell(Loops.copying, tensor)
         made = copy(tensor, *args, **named)
-        if begun is not None:
-            _tell(Loops.copied, tensor, made, begun)
+        if start is not None:
+            _tell(Loops.copied, made, start)
         return made
 
     return wrapper

@@ -19,7 +19,7 @@ from harness.feed.interface import FeedSettings
 from harness.hooks import advice, patches
 from harness.hooks.loops import Followed, Loops
 from harness.page import document
-from harness.runtime import accelerator, folder, limits
+from harness.runtime import folder, limits
 from harness.runtime.errors import printable
 from harness.runtime.files import read_json, typed, write_whole
 from harness.watch.board import Board
@@ -108,7 +108,7 @@ class Session:
         # other ranks on this machine would count as others
         cores = limits.measure().cores if self.loops.world_size == 1 else None
         sources: list[Source] = [HostSource(cores=cores)]
-        if uuid := accelerator.of(self.loops.device).uuid:
+        if uuid := self.loops.own.uuid:
             sources.append(GpuSource(uuid))
         self._sampler = self._stack.enter_context(Sampler(sources, _SAMPLE_S))
 
@@ -197,12 +197,13 @@ class Session:
         worked = None
         if main and main.meter:
             worked = main.meter.stages.read()
+        own = self.loops.own
         evidence = Evidence(
             window=total,
             stages=worked,
             settings=main.settings if main else _NO_LOADER,
             cores=limits.measure(_local_ranks(self.loops.world_size)).cores,
-            device=accelerator.of(self.loops.device).kind,
+            device=own.kind,
             sampled=self._sampler.means() if self._sampler else {},
             autotuned=main is None,
             ranks=ranks if len(ranks) > 1 else (),
@@ -225,7 +226,6 @@ class Session:
         offered = ""
         if main and verdict.bottleneck in ("decode", "augment", "workers"):
             offered = advice.offered(evidence, main)
-        own = accelerator.of(loops.device)
         # most evaluations lie between two epochs
         total = replace(total, pauses_s={"evaluate": loops.evaluated_s})
         found: dict[str, Any] = {
@@ -243,7 +243,7 @@ class Session:
             "change": change,
             "expected": [str(each) for each in (change, offered) if each],
             "verdict": verdict,
-            "environment": environment(own.name if own.kind == "cuda" else None),
+            "environment": environment(loops.own.name if loops.own.kind == "cuda" else None),
             "run": {"name": self._place and self._place.name, "overrides": [self._name]},
         }
         if evidence.stages is not None and evidence.stages.samples:
@@ -254,7 +254,7 @@ class Session:
     def _rank_figures(self, total: Window) -> RankFigures:
         loops = self.loops
         forward_ms = None
-        if loops.forwards and loops.device.type == "cpu":
+        if loops.forwards and loops.own.kind == "cpu":
             forward_ms = 1e3 * loops.forward_s / loops.forwards
         return RankFigures.of(loops.rank, total, forward_ms)
 

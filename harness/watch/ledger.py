@@ -94,10 +94,9 @@ class Ledger:
     compute_s: float = 0.0  # by the host's clock
     gc_s: float = 0.0
     full_s: float = 0.0
-    blocks: int = 0  # behind ``device_s``
-    # of ``kernel_blocks``, whose kernels ran without waiting to be launched
+    # computing of steps whose kernels were launched ahead, and of as many others
     kernels_s: float = 0.0
-    kernel_blocks: int = 0
+    usual_s: float = 0.0
     prepare_s: float = 0.0  # by the host's clock
     first_steps: int = 0
     first_s: float = 0.0
@@ -124,17 +123,16 @@ class Ledger:
     def window(self) -> Window:
         """Returns the figures that these sums make."""
         spreads = {name: sketch.spread() for name, sketch in self.sketches.items()}
-        by_host = spreads.pop(HOST_STEP, None)
         # a device tells of its steps late, and of some not at all
-        spreads.setdefault("step_ms", by_host)
+        spreads.setdefault("step_ms", spreads.pop(HOST_STEP, None))
         spent_s = dict(self.device_s)
         whole_s = sum(spent_s.values())
         on_device = whole_s > 0
         if on_device:
-            if self.kernel_blocks:
+            if self.usual_s:
                 # of computing, what the device waited for launches has a name of its own
-                kernels_s = self.blocks * self.kernels_s / self.kernel_blocks
-                spent_s["launch"] = max(0.0, spent_s["compute"] - kernels_s)
+                waited = max(0.0, 1 - self.kernels_s / self.usual_s)
+                spent_s["launch"] = waited * spent_s["compute"]
                 spent_s["compute"] -= spent_s["launch"]
         else:
             spreads["starved_ms"] = spreads.get("data_wait_ms")

@@ -43,12 +43,14 @@ class Events(NamedTuple):
 class Copy(NamedTuple):
     """Events of one batch: its copy from start to end, and when it is ready.
 
-    ``end`` is ``start`` where nothing was copied: the batch was made on the device.
+    ``end`` is ``start`` where nothing was copied: the batch was made on the device. ``amid`` a
+    block, on its stream, kernels wait for it.
     """
 
     start: TimingEvent
     end: TimingEvent
     ready: TimingEvent
+    amid: bool = False
 
 
 @dataclass(slots=True)
@@ -65,13 +67,15 @@ class _Slot:
     # blocked on the feed since the block before
     waits: Sequence[Span] = ()
     # of the batches that it computes on
-    copies: Sequence[Copy] = ()
+    copies: tuple[Copy, ...] = ()
+    # ``start``, or behind its first copy
+    begin: TimingEvent = None
     # part of an epoch's first step
     first: bool = False
-    # the block before is not known, or held back, so neither is the gap
+    # the block before is not known, so neither is the gap
     fresh: bool = False
-    # all of it was launched before the device came to it
-    whole: bool = False
+    # it was held back; recent steps computed so long
+    usual_s: float = 0.0
     # the host's clock as the step ended of which it is the last block
     stepped_s: float | None = None
 
@@ -119,7 +123,7 @@ class Timeline:
         # measured blocks of the running step
         self._unended = 0
         self._steps = 0
-        # by which the next block is held back
+        # if the next block is to be held back: how long steps compute
         self._hold_s = 0.0
         self._held = 0  # blocks that were
         self._copies = 0  # for the last block
@@ -130,6 +134,7 @@ class Timeline:
         # all gaps of the step that is being read, so far
         self._known = True
         self._step_s: dict[str, float] = {}  # of that step
+        self._usual_s = 0.0  # of that step, if it was held back
 
     def begin(self, *, first: bool) -> None:
         """Begin a block."""
@@ -144,40 +149,58 @@ class Timeline:
         slot.fresh = self._fresh
         slot.stepped_s = None
         self._fresh = False
-        slot.whole = False
+        slot.usual_s = 0.0
         slot.stream = self._events.stream()
-        self._start(slot)
-
-    def copied(self, copy: Copy) -> None:
-        """Take a copy: of the next block, or of the running one, which begins behind it."""
-        slot = self._running
-        if slot is None:
-            self.copies.append(copy)
-            return
-        slot.copies = (*slot.copies, copy)
-        # a copy on another stream delays nothing here
-        if self._events.stream() == slot.stream:
-            self._start(slot)
-
-    def _start(self, slot: _Slot) -> None:
-        """Let a block begin here, unless a copy for it follows."""
-        # a copy from pageable memory would wait for a device that is held back
-        copied = len(slot.copies) >= self._copies
-        if self._hold_s and self._events.delay and copied and not slot.first:
-            slot.whole = slot.fresh = True
-            self._held += 1
-            self._events.delay(self._hold_s)
-            self._hold_s = 0.0
         slot.mark_s = self._now()
         slot.mark.record(self._events.idle)
         slot.start.record(slot.stream)
+        slot.begin = slot.start
+        self._hold_back(slot)
+
+    def copied(self, copy: Copy) -> None:
+        """Take a copy: of the next block, or of the running one, which begins behind the first."""
+        slot = self._running
+        if slot is None:
+            self.copies.append(copy)
+        elif self._events.stream() != slot.stream:
+            # it delays nothing here
+            slot.copies += (copy,)
+        elif self._marked:
+            # of this block, if its end moves
+            self.copies.append(copy)
+        else:
+            if not slot.copies:
+                slot.begin = copy.ready
+            slot.copies += (copy._replace(amid=True),)
+            self._hold_back(slot)
+
+    def _hold_back(self, slot: _Slot) -> None:
+        """Let the device wait here, if it is to and no copy for the block follows.
+
+        One from pageable memory would wait for the device.
+        """
+        events = self._events
+        copied = len(slot.copies) >= self._copies
+        if not (self._hold_s and events.delay and copied) or slot.first:
+            return
+        begin = events.make()
+        end = events.make()
+        begin.record(slot.stream)
+        events.delay(min(1.0, 1.5 * self._hold_s))
+        end.record(slot.stream)
+        slot.copies += (Copy(begin, begin, end, amid=True),)
+        slot.usual_s = self._hold_s
+        self._held += 1
+        self._hold_s = 0.0
 
     def mark_end(self) -> None:
         """Let the running block end here, unless this is called again."""
         slot = self._running
         assert slot is not None
+        self._copies = len(slot.copies)
+        slot.copies += tuple(copy._replace(amid=True) for copy in self.copies)
+        self.copies.clear()
         slot.end.record(slot.stream)
-        slot.whole = slot.whole and not slot.start.query()
         self._marked = True
 
     def end(self, *, whole: bool) -> None:
@@ -189,7 +212,6 @@ class Timeline:
         self._marked = False
         self._fresh |= not whole
         assert slot is not None
-        self._copies = len(slot.copies)
         if self._fresh:
             self._free.append(slot)
             return
@@ -207,15 +229,17 @@ class Timeline:
         # one that is known
         self.read(ledger, keep=7)
         self._steps += 1
-        if self._steps % 10 or self._held >= 3 or self._events.delay is None:
+        # the host stays ahead for some steps: they are no measure for the next time
+        if self._steps % 40 != 20 or self._held >= 3:
             return
-        # Where the device may be waiting for launches it is held back before one of the next
-        # blocks: the host is then ahead, and the block's kernels run without a pause. The time
-        # that they take is their own.
+        # Where the device may be waiting for launches it is held back in one of the next blocks:
+        # the host is then ahead, and kernels run without a pause. That takes less time than usual
+        # by what the device had waited: all of it, or part where the queue was full or the host
+        # waited for the device.
         launch = ledger.sketches["launch_ms"].spread()
         compute = ledger.sketches["compute_ms"].spread()
         if launch and compute and launch.median >= 0.9 * compute.median:
-            self._hold_s = min(1.0, 1.5e-3 * launch.median)
+            self._hold_s = 1e-3 * compute.median
 
     def forget(self) -> None:
         """Leave the running block, and the gap before the next, unmeasured."""
@@ -252,30 +276,30 @@ class Timeline:
         gap_s = 0.0
         previous = self._previous
         if previous:
-            gap_s = max(0.0, previous.end.elapsed_time(slot.start)) / 1e3
-        compute_s = slot.start.elapsed_time(slot.end) / 1e3
+            gap_s = max(0.0, previous.end.elapsed_time(slot.begin)) / 1e3
+        block_s = slot.begin.elapsed_time(slot.end) / 1e3
         # when the device began the block, by the host's clock
-        shown_s = slot.mark_s + slot.mark.elapsed_time(slot.start) / 1e3
+        shown_s = slot.mark_s + slot.mark.elapsed_time(slot.begin) / 1e3
         start_s = max(shown_s, self._passed_s + gap_s * _SLOWEST)
-        if start_s + compute_s > self._now() + 1e-3:
+        if start_s + block_s > self._now() + 1e-3:
             # that is still to come: the two clocks have jumped, as where a machine slept
             start_s = shown_s
-        self._passed_s = start_s + compute_s * _SLOWEST
+        self._passed_s = start_s + block_s * _SLOWEST
         gap = (start_s - gap_s, start_s)
-        spent_s = {"compute": compute_s, **_explain(slot, previous, gap, ledger)}
+        spent_s = _explain(slot, previous, gap, block_s, ledger)
         known = previous is not None and not slot.fresh
-        if known and not slot.first:
+        if known and not slot.first and not slot.usual_s:
             add_all(ledger.device_s, spent_s)
-            ledger.blocks += 1
-        if slot.whole:
-            ledger.kernels_s += compute_s
-            ledger.kernel_blocks += 1
         self._known &= known
+        self._usual_s += slot.usual_s
         add_all(self._step_s, spent_s)
         if slot.stepped_s is not None:
             self.ends_s.append(self._passed_s)
             if slot.first:
                 self._late_s += max(0.0, self._passed_s - slot.stepped_s)
+            elif self._known and self._usual_s:
+                ledger.kernels_s += self._step_s["compute"]
+                ledger.usual_s += self._usual_s
             elif self._known:
                 step_s = self._step_s
                 whole_s = sum(step_s.values())
@@ -284,16 +308,19 @@ class Timeline:
                 for name, seconds in step_s.items():
                     ledger.sketches[f"{name}_ms"].add(1e3 * seconds)
             self._known = True
+            self._usual_s = 0.0
             self._step_s = {}
 
 
-def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> dict[str, float]:
-    """Returns the seconds of the ``gap`` before a block by what filled it."""
+def _explain(
+    slot: _Slot, previous: _Slot | None, gap: Span, block_s: float, ledger: Ledger
+) -> dict[str, float]:
+    """Returns the seconds of a block, and of the ``gap`` before it, by what filled them."""
     free_s = gap[0]
     if slot.waits:
         # a copy before the host asked is ahead of its time, and delays nothing
         free_s = max(free_s, slot.waits[0][0])
-    spent_s = {"exposed_copy": 0.0, "prepare": 0.0}
+    spent_s = {"compute": block_s, "exposed_copy": 0.0, "prepare": 0.0}
     exposed: list[Span] = []
     for copy in slot.copies:
         copied_s = copy.start.elapsed_time(copy.end) / 1e3
@@ -304,15 +331,16 @@ def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> 
         began_s = gap[0] + previous.end.elapsed_time(copy.start) / 1e3
         ready_s = gap[0] + previous.end.elapsed_time(copy.ready) / 1e3
         for name, until_s in (("exposed_copy", began_s + copied_s), ("prepare", ready_s)):
-            span = max(free_s, began_s), min(gap[1], until_s)
+            span = max(free_s, began_s), min(gap[1] + copy.amid * block_s, until_s)
             # what runs on one stream comes one after the other
             if span[0] < span[1]:
                 exposed.append(span)
                 spent_s[name] += span[1] - span[0]
                 free_s = span[1]
+                spent_s["compute"] -= max(0.0, span[1] - max(span[0], gap[1]))
             began_s = until_s
     starved_s = _overlap(slot.waits, [gap]) - _overlap(slot.waits, exposed)
-    host_s = max(0.0, gap[1] - gap[0] - sum(spent_s.values()) - starved_s)
+    host_s = max(0.0, gap[1] + block_s - gap[0] - sum(spent_s.values()) - starved_s)
     return {"starved": starved_s, **spent_s, "host": host_s}
 
 

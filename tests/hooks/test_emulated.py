@@ -41,6 +41,8 @@ class Script:
         copy_s: of one batch, from page-locked memory if ``pinned``.
         python_s: between the update and the next batch.
         read: read the loss in each step, as many scripts do.
+        late: the labels are copied for the loss, after half of the work.
+        derived: copies are of tensors that the loader did not give.
         parts: batches of an update.
         evaluate_every: steps, 0: never; of ``eval_s``.
         optimizers: that step one after the other.
@@ -53,6 +55,8 @@ class Script:
     pinned: bool = True
     python_s: float = 0.05e-3
     read: bool = False
+    late: bool = False
+    derived: bool = False
     parts: int = 1
     evaluate_every: int = 0
     eval_s: float = 0.2
@@ -87,10 +91,14 @@ class Script:
         for _ in range(3):
             begin_s = 0.0
             for batch, images in enumerate(self._noted(own, loader), 1):
-                images[0].to("cuda")
-                images[1].to("cuda")
+                x, y = (part[:] if self.derived else part for part in images)
+                x.to("cuda")
+                if self.late:
+                    own.launch(self.device_s / 2, self.launch_s / 2, 30)
+                y.to("cuda")
                 for optimizer in optimizers:
-                    own.launch(self.device_s / self.optimizers, self.launch_s / self.optimizers, 60)
+                    parts = self.optimizers * (1 + self.late)
+                    own.launch(self.device_s / parts, self.launch_s / parts, 60)
                     weight.grad = torch.ones(1)
                     if batch % self.parts == 0:
                         optimizer.step()
@@ -167,6 +175,9 @@ def _copies(own: EmulatedDevice, script: Script) -> Iterator[None]:
         pytest.param(Script(loader_s=30e-3, read=True), id="slow loader, loss read"),
         pytest.param(Script(copy_s=12e-3, pinned=False, read=True), id="pageable copies"),
         pytest.param(Script(copy_s=12e-3), id="long copies"),
+        pytest.param(Script(late=True), id="labels in the loss"),
+        pytest.param(Script(late=True, pinned=False), id="labels in the loss, pageable"),
+        pytest.param(Script(late=True, derived=True, copy_s=4e-3), id="tensors of the script's"),
         pytest.param(Script(python_s=15e-3, read=True), id="python between steps"),
         pytest.param(Script(loader_s=15e-3, parts=4), id="accumulation"),
         pytest.param(Script(loader_s=15e-3, optimizers=2, read=True), id="two optimizers"),

@@ -273,7 +273,7 @@ def test_a_fault_of_ours_ends_the_watching_alone(
     """The script goes on as if nobody watched."""
     train = Training(time)
 
-    def fail(batch: Any, tensors: Any) -> int:
+    def fail(batch: Any) -> int:
         raise LookupError("a batch of a new kind")
 
     monkeypatch.setattr(loops_module, "_samples", fail)

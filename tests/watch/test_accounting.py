@@ -98,6 +98,24 @@ def test_shares_are_the_devices(loop: Loop, idle_for: str | None, bottleneck: st
     assert result.verdict.bottleneck == bottleneck
 
 
+@pytest.mark.parametrize("kernels", [1100, 3000])
+@pytest.mark.parametrize(
+    ("device_us", "bottleneck"), [(8, "launch"), (25, "compute")], ids=["slow host", "slow device"]
+)
+def test_more_launches_than_a_queue_holds(kernels: int, device_us: int, bottleneck: str) -> None:
+    """Kernels that take 20 us to launch are launch-bound if the device runs them in 8, not in 25.
+
+    The host waits for a full queue in both cases. No more is called launching than is.
+    """
+    loop = Loop(
+        device_s=1e-6 * device_us * kernels, launch_s=20e-6 * kernels, kernels=kernels,
+        loader_s=1e-3, steps=50, **LAUNCH,
+    )  # fmt: skip
+    result = loop.run()
+    assert result.verdict.bottleneck == bottleneck
+    assert result.window.shares.get("launch", 0.0) < 1 - result.busy + 0.02
+
+
 def test_augmenting_between_two_steps_has_a_name() -> None:
     """4 ms of augmentation before 12 ms of network are a quarter of the device's time."""
     result = Loop(**ARRAYS, made_there=True, ahead=False).run()

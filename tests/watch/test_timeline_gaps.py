@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from model_time import Gpu, known, settled, step
+from model_time import COMPUTE, Gpu, known, settled, step
 
 from harness.watch.clock import StepClock
 
@@ -166,6 +166,34 @@ def test_a_copy_delays_from_when_the_host_asks_for_it(
     assert total.shares["starved"] * total.elapsed_s / total.steps == pytest.approx(
         1e-3 * max(0, 13 - asked_ms), abs=1e-4
     )
+
+
+@pytest.mark.parametrize("where", ["first", "amid", "behind the end", "between two ends"])
+def test_a_late_copy_is_no_computing(clock: StepClock, gpu: Gpu, where: str) -> None:
+    """What the network's stream copies for 2 of 20 ms is a copy, wherever the step makes it."""
+    before_ms = {"first": 0, "behind the end": 18}.get(where, 6)
+    for _ in range(50):
+        # the batch itself
+        clock.copied(*gpu.copy(0.0))
+        with clock.computing():
+            gpu.launch(1e-3 * before_ms)
+            if "end" in where:
+                clock.computed()
+            start, end = gpu.event(), gpu.event()
+            start.record(COMPUTE)
+            gpu.launch(0.002)
+            end.record(COMPUTE)
+            clock.copied(start, end)
+            if where != "behind the end":
+                gpu.launch(1e-3 * (18 - before_ms))
+                clock.computed()
+        clock.step(4)
+        gpu.host = gpu.compute_until
+    total = settled(clock, gpu)
+    assert total.shares == pytest.approx(
+        {"compute": 0.9, "starved": 0, "exposed_copy": 0.1, "host": 0}, abs=0.001
+    )
+    assert known(total.copy_ms).max == pytest.approx(2)
 
 
 def test_two_batches_in_one_block_are_both_waited_for(clock: StepClock, gpu: Gpu) -> None:
