@@ -8,6 +8,7 @@ memory, timm #2781). Errors and early exits are those of a plain loop.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -23,6 +24,7 @@ from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
 from harness.watch.spans import named
 
+_log = logging.getLogger("wellfed")
 Batches = Generator[tuple[Tensor, Tensor], None, None]
 
 
@@ -76,6 +78,8 @@ class DataPrefetcher:
     ) -> None:
         self.loader = loader
         own = accelerator.of(device)
+        if not own.tells:
+            _log.warning("DataPrefetcher: device=%s: no batch is copied ahead on this type", device)
         self.device = own.device
         self._ahead = own.has_streams if ahead is None else ahead
         stream = own.side_stream() if self._ahead else None

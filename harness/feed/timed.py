@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from harness.config import ConfigError
 from harness.feed.interface import Feed, HostBatch
 from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
@@ -34,6 +35,9 @@ class TimedSteps(ABC):
         parts: steps of an update.
         now: the clock; None: the device's own.
 
+    Raises:
+        ConfigError: nothing tells when the device is at work.
+
     Attributes:
         device: where the network runs.
         overlaps: whether the device works on the step while batches are loaded.
@@ -48,6 +52,10 @@ class TimedSteps(ABC):
         self.world = world
         self.device = world.device
         self._own = accelerator.of(world.device)
+        if not self._own.tells:
+            raise ConfigError(
+                f"device={world.device}: steps on this type cannot be timed; choose workers by hand"
+            )
         self._now = now or self._own.now
         # even without workers
         self.overlaps = self._own.has_streams

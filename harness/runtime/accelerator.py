@@ -40,7 +40,8 @@ class Accelerator:
     """A device whose work is done when the call returns, such as a CPU.
 
     Attributes:
-        kind: cpu, cuda or mps.
+        kind: cpu, cuda, mps, or torch's name of another type.
+        tells: whether it is known when the device is at work.
         has_streams: whether the host runs ahead, copies run beside the network, and events time
             both.
         collective: the process group's backend.
@@ -49,6 +50,7 @@ class Accelerator:
     """
 
     kind = "cpu"
+    tells = True
     has_streams = False
     collective = "gloo"
     # seconds, monotonic
@@ -147,6 +149,16 @@ class Mps(Accelerator):
         torch.mps.synchronize()
 
 
+class Unknown(Accelerator):
+    """A device of another type: whether calls return before their work is done is not known."""
+
+    tells = False
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return self.device.type
+
+
 class Cuda(Accelerator):
     """One GPU of NVIDIA's."""
 
@@ -234,7 +246,7 @@ def _stream(device: torch.device, priority: int) -> Any:
     return torch.cuda.Stream(device, priority=priority)
 
 
-_KINDS = {"cuda": Cuda, "mps": Mps}
+_KINDS = {"cpu": Accelerator, "cuda": Cuda, "mps": Mps}
 
 
 def of(device: torch.device | str) -> Accelerator:
@@ -242,7 +254,7 @@ def of(device: torch.device | str) -> Accelerator:
     device = torch.device(device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    return _KINDS.get(device.type, Accelerator)(device)
+    return _KINDS.get(device.type, Unknown)(device)
 
 
 def count() -> int:

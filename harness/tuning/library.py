@@ -75,7 +75,8 @@ def tune(
         RuntimeError: several ranks have been started.
         TypeError: the data set is not map-style, an argument is of another type, or a part of
             ``state`` cannot be put back.
-        ValueError: the data set has no batch of ``batch_size`` samples.
+        ValueError: the data set has no batch of ``batch_size`` samples, or steps on ``device``
+            cannot be timed.
     """
     _check(locals())
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):

@@ -42,8 +42,9 @@ class StepClock:
 
     A wait while the device has queued work is no stall, and work between two steps is no stall.
     Without device events the stall is ``data_wait_fraction``; on a CPU prepare is the rest of
-    ``next()`` once the feed has given its batch, and host is what is left. A step's device figures
-    may fall into the window after its own.
+    ``next()`` once the feed has given its batch, and host is what is left. On a device of another
+    type than cpu, cuda and mps it is None. A step's device figures may fall into the window after
+    its own.
 
     Args:
         device: where the network runs.
@@ -69,6 +70,7 @@ class StepClock:
             self._timeline = Timeline(events, self.now)
         # when a call returns, a CPU has done its work; MPS has not
         self._times_compute = own.kind == "cpu" and not events
+        self._tells = own.tells
         self._ledger = Ledger()
         self._closed = Ledger()
         # when the running step, wait, block of computing and noted work began; a pause moves them
@@ -350,7 +352,7 @@ class StepClock:
         ended = self._ledger
         self._ledger = Ledger()
         self._closed.merge(ended)
-        return ended.window()
+        return ended.window(self._tells)
 
     def total(self) -> Window:
         """Returns the figures of the whole run so far, with those of the open window.
@@ -362,7 +364,7 @@ class StepClock:
         whole = Ledger()
         whole.merge(self._closed)
         whole.merge(self._ledger)
-        return whole.window()
+        return whole.window(self._tells)
 
     def _count(self, took_s: float, images: int) -> None:
         """Count a step, but for what the device tells of it."""

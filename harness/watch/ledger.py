@@ -120,8 +120,11 @@ class Ledger:
             elif theirs:
                 setattr(self, name, getattr(self, name) + theirs)
 
-    def window(self) -> Window:
-        """Returns the figures that these sums make."""
+    def window(self, by_host: bool = True) -> Window:
+        """Returns the figures that these sums make.
+
+        ``by_host`` says that without device times the host's waits are the device's, at most.
+        """
         spreads = {name: sketch.spread() for name, sketch in self.sketches.items()}
         # a device tells of its steps late, and of some not at all
         spreads.setdefault("step_ms", spreads.pop(HOST_STEP, None))
@@ -134,7 +137,7 @@ class Ledger:
                 waited = max(0.0, 1 - self.kernels_s / self.usual_s)
                 spent_s["launch"] = waited * spent_s["compute"]
                 spent_s["compute"] -= spent_s["launch"]
-        else:
+        elif by_host:
             spreads["starved_ms"] = spreads.get("data_wait_ms")
             whole_s = self.elapsed_s
             spent_s = {"starved": self.wait_s}

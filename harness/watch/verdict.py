@@ -62,10 +62,11 @@ def judge(evidence: Evidence) -> Verdict:
     # in under a second, a single slow step among a few would decide
     least = 10 if window.elapsed_s >= 1.0 else 20
     if window.stall_fraction is None or window.steps < least:
-        few = f"{window.steps} steps are too few for a verdict"
-        return Verdict(
-            "unknown", None, f"Unknown. {few}. Try: let the run go on for longer.", None, ()
-        )
+        why = f"On {evidence.device}, it cannot be told whether the device waits for data"
+        if window.steps < least:
+            few = f"{window.steps} steps are too few for a verdict"
+            why = f"{few}. Try: let the run go on for longer"
+        return Verdict("unknown", None, f"Unknown. {why}.", None, ())
     r = StallBreakdown(evidence)
     found = straggler(r)
     if found is None:

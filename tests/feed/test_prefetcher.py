@@ -67,6 +67,14 @@ def host_batches(sizes: tuple[int, ...] = (4, 4, 3)) -> list[HostBatch]:
     ]
 
 
+def test_batches_reach_a_device_of_another_type(caplog: pytest.LogCaptureFixture) -> None:
+    """They are copied and normalised there as they are asked for; a line says so."""
+    device = torch.device("meta")
+    images, labels = next(DataPrefetcher(Loader(host_batches()), device, mean=MEAN, std=STD))
+    assert (images.device, images.dtype, labels.device) == (device, torch.float32, device)
+    assert len(caplog.records) == 1
+
+
 Make = Callable[..., DataPrefetcher]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from harness.config import TunerConfig, TunerName
+from harness.config import ConfigError, TunerConfig, TunerName
 from harness.runtime.errors import BadSample
 from harness.tuning.library import tune
 
@@ -75,6 +75,12 @@ def test_any_loop_can_tune_its_loader() -> None:
     loader = DataLoader(Pairs(), shuffle=True, **report.loader_arguments)
     assert (loader.num_workers, loader.batch_size) == (report.settings.num_workers, 16)
     assert report.demand is not None and not samples.left_behind()
+
+
+def test_a_device_of_another_type_is_refused() -> None:
+    """Steps whose end nothing tells have no speed: none is measured."""
+    with pytest.raises(ConfigError, match="device=xpu"):
+        tune(Pairs(), lambda batch: None, batch_size=16, device="xpu", config=QUICK)
 
 
 def test_an_error_of_the_data_set_is_told_as_it_is() -> None:

@@ -196,6 +196,16 @@ def test_mps_has_no_compute_time(hand: Hand) -> None:
     assert total.shares == {"starved": pytest.approx(0.5)}
 
 
+def test_a_device_of_another_type_has_no_figure(hand: Hand) -> None:
+    """Nothing tells when it is at work: neither its stall nor its computing is known."""
+    clock = StepClock("xpu", now=hand)
+    for _ in range(30):
+        one_step(clock, hand, 0.1, 0.1)
+    for window in (clock.total(), known(clock.close_window())):
+        assert (window.stall_fraction, window.shares, window.starved_ms) == (None, {}, None)
+        assert (window.compute_ms, window.images_per_s) == (None, pytest.approx(20))
+
+
 def test_all_time_is_accounted_for(hand: Hand) -> None:
     """Whatever happens, steps, first steps and pauses add up to the wall time."""
     clock = StepClock("cpu", now=hand)
