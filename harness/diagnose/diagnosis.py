@@ -122,6 +122,7 @@ def diagnose(
         precision=trainer.precision.name,
         compiled=trainer.compile,
         channels_last=trainer.channels_last,
+        half_precision=accelerator.of(trainee.device).half_precision,
     )
     diagnosis = Diagnosis(
         bottleneck=verdict.bottleneck,

@@ -17,7 +17,8 @@ _WORDS: Mapping[str, str] = {
     "loader.prefetch_factor": "prefetch_factor={}",
     "loader.pin_memory": "pin_memory=True and .to(device, non_blocking=True)",
     "loader.batch_size": "batch_size={}",
-    "trainer.precision": "torch.autocast with torch.bfloat16",
+    "trainer.precision=bf16": "torch.autocast with torch.bfloat16",
+    "trainer.precision=fp16": "torch.autocast with torch.float16 and torch.amp.GradScaler",
     "trainer.channels_last": "model.to(memory_format=torch.channels_last)",
     "trainer.compile": "torch.compile(model)",
     "watch.window_steps": "logging less often",
@@ -113,7 +114,7 @@ def in_words(verdict: Verdict, followed: Followed) -> Verdict:
         if name == "loader.autotune":
             tuned = "" if followed.streams else " (wellfed.tune finds them)"
             return f"other arguments of the DataLoader at {followed.where}{tuned}"
-        text = _WORDS.get(name, f"{name}={{}}").format(value)
+        text = _WORDS.get(found[0]) or _WORDS.get(name, f"{name}={{}}").format(value)
         if name.startswith("loader."):
             now = getattr(followed.settings, name.removeprefix("loader."))
             more = followed.streams and name == "loader.num_workers" and int(value) > now

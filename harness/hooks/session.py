@@ -204,6 +204,7 @@ class Session:
             settings=main.settings if main else _NO_LOADER,
             cores=limits.measure(_local_ranks(self.loops.world_size)).cores,
             device=own.kind,
+            half_precision=own.half_precision,
             sampled=self._sampler.means() if self._sampler else {},
             autotuned=main is None,
             ranks=ranks if len(ranks) > 1 else (),

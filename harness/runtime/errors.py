@@ -144,7 +144,7 @@ def described(error: BaseException) -> tuple[str, int] | None:
         return (
             f"{said or 'the host has no memory left'}; halve loader.batch_size "
             "(trainer.accumulate_steps=2 keeps the images of an update) or set "
-            "trainer.precision=bf16",
+            f"trainer.precision={_half_precision()}",
             8,
         )
     # gloo's and NCCL's, from a collective call or within the network's own
@@ -160,6 +160,16 @@ def described(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
     return None
+
+
+def _half_precision() -> str:
+    """Returns the faster of bf16 and fp16 on the GPU, if this process uses one."""
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        from harness.runtime import accelerator
+
+        return accelerator.of("cuda").half_precision
+    return "bf16"
 
 
 def words(error: BaseException) -> str:

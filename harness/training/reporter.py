@@ -140,6 +140,7 @@ class Reporter:
             precision=trainer.precision.name,
             compiled=trainer.compile,
             channels_last=trainer.channels_last,
+            half_precision=own.half_precision,
             window_steps=self.config.watch.window_steps,
         )
         found: dict[str, Any] = {

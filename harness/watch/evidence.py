@@ -56,13 +56,14 @@ class Evidence:
             "arrays", which never has workers; ``prefetch_factor`` is per worker process, or of
             threads in all.
         cores: processors that this rank may use.
-        device: cpu, cuda or mps.
+        device: its kind.
         sampled: the machine's figures by tag, means over the run.
         autotuned: whether the loader's settings are those of a search.
         ranks: every rank's figures, where there are several.
         precision: the network's, by its name in the settings.
         compiled: whether torch.compile was used.
         channels_last: whether activations are kept as NHWC.
+        half_precision: the faster of bf16 and fp16 on the device.
         window_steps: steps in one logged window.
         cores_from: where the number of cores is said.
         most_workers: workers that are worth a try and fit; None: the tuner's cap, max(8, 4 a core).
@@ -81,6 +82,7 @@ class Evidence:
     precision: str = "fp32"
     compiled: bool = False
     channels_last: bool = False
+    half_precision: str = "bf16"
     window_steps: int = 10
     cores_from: str = ""
     most_workers: int | None = None

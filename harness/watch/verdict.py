@@ -152,7 +152,7 @@ def unharmed(r: StallBreakdown) -> Finding:
         return Finding("compute", cause, advice="a smaller network or image, or a GPU")
     steps = []
     if e.precision == "fp32":
-        steps.append("trainer.precision=bf16")
+        steps.append(f"trainer.precision={e.half_precision}")
     if not e.channels_last:
         steps.append("trainer.channels_last=true")
     if not steps and not e.compiled:

@@ -720,6 +720,11 @@ def test_a_data_set_without_stages_waits_unless_processors_were_scarce(
             id="nothing done",
         ),
         pytest.param(
+            {"half_precision": "fp16", "channels_last": True},
+            "trainer.precision=fp16",
+            id="a GPU without bf16",
+        ),
+        pytest.param(
             {"precision": "bf16", "channels_last": True}, "trainer.compile=true", id="but compiled"
         ),
         pytest.param(
