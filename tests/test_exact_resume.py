@@ -245,7 +245,7 @@ def test_a_kill_at_any_call_to_the_disk_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_kill_in_the_last_save_is_seen_by_nobody(tmp_path: Path) -> None:
     """Around any call, the folder and both pointers give the newest state, before a resume too."""
     lines = killed("killed_last_save.py", tmp_path).splitlines()

@@ -22,15 +22,15 @@ from harness.config import Config, Mode
 from harness.training import checkpoint, saving
 from scripts.chaos_left import digest, logged
 
-# the updates of an epoch, and of the whole run
-EPOCH = 7
-ALL = 14
+# the updates of three epochs, so that the last save has a checkpoint to delete, and of all four
+BEFORE = 21
+ALL = 28
 
 
 def config(max_steps: int | None = None) -> Config:
-    """Settings of two epochs, each evaluated and saved at its end."""
+    """Settings of four epochs, each evaluated and saved at its end."""
     found = settings()
-    found.trainer.epochs = 2
+    found.trainer.epochs = 4
     found.trainer.max_steps = max_steps
     found.checkpoint.every_steps = None
     return found
@@ -111,12 +111,12 @@ def main(base: Path) -> None:
     # here, so that the others find all modules imported
     output = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    job.run(0, job.Job(config(EPOCH), first, ()))
+    job.run(0, job.Job(config(BEFORE), first, ()))
     os.dup2(output, 1)
     shutil.copytree(first, whole, symlinks=True)
     assert done(config(), whole) is None
-    expected = {step: evaluated(run, other) for step, run in ((EPOCH, first), (ALL, whole))}
-    assert [found[0] for found in expected.values()] == [EPOCH, ALL], expected
+    expected = {step: evaluated(run, other) for step, run in ((BEFORE, first), (ALL, whole))}
+    assert [found[0] for found in expected.values()] == [BEFORE, ALL], expected
     # so that both pointers move in the save
     assert pointers(whole) == [f"step-{ALL}.pt"] * 2, pointers(whole)
     for number in range(1, 500):
@@ -125,7 +125,7 @@ def main(base: Path) -> None:
         if call is None:
             break
         is_new = (killed / f"checkpoints/step-{ALL}.json").exists()
-        newest = ALL if is_new else EPOCH
+        newest = ALL if is_new else BEFORE
         left = " ".join(pointers(killed))
         assert evaluated(killed, other) == expected[newest], (number, call)
         for name in ("last.pt", "best.pt"):
