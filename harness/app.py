@@ -119,9 +119,7 @@ def _composing(error: BaseException) -> BaseException:
         # the folder of hydra.run.dir
         return folder.unusable(Path(error.filename), error)
     why = str(error).partition("\n")[0]
-    if "query=" in " ".join(sys.argv):
-        why = "-sc query is for the shell, which sets COMP_LINE; see --hydra-help"
-    elif isinstance(error, RecursionError):
+    if isinstance(error, RecursionError):
         why = "files name each other in a circle, or are nested too deeply"
     elif not isinstance(error, ValueError | OSError):
         return error

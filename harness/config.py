@@ -977,10 +977,6 @@ def prepared(arguments: list[str]) -> list[str]:
     if unknown:
         following = arguments[arguments.index(unknown[0]) + 1 :]
         raise ConfigError(answers.refused_flag(unknown[0], following, names()))
-    if read.experimental_rerun:
-        _refused("--experimental-rerun: write resume=FOLDER")
-    if read.package and not read.cfg:
-        _refused(f"--package={read.package}: has no effect without --cfg")
     words = read.overrides
     pairs = [text.lstrip("+").partition("=")[::2] for text in words]
     for group, value in pairs:

@@ -68,7 +68,6 @@ def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
         (["dist.timeout_s=1e300"], "dist.timeout_s=1e+300: must be <= "),
         (["--run", "-m"], "Only one of --run, --multirun"),
         (["-sc"], "the settings cannot be read"),
-        (["-sc", "query=bash"], "-sc query is for the shell, which sets COMP_LINE"),
         (["-m", "seed=range(3,1)"], "seed=range(3,1): a sweep over no values; give some"),
         (["-m", "model=glob(zz*)"], "model=glob(zz*): a sweep over no values; give some"),
         (["---"], "---: settings are written NAME=VALUE, without dashes; see --help"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import pickle
@@ -11,14 +10,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 import oddities
 import pytest
 from oddities import Plant
 
 from harness.data import index as module
 from harness.data.index import Index, open_index
-from harness.data.mapped import checksum
 from harness.runtime.errors import DataError
 
 
@@ -247,99 +244,6 @@ def test_an_index_of_another_tree_is_made_again(root: Path) -> None:
     (theirs,) = {*(root.parent / "kept").iterdir()} - {place}
     shutil.copyfile(theirs, place)
     assert [paths(opened(root)), paths(opened(other))] == [expected, ["a/9.jpg"]]
-
-
-LABELS, ENDS, NAMES, FACTS = range(4)
-
-
-def _sealed(content: bytes, name: str) -> bytes:
-    return content + checksum(np.frombuffer(content, np.uint8), name).to_bytes(8, "little")
-
-
-def _arrays(content: bytes) -> list[np.ndarray]:
-    """The labels, ends, names and facts of an index's file."""
-    count, size = np.frombuffer(content[-24:-8], np.int64).tolist()
-    places = [8 * count, 16 * count, len(content) - 24 - size]
-    parts = np.split(np.frombuffer(content[:-24], np.uint8), places)
-    return [part.view(np.int64) if i < NAMES else part for i, part in enumerate(parts)]
-
-
-def _with(
-    number: int, change: Callable[[np.ndarray], np.ndarray]
-) -> Callable[[list[np.ndarray]], bytes]:
-    def content(arrays: list[np.ndarray]) -> bytes:
-        changed = [change(array) if i == number else array for i, array in enumerate(arrays)]
-        sizes = np.array([len(changed[LABELS]), len(changed[FACTS])])
-        return b"".join(array.tobytes() for array in (*changed, sizes))
-
-    return content
-
-
-def _facts(name: str, value: object) -> Callable[[list[np.ndarray]], bytes]:
-    def change(facts: np.ndarray) -> np.ndarray:
-        return np.frombuffer(
-            json.dumps(json.loads(facts.tobytes()) | {name: value}).encode(), np.uint8
-        )
-
-    return _with(FACTS, change)
-
-
-@pytest.mark.usefixtures("settled")
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param(lambda arrays: b"", id="nothing"),
-        pytest.param(lambda arrays: b"\1", id="one byte"),
-        pytest.param(lambda arrays: b"12345678", id="eight bytes"),
-        pytest.param(_with(LABELS, lambda a: a + 10**6), id="labels without a class"),
-        pytest.param(_with(LABELS, lambda a: a - 1), id="negative labels"),
-        pytest.param(_with(LABELS, lambda a: a[1:]), id="too few labels"),
-        pytest.param(_with(LABELS, lambda a: a.astype(float)), id="labels of another kind"),
-        pytest.param(_with(ENDS, lambda a: a[::-1]), id="ends that fall"),
-        pytest.param(_with(ENDS, lambda a: a.astype(float)), id="ends of another kind"),
-        pytest.param(_with(NAMES, lambda a: a.astype(float)), id="names of another kind"),
-        pytest.param(_with(ENDS, lambda a: a + 1), id="ends beyond the names"),
-        pytest.param(_with(ENDS, lambda a: a * 10**17), id="ends beyond everything"),
-        pytest.param(_with(NAMES, lambda a: a[:-1]), id="names cut off"),
-        pytest.param(
-            _with(NAMES, lambda a: np.frombuffer(b"../xx" + a.tobytes()[5:], np.uint8)),
-            id="a name that leads out",
-        ),
-        pytest.param(
-            _with(NAMES, lambda a: np.frombuffer(b"/etcx" + a.tobytes()[5:], np.uint8)),
-            id="a whole path",
-        ),
-        pytest.param(
-            _with(NAMES, lambda a: np.frombuffer(b"a/../" + a.tobytes()[5:], np.uint8)),
-            id="a way back",
-        ),
-        pytest.param(_with(NAMES, lambda a: a * 0), id="zeros for names"),
-        pytest.param(_with(FACTS, lambda a: a[:9]), id="facts cut off"),
-        pytest.param(
-            _with(FACTS, lambda a: np.frombuffer(b"[" * 100_000, np.uint8)), id="deep facts"
-        ),
-        pytest.param(
-            _with(FACTS, lambda a: np.frombuffer(b"[1]", np.uint8)), id="facts that are a list"
-        ),
-        pytest.param(_facts("folders", [1, 2]), id="folders that are numbers"),
-        pytest.param(_facts("folders", ["a"]), id="too few folders"),
-        pytest.param(_facts("folders", ["..", "b"]), id="a folder that leads out"),
-        pytest.param(_facts("folders", ["/etc", "b"]), id="a folder elsewhere"),
-        pytest.param(_facts("folders", None), id="no folders"),
-        pytest.param(_facts("watched", {"\0": []}), id="a zero in a watched folder"),
-        pytest.param(_facts("skipped", {"x": "y"}), id="skipped that is no number"),
-        pytest.param(_facts("skipped", [1]), id="skipped that is a list"),
-    ],
-)
-def test_a_sealed_index_of_odd_content_is_made_again(
-    root: Path, content: Callable[[list[np.ndarray]], bytes], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A right checksum is no reason to believe what no scan finds."""
-    expected = paths(opened(root))
-    (place,) = (root.parent / "kept").iterdir()
-    place.write_bytes(_sealed(content(_arrays(place.read_bytes())), place.name))
-    assert [paths(opened(root)), paths(opened(root))] == [expected, expected]
-    assert [text.split(" (")[0] for text in caplog.messages] == [f"{place}: damaged"]
 
 
 @pytest.mark.usefixtures("settled")
