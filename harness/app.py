@@ -147,6 +147,9 @@ def main(composed: DictConfig) -> float | None:
         if not is_sweep:
             job.run(0, job.Job(config, place, overridden, settings, BEGAN_S))
             return None
+        # a folder of the user's may hold what an earlier start left
+        if config.run.name is None and "${wellfed." in OmegaConf.to_yaml(chosen.sweep):
+            folder.refuse_auto(config.resume)
         work = job.Job(config, place, overridden, settings)
         launch.run_processes(job.run, work, 1, config.checkpoint.grace_s)
     except (Exception, KeyboardInterrupt) as error:

@@ -740,8 +740,6 @@ def _check_values(c: Config) -> None:
     steps = re.fullmatch(r"(\d+)-(\d+)", str(c.profile.steps))
     weights = shown(c.optim.class_weights)
     number = r"\d+(\.\d+)?(e[+-]?\d+)?"
-    # torchrun starts a run again in its folder
-    is_new = c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ
     for wrong, text in (
         (
             jitter[3] > 0.5,
@@ -766,10 +764,6 @@ def _check_values(c: Config) -> None:
             (c.data.eval_resize or c.data.image_size) < c.data.image_size,
             f"data.eval_resize={c.data.eval_resize}: smaller than "
             f"data.image_size={c.data.image_size}; raise it or set it to null",
-        ),
-        (
-            c.resume == "auto" and is_new,
-            "resume=auto: a new folder holds no checkpoint; write run.name=NAME or resume=FOLDER",
         ),
         (
             not re.fullmatch("[0-9a-fA-F]{32}|None", str(c.data.md5)),

@@ -254,10 +254,6 @@ BAD = [
     ("data.split_fraction=1", "data.split_fraction=1.0: must be < 1.0"),
     ("schedule.warmup_epochs=100", "schedule.warmup_epochs=100.0: longer than trainer.epochs=5"),
     ("dist.nprocs=2", "dist.nprocs=2: has no effect with dist=single"),
-    (
-        "resume=auto",
-        "resume=auto: a new folder holds no checkpoint; write run.name=NAME",
-    ),
     ("seed=-1", "seed=-1: must be >= 0"),
     ("seed=99999999999", "seed=99999999999: must be <= 4294967295"),
     ("run.name=../x", "run.name='../x': use up to 200 letters, digits"),

@@ -544,6 +544,22 @@ def test_a_run_that_ends_within_a_window_logs_it(composed: Composed, tmp_path: P
     assert checkpoint.read(tmp_path)[0].step == 13
 
 
+@pytest.mark.parametrize("kind", ["run", pytest.param("sweep", marks=pytest.mark.slow)])
+def test_a_folder_of_the_user_s_is_resumed_by_itself(tmp_path: Path, kind: str) -> None:
+    """With resume=auto the same command first starts in hydra.run.dir or hydra.sweep.dir, and then
+    resumes there.
+    """
+    run = ["data=digits", "device=cpu", "loader.num_workers=0", "resume=auto", "seed=1"]
+    run += [f"hydra.{kind}.dir=mine", *(["-m"] if kind == "sweep" else [])]
+    steps = []
+    for most in (2, 4):
+        done = trained(tmp_path, *run, f"trainer.max_steps={most}")
+        assert done.returncode == 0, done.stderr
+        (report,) = tmp_path.glob("mine/**/report.json")
+        steps.append(json.loads(report.read_text())["steps"])
+    assert steps == [2, 4] and "after step 2" in done.stdout
+
+
 def test_a_used_folder_is_refused(finished: tuple[Path, str]) -> None:
     """A second run of the same name does not mix with the first, nor touch its settings."""
     before = (finished[0] / ".hydra/overrides.yaml").read_text()

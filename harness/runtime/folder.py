@@ -53,6 +53,7 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
         return resume
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
+        refuse_auto(resume)
         return str(new_folder(outputs))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise ConfigError(
@@ -68,6 +69,18 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
             store.set(kept, str(new_folder(outputs)))
         store.set(key, store.get(kept).decode())
     return str(store.get(key).decode())
+
+
+def refuse_auto(resume: str | None) -> None:
+    """Refuses ``resume=auto`` for a run whose folder is new at each start.
+
+    Raises:
+        ConfigError: with the ways out.
+    """
+    if resume == "auto":
+        raise ConfigError(
+            "resume=auto: a new folder holds no checkpoint; write run.name=NAME or resume=FOLDER"
+        )
 
 
 def new_folder(base: Path) -> Path:

@@ -72,8 +72,7 @@ class Saved:
         if "settings" not in self.state:
             return
         try:
-            # its resume=auto may be one that only its launcher could take
-            self.trained = from_plain({**self.state["settings"], "resume": None})
+            self.trained = from_plain(self.state["settings"])
         # odd contents may raise anything
         except Exception as error:
             raise CheckpointError(f"{self.where}: its settings cannot be used: {error}") from error

@@ -131,6 +131,13 @@ def test_a_run_without_a_name_has_a_new_folder() -> None:
     assert made.is_dir()
 
 
+def test_a_new_folder_resumes_nothing() -> None:
+    """resume=auto without a name is refused, and no folder is made."""
+    with pytest.raises(ConfigError, match="^resume=auto: "):
+        folder.run_folder(None, "auto")
+    assert not Path("outputs").exists()
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_named_folder_is_known_to_every_rank(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
     """All ranks know a named folder without asking, and nothing is made yet."""
