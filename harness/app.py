@@ -91,9 +91,6 @@ def cli() -> int:
     schema.register()
     OmegaConf.register_new_resolver("wellfed.run_dir", run_folder)
     OmegaConf.register_new_resolver("wellfed.sweep_dir", sweep_folder, use_cache=True)
-    if "hydra/sweeper=optuna" in sys.argv:
-        # what a job returns is its best top-1; a direction that was typed comes later and counts
-        sys.argv.insert(1, "hydra.sweeper.direction=maximize")
     # applied here, and not as a decorator: launchers then send ``main`` by its name
     composing = hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")
     try:

@@ -25,6 +25,7 @@ import yaml  # type: ignore[import-untyped]
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -566,7 +567,10 @@ class WatchConfig:
 class DistConfig:
     """Processes and devices."""
 
-    name: DistName = setting(DistName.single, "One process, spawn on this node, or under torchrun.")
+    name: DistName = setting(
+        DistName.single,
+        "single: one process; spawn: several on this node; torchrun: the default under torchrun.",
+    )
     nprocs: int | None = setting(
         None,
         "Processes that spawn starts; null: one per GPU.",
@@ -653,7 +657,7 @@ _CONTRADICTIONS = {
         "ranks would have batches of different sizes; set it to true or use dist=single"
     ),
     "loader.drop_last=false dist=torchrun": (
-        "ranks would have batches of different sizes; set it to true or use dist=single"
+        "ranks would have batches of different sizes; set it to true or start one process"
     ),
     "loader.backend=auto tuner=grid": "tuner=grid tries processes alone; use tuner=auto",
     "loader.backend=auto loader.autotune=false mode=train": (
@@ -679,7 +683,7 @@ _CONTRADICTIONS = {
     "mode=export model.weights=DEFAULT resume=null": _NAMELESS,
     "mode=predict data.root=null": "nothing to predict; write data.root=FOLDER or data.root=FILE",
     "mode=export dist=spawn": "one process exports; use dist=single",
-    "mode=export dist=torchrun": "one process exports; use dist=single",
+    "mode=export dist=torchrun": "one process exports; start it without torchrun",
     "resume=": "empty; use null, auto or a path",
 }
 
@@ -1211,10 +1215,10 @@ def help_text(config: Config) -> str:
 
 
 def register() -> None:
-    """Gives Hydra the schema, the help page, and what to do with folders and logs.
+    """Gives Hydra the schema, the help page, and defaults for folders, logs and sweepers.
 
-    The last replaces Hydra's own defaults rather than standing in ``conf/config.yaml``: it also
-    holds for a run that starts from the ``.hydra`` folder of another.
+    The last replace Hydra's own rather than standing in ``conf/config.yaml``: they also hold for a
+    run that starts from the ``.hydra`` folder of another.
     """
 
     def help_page(*, _root_: DictConfig) -> str:
@@ -1242,3 +1246,15 @@ def register() -> None:
         output_subdir=None,
     )
     store.store(group="hydra", name="config", node=node, provider="hydra")
+    ranks = os.environ.get("WORLD_SIZE", "")
+    # not by RANK alone, which another launcher may have left
+    started = ranks.isdecimal() and ("TORCHELASTIC_RUN_ID" in os.environ or int(ranks) > 1)
+    store.store(group="dist", name="default", node={"name": "torchrun" if started else "single"})
+    # plugins store theirs
+    Plugins.instance()
+    for sweeper in store.repo["hydra"]["sweeper"].values():
+        # none in a group of samplers
+        stored = getattr(sweeper, "node", {})
+        if "direction" in stored:
+            # of the best top-1 that a job returns
+            stored["direction"] = "maximize"

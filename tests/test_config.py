@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import trained
+from hydra import compose
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from harness import config as schema
@@ -372,3 +376,46 @@ def test_imagenet_s_rate_is_the_same_for_each_image(
     images = config.loader.batch_size * config.trainer.accumulate_steps * gpus
     assert config.optim.lr == pytest.approx(0.1 * images / 256)
     assert (config.schedule.warmup_epochs > 0) is (gpus > 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "direction"),
+    [
+        (["hydra/sweeper=seeker"], "maximize"),
+        (["hydra/sweeper='seeker'"], "maximize"),
+        (["+search=wide"], "maximize"),
+        (["+search=least"], "minimize"),
+        (["+search=wide", "hydra.sweeper.direction=minimize"], "minimize"),
+    ],
+)
+@pytest.mark.usefixtures("composed")
+def test_a_sweeper_looks_for_the_highest(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], direction: str
+) -> None:
+    """Wherever a sweeper is chosen it maximizes top-1, unless another direction is set."""
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", copy.deepcopy(store.repo))
+    store.store(group="hydra/sweeper", name="seeker", node={"direction": "minimize"})
+    wide = {"defaults": [{"override /hydra/sweeper": "seeker"}]}
+    store.store(group="search", name="wide", node=wide, package="_global_")
+    least = {**wide, "hydra": {"sweeper": {"direction": "minimize"}}}
+    store.store(group="search", name="least", node=least, package="_global_")
+    schema.register()
+    found = compose("config", overrides=overrides, return_hydra_config=True)
+    assert found.hydra.sweeper.direction == direction
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ({}, "single"),
+        ({"WORLD_SIZE": "2"}, "torchrun"),
+        ({"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
+        ({"WORLD_SIZE": "1", "RANK": "1"}, "single"),
+        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1"}, "single"),
+    ],
+)
+def test_torchrun_is_seen(tmp_path: Path, variables: dict[str, str], launcher: str) -> None:
+    """``dist`` is torchrun by itself in torchrun's processes, not by a variable that was left."""
+    done = trained(tmp_path, "--cfg", "job", "--package", "dist.name", **variables)
+    assert done.stdout == f"DistName.{launcher}\n"

@@ -30,6 +30,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
 
 from harness import app, job
+from harness import config as schema
 from harness.config import Config, ConfigError
 from harness.data.datasets import load
 from harness.feed import forms
@@ -569,13 +570,14 @@ def test_a_used_folder_is_refused(finished: tuple[Path, str]) -> None:
     assert "outputs/first: holds a run; go on with resume=auto" in done.stderr
 
 
-def test_torchrun_without_its_setting_is_refused(
-    composed: Composed, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dist", ["single", "spawn"])
+def test_torchrun_with_another_launcher_is_refused(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch, dist: str
 ) -> None:
-    """Processes of torchrun that would each train alone are told what is missing."""
+    """Processes of torchrun that are told to train alone, or to start more, are refused."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="dist=single: started by torchrun, .* add dist=torchrun"):
-        job.check(composed("data=digits"))
+    with pytest.raises(ConfigError, match=f"dist={dist}: started by torchrun, "):
+        job.check(composed("data=digits", f"dist={dist}"))
 
 
 @pytest.mark.usefixtures("kept_globals")
@@ -725,7 +727,6 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
         "trainer.epochs=1",
         "loader.batch_size=32",
         "loader.num_workers=0",
-        f"dist={way}",
     ]
     if way == "torchrun":
         launcher = (
@@ -737,6 +738,7 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
     else:
         launcher = (sys.executable,)
         overrides += [
+            "dist=spawn",
             "dist.nprocs=2",
             "loader.autotune=true",
             "tuner.budget_s=2",
@@ -746,7 +748,7 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/*/*")
     assert len(list(folder.glob("events.*"))) == 1
-    assert (folder / ".hydra/config.yaml").exists()
+    assert schema.saved((folder / ".hydra/config.yaml").read_bytes())["dist"]["name"] == way
     report = json.loads((folder / "report.json").read_text())
     assert (
         report["world_size"],
