@@ -144,7 +144,6 @@ def main_worker(local_rank: int, job: Job) -> None:
         folder.logging_to(job.folder, world.rank),
         console.speaking(world.is_main),
     ):
-        signals.set_grace(config.checkpoint.grace_s)
         station.refuse_hidden_gpu(config, world)
         if config.mode is Mode.verify:
             _verify(world, job)
@@ -179,6 +178,8 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     from harness.watch import station
 
     config = job.config
+    # all is imported, and what follows looks for signals
+    signals.set_grace(config.checkpoint.grace_s)
     # storage -> decode -> augment
     if config.mode is Mode.evaluate and saved is not None:
         splits = datasets.load_evaluated(config.data, config.seed, saved.classes)
@@ -196,6 +197,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     if job.goes_on and world.is_main:
         # nothing is refused any more
         folder.write_settings(job.folder, job.settings)
+    signals.check()
     with station.watched(config, world, job.folder, job.began_s, resumed) as watch:
         step = Step(state, config, world, len(classes), splits.class_weights(config.optim))
         trials = StepTrials(step, config, world)
@@ -231,6 +233,7 @@ def _verify(world: World, job: Job) -> None:
     from harness.runtime import limits
 
     config = job.config
+    signals.set_grace(config.checkpoint.grace_s)
     # opening it must not end at the first bad sample
     data = replace(config.data, on_error=OnError.skip)
     splits = datasets.load(data, config.augment, config.seed, world.gathered)
@@ -245,6 +248,7 @@ def _apply(world: World, job: Job, saved: Saved | None) -> None:
 
     # resume.find raises where there is nothing
     assert saved is not None
+    signals.set_grace(job.config.checkpoint.grace_s)
     if job.config.mode is Mode.export:
         export(saved, job.config, job.folder)
     else:
@@ -253,8 +257,6 @@ def _apply(world: World, job: Job, saved: Saved | None) -> None:
 
 def run(index: int, job: Job) -> None:
     """Does one run, in the processes that ``dist=`` asks for; ``index`` is 0."""
-    from harness.runtime import distributed
-
     config = job.config
     if folder.is_first_rank():
         folder.own(job.folder)
@@ -267,5 +269,7 @@ def run(index: int, job: Job) -> None:
         with suppress(OSError):
             name = printable(os.path.relpath(job.folder))
             print(f"run folder: {name}\nloading torch ...", flush=True)
+    from harness.runtime import distributed
+
     with folder.logging_failure(job.folder):
         distributed.launch(main_worker, job, config)

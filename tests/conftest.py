@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch is imported: its threads would spin for work, on cores that other tests need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# nohup or a shell's background may have had them ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import numpy as np
 import pytest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -844,7 +845,11 @@ def gone(processes: list[psutil.Process], within_s: float) -> bool:
 
 @pytest.mark.parametrize(
     "how",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+    [
+        signal.SIGHUP,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
     ids=lambda s: s.name,
 )
 def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> None:
@@ -874,6 +879,55 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> 
     assert [event.step for event in events.Scalars("train/lr")] == [
         line["step"] for line in logged if "train/lr" in line
     ]
+
+
+# as sitecustomize.py: sends the command a signal while its networks are imported
+STOPS = """
+import multiprocessing, os, sys, time
+class Stops:
+    def find_spec(self, name, *_):
+        if name == "harness.training.engine":
+            if multiprocessing.current_process().name != "rank1":
+                parent = multiprocessing.parent_process()
+                os.kill(parent.pid if parent else os.getpid(), 15)
+            time.sleep(10)
+sys.meta_path.insert(0, Stops())
+"""
+
+
+@pytest.mark.parametrize("dist", ["single", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_signal_while_it_starts_ends_the_run_at_once(tmp_path: Path, dist: str) -> None:
+    """Nothing is waited for and nothing saved: the exit code is the signal's."""
+    (tmp_path / "sitecustomize.py").write_text(STOPS)
+    run = ["data=digits", "device=cpu", "loader.num_workers=0", "run.name=x", f"dist={dist}"]
+    run += ["dist.nprocs=2"] if dist == "spawn" else []
+    done = trained(tmp_path, *run, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 143, done.stderr
+    assert done.stderr.startswith("error: stopped by SIGTERM") and "grace" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "outputs/x/checkpoints").exists()
+
+
+def test_a_closed_terminal_ends_only_what_is_shown(tmp_path: Path) -> None:
+    """Without SIGHUP the run trains to its end when the terminal that shows its bars closes."""
+    ours, theirs = pty.openpty()
+    run = ("data=digits", "device=cpu", "loader.num_workers=0", "run.name=x", "trainer.epochs=2")
+    with subprocess.Popen(
+        command(*run),
+        cwd=tmp_path,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        while b"epoch 1/2" not in seen:
+            seen += os.read(ours, 65536)
+        os.close(ours)
+    assert process.returncode == 0
+    report = json.loads((tmp_path / "outputs/x/report.json").read_text())
+    assert (report["status"], report["steps"]) == ("completed", 44)
 
 
 def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:

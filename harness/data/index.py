@@ -20,6 +20,7 @@ import numpy as np
 
 from harness.data.decode import HEAD_BYTES, reader
 from harness.data.mapped import MappedFile, checksum, in_memory
+from harness.runtime import signals
 from harness.runtime.errors import DataError, listed
 from harness.runtime.files import open_regular, parsed, set_aside, write_whole
 from harness.runtime.folder import log
@@ -218,6 +219,7 @@ class _Scan:
         return sorted(found)
 
     def _entries(self, folder: bytes) -> list[os.DirEntry[bytes]]:
+        signals.check()
         try:
             self.watched[folder] = _folder_state(folder)
             with os.scandir(folder) as entries:

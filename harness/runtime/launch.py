@@ -67,6 +67,8 @@ def run_processes(
     workers.start_tracker()
     context = multiprocessing.get_context("spawn")
     started: list[tuple[SpawnProcess, Connection]] = []
+    # to end in the middle of a start would leave half a process
+    signals.set_grace(grace_s)
     try:
         for i in range(count):
             here, there = context.Pipe(duplex=False)
@@ -77,7 +79,6 @@ def run_processes(
                 process.start()
             there.close()
             started.append((process, here))
-        signals.set_grace(grace_s)
         failure = _watch(started, grace_s)
     finally:
         for process, _ in started:

@@ -21,14 +21,16 @@ from typing import NoReturn
 
 from harness.runtime.errors import Interrupted
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# by these a trainer ends at once, and its workers clear up after it
-_UNHEARD = {*_HANDLED, signal.SIGQUIT, signal.SIGHUP}
-_FREE = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# by SIGQUIT a trainer ends at once, and its workers clear up after it
+_UNHEARD = {*_HANDLED, signal.SIGQUIT}
+# not those that nohup, or a shell for its background, has ignored
+_FREE = (signal.SIG_DFL, signal.default_int_handler, None)
 # repeats of a signal
 _SAME_S = 1.0
-# the grace of a process that has none, to end by itself
+# the grace of a process that has none, to end by itself, and its end in words
 _START_S = 4.0
+_STARTING = " while starting; nothing is lost"
 # written to the guard's pipe when the block is over
 _END = b"\0"
 _received: list[tuple[int, float]] = []
@@ -98,9 +100,9 @@ def leave(code: int) -> NoReturn:
 def caught(grace_s: float = 25.0) -> Iterator[None]:
     """Opens a block of the main thread in which signals set a flag; the former handlers come back.
 
-    A handler that is there already, such as a launcher's, stays. ``grace_s`` is as in
-    ``set_grace``. Call ``leave`` inside the block: after it, a repeated signal would cut short what
-    the process clears up.
+    A handler that is there already, such as a launcher's, stays, and so does a signal that is
+    ignored. ``grace_s`` is as in ``set_grace``. Call ``leave`` inside the block: after it, a
+    repeated signal would cut short what the process clears up.
     """
     _received.clear()
     set_grace(grace_s)
@@ -149,7 +151,7 @@ def _note(number: int, frame: FrameType | None) -> None:
     if _at_once:
         # an exception might be swallowed, as in an import's callbacks
         if multiprocessing.parent_process() is None:
-            _tell(number)
+            _tell(number, _STARTING)
         leave(128 + number)
 
 
@@ -162,7 +164,8 @@ def _guard(reader: int, own: list[signal.Signals]) -> None:
         if first:
             left_s = max(0.0, first_s + (_grace_s or _START_S) - time.monotonic())
         if not connection.wait([reader], left_s):
-            _end(first, f", not saved within checkpoint.grace_s={_grace_s:g}" if _grace_s else "")
+            late = f", not saved within checkpoint.grace_s={_grace_s:g}" if _grace_s else _STARTING
+            _end(first, late)
         number = os.read(reader, 1)
         if number in (b"", _END):
             return os.close(reader)
@@ -185,7 +188,7 @@ def _end(number: int, why: str) -> None:
         os._exit(128 + number)
 
 
-def _tell(number: int, why: str = "") -> None:
+def _tell(number: int, why: str) -> None:
     def say() -> None:
         with suppress(OSError, ValueError):
             sys.stderr.write(f"error: {Interrupted(number)}{why}\n")

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,8 +25,27 @@ from rich.text import Text
 from harness.runtime.errors import printable
 from harness.runtime.folder import log
 
-# asks for sys.stdout at each use
-_console = Console(soft_wrap=True, highlight=False)
+
+class _Output:
+    """Standard output as it is at each use; nothing once it is broken."""
+
+    def __getattr__(self, name: str) -> Any:
+        # a bar puts its own in place, which writes here
+        found = getattr(getattr(sys.stdout, "rich_proxied_file", sys.stdout), name)
+        return partial(_lasting, found) if callable(found) else found
+
+
+def _lasting(call: Callable[..., Any], *arguments: object) -> Any:
+    try:
+        return call(*arguments)
+    except OSError:
+        # the reader (head, less), the terminal or the disk's room has gone; training has not
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+_output: Any = _Output()
+_console = Console(file=_output, soft_wrap=True, highlight=False)
 _quiet = False
 # a progress() or a live_table() is open
 _busy = False
@@ -179,16 +199,12 @@ def _on_terminal() -> bool:
 def _print(line: str, style: str = "", *, wraps: bool = False) -> None:
     if _quiet:
         return
-    try:
-        if _on_terminal():
-            _console.print(Text(line, style), soft_wrap=not wraps)
-        else:
-            encoding = sys.stdout.encoding or "utf-8"
-            print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except OSError:
-        # the reader (head, less), the terminal or the disk's room has gone; training has not
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if _on_terminal():
+        _console.print(Text(line, style), soft_wrap=not wraps)
+    else:
+        encoding = sys.stdout.encoding or "utf-8"
+        text = line.encode(encoding, "backslashreplace").decode(encoding)
+        print(text, file=_output, flush=True)
 
 
 class _Warnings(logging.Handler):

@@ -16,7 +16,8 @@ from oddities import Plant
 
 from harness.data import index as module
 from harness.data.index import Index, open_index
-from harness.runtime.errors import DataError
+from harness.runtime import signals
+from harness.runtime.errors import DataError, Interrupted
 
 
 @pytest.fixture
@@ -157,6 +158,13 @@ def test_a_folder_of_many_targets_is_asked_once(
     monkeypatch.setattr(module, "_folder_state", lambda path: asked.append(path) or real(path))
     assert len(opened(root)) == 5
     assert asked.count(os.fsencode(root.parent / "store")) == 1
+
+
+def test_a_signal_ends_the_listing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large tree is not listed to its end once a signal has come."""
+    monkeypatch.setattr(signals, "_received", [(15, 0.0)])
+    with pytest.raises(Interrupted):
+        module.listing(os.fsencode(root))
 
 
 @pytest.mark.usefixtures("settled")

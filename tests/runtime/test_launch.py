@@ -14,6 +14,7 @@ from pathlib import Path
 import jobs
 import psutil
 import pytest
+from commands import ran
 from samples import is_alive
 
 from harness.runtime import launch, signals
@@ -133,6 +134,26 @@ def test_a_signal_is_passed_on() -> None:
     with signals.caught(), pytest.raises(ProcessError, match="^stopped by SIGTERM$") as caught:
         run_processes(jobs.interrupt_parent, None, 1)
     assert caught.value.exit_code == 143
+
+
+STARTED = """
+import os
+from multiprocessing.context import SpawnProcess
+from harness.runtime import launch, signals
+start = SpawnProcess.start
+SpawnProcess.start = lambda process: (os.kill(os.getpid(), 15), start(process))
+with signals.caught(grace_s=0):
+    try:
+        launch.run_processes(print, None, 1)
+    except launch.ProcessError as error:
+        print(error.exit_code)
+"""
+
+
+def test_a_signal_while_processes_start_cuts_no_start_short() -> None:
+    """The processes start, are then told to end, and the signal's exit code comes home."""
+    done = ran(sys.executable, "-c", STARTED)
+    assert (done.returncode, done.stdout.splitlines()[-1:], done.stderr) == (0, ["143"], "")
 
 
 @pytest.mark.parametrize("stage", ["in a block", "at exit"])
