@@ -1048,7 +1048,7 @@ def installed(package: str, wish: str) -> Path:
     # a folder of that name is no package
     if found is None or found.origin is None:
         raise ConfigError(
-            f'{wish} needs {package}: pip install "wellfed[{package}]" or uv sync --extra {package}'
+            f'{wish} needs {package}: pip install -e ".[{package}]" or uv sync --extra {package}'
         )
     return Path(found.origin)
 

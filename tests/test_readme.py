@@ -67,6 +67,21 @@ def test_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
+def test_the_tests_run_on_a_fresh_machine() -> None:
+    """The command beside the first one is complete, and is the gate's."""
+    tests = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()[-1]
+    first = blocks(README, "sh")[0].splitlines()
+    assert first[1:] == [f"pip install uv && {tests}"]
+    assert tests.startswith("uv run pytest") and tests in spans(CONTRIBUTING)
+
+
+def test_nothing_is_installed_by_our_name() -> None:
+    """No page and no message fetches ``wellfed`` from an index, where the name is not ours."""
+    files = [*PAGES, *(ROOT / "harness").rglob("*.py")]
+    found = re.compile(r"pip install \S*wellfed")
+    assert [file for file in files if found.search(file.read_text(encoding="utf-8"))] == []
+
+
 def test_a_clock_around_ones_own_loader(capsys: pytest.CaptureFixture[str]) -> None:
     """The first Python block runs where there are a loader and a step, and prints its figures."""
     loader = [(torch.zeros(4, 3, 8, 8), torch.zeros(4))] * 3
