@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 from harness.watch.ledger import Ledger, add_all
@@ -135,6 +136,8 @@ class Timeline:
         self._known = True
         self._step_s: dict[str, float] = {}  # of that step
         self._usual_s = 0.0  # of that step, if it was held back
+        # computing of the last steps: a window may be too short to read one within it
+        self._recent_s: deque[float] = deque(maxlen=16)
 
     def begin(self, *, first: bool) -> None:
         """Begin a block."""
@@ -237,9 +240,8 @@ class Timeline:
         # by what the device had waited: all of it, or part where the queue was full or the host
         # waited for the device.
         launch = ledger.sketches["launch_ms"].spread()
-        compute = ledger.sketches["compute_ms"].spread()
-        if launch and compute and launch.median >= 0.9 * compute.median:
-            self._hold_s = 1e-3 * compute.median
+        if launch and self._recent_s and launch.median >= 900 * median(self._recent_s):
+            self._hold_s = median(self._recent_s)
 
     def forget(self) -> None:
         """Leave the running block, and the gap before the next, unmeasured."""
@@ -302,6 +304,7 @@ class Timeline:
                 ledger.usual_s += self._usual_s
             elif self._known:
                 step_s = self._step_s
+                self._recent_s.append(step_s["compute"])
                 whole_s = sum(step_s.values())
                 step_s["gap"] = whole_s - step_s["compute"]
                 step_s["step"] = whole_s

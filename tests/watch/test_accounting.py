@@ -109,7 +109,7 @@ def test_more_launches_than_a_queue_holds(kernels: int, device_us: int, bottlene
     """
     loop = Loop(
         device_s=1e-6 * device_us * kernels, launch_s=20e-6 * kernels, kernels=kernels,
-        loader_s=1e-3, steps=50, **LAUNCH,
+        loader_s=1e-3, steps=50, window=5, **LAUNCH,
     )  # fmt: skip
     result = loop.run()
     assert result.verdict.bottleneck == bottleneck
