@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -75,10 +73,6 @@ def cli() -> int:
         return _only_run[0][1]
 
     def sweep_folder(name: str | None) -> str:
-        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        for each in parser.parse_overrides([text for text in sys.argv[1:] if text[0] != "-"]):
-            if each.is_discrete_sweep() and not [*each.sweep_string_iterator()]:
-                raise schema.ConfigError(f"{each.input_line}: a sweep over no values; give some")
         return f"multirun/{name}" if name else str(folder.new_folder(Path("multirun")))
 
     tell_crashes()

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -1135,8 +1135,7 @@ def _fault(text: bytes) -> str | None:
     try:
         if len(text) > _MOST_BYTES:
             return "more than 256 KiB"
-        if _nodes(yaml.compose(text.decode(), yaml.SafeLoader), {}) > 10_000:
-            return "its aliases stand for more than 10,000 values"
+        yaml.compose(text.decode(), yaml.SafeLoader)
     except yaml.YAMLError as error:
         return answers.yaml_fault(error).removeprefix("<unicode string>, ")
     except UnicodeDecodeError:
@@ -1144,17 +1143,6 @@ def _fault(text: bytes) -> str | None:
     except RecursionError:
         return "nested too deeply"
     return None
-
-
-def _nodes(node: Any, known: dict[Any, int]) -> int:
-    """Returns how many nodes a tree of YAML has once its aliases are written out."""
-    if node not in known:
-        known[node] = 1
-        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-        if isinstance(node, yaml.MappingNode):
-            parts = [*chain.from_iterable(parts)]
-        known[node] += sum(_nodes(part, known) for part in parts)
-    return known[node]
 
 
 def _groups() -> list[str]:

@@ -27,6 +27,7 @@ from harness.runtime import folder, parts, signals, workers
 from harness.runtime.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
+    from harness.data.datasets import Splits
     from harness.runtime.distributed import World
     from harness.training.resume import Saved
 
@@ -162,7 +163,6 @@ def main_worker(local_rank: int, job: Job) -> None:
 
 def _wire(world: World, job: Job, saved: Saved | None) -> None:
     """Wires the rooms in the order of the data, from the disk to the report."""
-    from harness.data import datasets
     from harness.diagnose.diagnosis import diagnose
     from harness.feed.forms import Feeds
     from harness.page.document import write_report
@@ -181,10 +181,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     # all is imported, and what follows looks for signals
     signals.set_grace(config.checkpoint.grace_s)
     # storage -> decode -> augment
-    if config.mode is Mode.evaluate and saved is not None:
-        splits = datasets.load_evaluated(config.data, config.seed, saved.classes)
-    else:
-        splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
+    splits = _splits(config, saved, world)
     config, rest = resume.rest(config, saved, world, len(splits.train))
     # order -> load -> pin -> copy
     feeds = Feeds(splits, config, world)
@@ -223,6 +220,15 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
         told = Reporter(config, job.overridden, summary, allowed.cores, write_report, splits)
         with told.reporting(engine):
             engine.fit() if config.mode is Mode.train else engine.evaluate_only()
+
+
+def _splits(config: Config, saved: Saved | None, world: World) -> Splits:
+    """Opens the data set, or what is evaluated."""
+    from harness.data import datasets
+
+    if config.mode is Mode.evaluate and saved is not None:
+        return datasets.load_evaluated(config.data, config.seed, saved.classes)
+    return datasets.load(config.data, config.augment, config.seed, world.gathered)
 
 
 def _verify(world: World, job: Job) -> None:

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import math
 import os
+import re
 import time
 import urllib.request as web
 from collections.abc import Callable, Iterator
@@ -18,7 +19,6 @@ from http.client import HTTPException
 from io import BufferedRandom
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
 
 from harness.runtime import signals
 from harness.runtime.errors import DataError, DiskError
@@ -60,14 +60,8 @@ def fetch(
         DataError: the server cannot be reached, refuses, or sends what has not the digest ``md5``.
         DiskError: the file cannot be written.
     """
-    try:
-        address = urlsplit(url)
-        has_host = address.hostname and address.port != 0 and "@" not in address.netloc
-        usable = has_host and address.scheme in ("http", "https")
-    except ValueError:
-        usable = False
     # The address is not repeated here: it may hold a secret.
-    if not usable:
+    if not re.fullmatch("https?://[^/@]+/[^@]*", url):
         raise DataError(
             "data.mirror: not an http or https address, or one with a user name or a password, "
             "which would end in the logs; set another, or put the file into data.root by hand"

@@ -211,19 +211,24 @@ def open_own(
     # Mistakes of its transforms show now, and in 15 of 16 starts a random flip.
     try:
         for dataset in () if first.skips else (first, second):
-            twice = np.empty((8, 3, data.image_size, data.image_size), np.uint8)
-            for i, out in enumerate(twice):
-                dataset.fill(0, i % 4, out)
-            if (twice[:4] != twice[4:]).any():
-                log.warning(
-                    "%s: samples differ each time with the same seeds: a random generator of its "
-                    "own makes them, and may repeat itself in every worker and epoch; draw from "
-                    "random, numpy.random or torch instead",
-                    dataset.where,
-                )
+            _check_seeds(dataset)
     except BadSample as error:
         raise ConfigError(str(error)) from error
     return first, second
+
+
+def _check_seeds(dataset: OwnDataset) -> None:
+    """Warns if the same seeds give other samples; raises BadSample."""
+    twice = np.empty((8, 3, dataset.image_size, dataset.image_size), np.uint8)
+    for i, out in enumerate(twice):
+        dataset.fill(0, i % 4, out)
+    if (twice[:4] != twice[4:]).any():
+        log.warning(
+            "%s: samples differ each time with the same seeds: a random generator of its own makes "
+            "them, and may repeat itself in every worker and epoch; draw from random, numpy.random "
+            "or torch instead",
+            dataset.where,
+        )
 
 
 def _pair(splits: Any, tests: bool, begin: str) -> tuple[Any, Any]:

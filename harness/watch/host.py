@@ -20,9 +20,6 @@ from harness.watch.device import Figures, Source, nvml_sees_gpu
 from harness.watch.figures import Tag
 from harness.watch.tree import Tree
 
-# a page from a disk takes that long at least
-FAULT_S = 1e-4
-
 
 class HostSource(Source):
     """What the machine does, and what of it this process and its descendants do.
@@ -44,10 +41,6 @@ class HostSource(Source):
         self._cores = cores
         tree = Tree(proc=root / "proc")
         groups = limits.control_groups(root)
-        # groups with a pressure of their own: version 2's but its root, which alone has no type
-        own = [group for group in groups if (group / "cgroup.type").exists()]
-        self._limits = [group / "memory.failcnt" for group in groups]
-        self._shares_pressure = not own
         self._last: dict[Hashable, tuple[float, float]] = {}
         rates = self._rates
         self._reads = {
@@ -59,7 +52,7 @@ class HostSource(Source):
                 "read", tree.read_bytes()
             ),
             (Tag.THROTTLED_FRACTION,): lambda: self._most_throttled(groups),
-            (Tag.MEMORY_STALL_FRACTION,): lambda: rates("memory", (memory_stalled(own, root),)),
+            (Tag.MEMORY_STALL_FRACTION,): lambda: rates("memory", memory_stalled(groups)),
         }
         if cores is not None:
             self._reads[(Tag.QUEUED_THREADS,)] = lambda: rates("queued", (tree.queued_s(),))
@@ -67,14 +60,6 @@ class HostSource(Source):
     def sample(self) -> dict[str, float]:
         """Returns what can be had now, by tag."""
         found = super().sample()
-        # times that a group of version 1 was at its limit
-        hits = sum(int(count) for path in self._limits for count in limits.words(path))
-        is_short = self._growth("limits", self._now(), hits)
-        stalled = found.get(Tag.MEMORY_STALL_FRACTION)
-        if self._shares_pressure and stalled and not is_short:
-            # others wait too: this run does so in page faults alone
-            waits = FAULT_S * found.get(Tag.MAJOR_FAULTS_PER_S, 0.0)
-            found[Tag.MEMORY_STALL_FRACTION] = min(stalled, waits)
         if self._cores is not None and {Tag.MACHINE_CPU_CORES, Tag.CPU_CORES} <= found.keys():
             # what others use beyond the cores that this run may not use: at least that is theirs
             others = found[Tag.MACHINE_CPU_CORES] - found[Tag.CPU_CORES]
@@ -205,21 +190,17 @@ def throttled(group: Path) -> tuple[int, int] | None:
     return int(stat[at + 1]), int(stat[at + 3])
 
 
-def memory_stalled(groups: Sequence[Path], root: Path = Path("/")) -> float:
-    """Returns for how many seconds so far some task was waiting for memory (PSI).
+def memory_stalled(groups: Sequence[Path]) -> tuple[float, ...]:
+    """Returns for how many seconds so far a task of the run's control group waited for memory.
 
-    Of the innermost of ``groups`` that knows, or else of the whole machine.
-
-    Raises:
-        FileNotFoundError: none can be read, as where the kernel was started without PSI.
+    Of the innermost of ``groups`` that knows; empty if none does. The whole machine's pressure,
+    also that of the root group, which has no type, is of other programs too.
     """
-    for path in (*(group / "memory.pressure" for group in groups), root / "proc/pressure/memory"):
+    for group in groups:
         # some avg10=0.00 avg60=0.00 avg300=0.00 total=<microseconds> full ...
-        if said := limits.words(path):
-            return int(said[4].removeprefix("total=")) / 1e6
-    raise FileNotFoundError(
-        f"{path} cannot be read; the kernel may have been built or started without PSI"
-    )
+        if (group / "cgroup.type").exists() and (said := limits.words(group / "memory.pressure")):
+            return (int(said[4].removeprefix("total=")) / 1e6,)
+    return ()
 
 
 def machine_times() -> tuple[float, float]:

@@ -14,7 +14,6 @@ import numpy as np
 from harness.watch.bottleneck import HARM, HEADLINE, SECOND, WORK, Bottleneck
 from harness.watch.evidence import THROTTLED, WORTH, Evidence, StallBreakdown, listed
 from harness.watch.figures import Tag
-from harness.watch.host import FAULT_S
 from harness.watch.neighbours import SPOILT
 
 # what a stall below this share of the time would give back cannot be told from noise
@@ -276,8 +275,8 @@ def lacking(r: StallBreakdown, found: Finding) -> Finding | None:
     kind = found.bottleneck
     # slow processors do not harm an accelerator that is busy all the same
     if e.device == "cpu" or r.lost >= HARM:
-        # files that are mapped fault where they are read
-        faulting = min(1.0, FAULT_S * r.sampled(Tag.MAJOR_FAULTS_PER_S, 0.0)) * (kind != "storage")
+        # a page from a disk takes 0.1 ms at least; files that are mapped fault where they are read
+        faulting = min(1.0, 1e-4 * r.sampled(Tag.MAJOR_FAULTS_PER_S, 0.0)) * (kind != "storage")
         stalled = r.sampled(Tag.MEMORY_STALL_FRACTION, faulting)
         if stalled >= HARM and kind != "rank":
             fewer = None

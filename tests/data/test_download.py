@@ -176,7 +176,7 @@ def test_nobody_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["file:///etc/passwd", "ftp://a/b", "/etc/passwd", "http://", "http://a:x/b", "http://[/b"],
+    ["file:///etc/passwd", "ftp://a/b", "/etc/passwd", "http://", "http:///b"],
 )
 def test_address(tmp_path: Path, url: str) -> None:
     """An address that is not of http or https is refused, before anything is made."""

@@ -127,45 +127,6 @@ def test_what_the_kernel_says_of_this_process_becomes_rates(machine: SimpleNames
     assert {tag: sample.get(tag) for tag in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("group", ["0::/", "4:memory:/job", "0::/job"])
-@pytest.mark.parametrize(
-    ("faults", "hits", "stalled"),
-    [
-        pytest.param(0, 0, 0.0, id="neighbors alone wait"),
-        pytest.param(1200, 0, 0.12, id="its own page faults"),
-        pytest.param(20_000, 0, 0.4, id="more faults than pressure"),
-        pytest.param(0, 1, 0.4, id="its own limit"),
-    ],
-)
-def test_a_neighbors_wait_for_memory_is_not_the_run_s(
-    machine: SimpleNamespace, group: str, faults: int, hits: int, stalled: float
-) -> None:
-    """The machine's pressure counts as far as the run's own faults or its own limit explain it."""
-    pid = os.getpid()
-    (machine.root / "sys/fs/cgroup/memory/job").mkdir(parents=True)
-    source = None
-    for second in range(2):
-        pressure = f"some avg10=0 avg60=0 avg300=0 total={1_000_000 + second * 400_000}"
-        files = {
-            "proc/self/cgroup": group,
-            f"proc/{pid}/stat": f"{pid} (python) R 1 0 0 0 0 0 0 0 {second * faults} 0 0 0 0 0 0",
-            "proc/pressure/memory": pressure,
-            # that of the whole machine, which has no type
-            "sys/fs/cgroup/memory.pressure": pressure,
-            "sys/fs/cgroup/memory/job/memory.failcnt": f"{7 + second * hits}",
-        }
-        for name, text in files.items():
-            (machine.root / name).parent.mkdir(parents=True, exist_ok=True)
-            (machine.root / name).write_text(f"{text}\n")
-        source = source or source_of(machine)
-        machine.now += 1.0
-        sample = source.sample()
-    # a group without memory's controller has no limit
-    if hits and "memory" not in group:
-        stalled = 0.0
-    assert sample[Tag.MEMORY_STALL_FRACTION] == pytest.approx(stalled)
-
-
 @pytest.mark.parametrize(
     ("count", "cores", "others"),
     [

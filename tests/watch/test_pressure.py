@@ -40,26 +40,18 @@ def test_both_versions_count_throttled_periods(
 
 
 def test_the_innermost_group_says_how_long_memory_was_waited_for(tmp_path: Path) -> None:
-    """The group's own file comes before its parent's, and that before the machine's."""
-    machine = tmp_path / "proc/pressure/memory"
+    """The group's own file comes before its parent's; that of the whole machine never counts."""
     outer = tmp_path / "a"
     inner = tmp_path / "a/b"
-    groups = [inner, outer]
-    for folder in (machine.parent, inner):
-        folder.mkdir(parents=True)
-    for path, total in (
-        (machine, 1_000_000),
-        (outer / "memory.pressure", 2_000_000),
-        (inner / "memory.pressure", 3_500_000),
-    ):
-        path.write_text(PRESSURE.format(total))
-        assert host.memory_stalled(groups, tmp_path) == total / 1e6
-
-
-def test_a_kernel_without_pressure_figures_is_named(tmp_path: Path) -> None:
-    """The error says what is missing, for the one line in the log."""
-    with pytest.raises(FileNotFoundError, match="proc/pressure/memory cannot be read.* PSI"):
-        host.memory_stalled([tmp_path], tmp_path)
+    inner.mkdir(parents=True)
+    groups = [inner, outer, tmp_path]
+    found = []
+    for group, total in zip(reversed(groups), (1_000_000, 2_000_000, 3_500_000), strict=True):
+        (group / "memory.pressure").write_text(PRESSURE.format(total))
+        if group != tmp_path:
+            (group / "cgroup.type").write_text("domain")
+        found.append(host.memory_stalled(groups))
+    assert found == [(), (2.0,), (3.5,)]
 
 
 def test_a_real_quota_throttles() -> None:
