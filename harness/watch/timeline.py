@@ -191,7 +191,7 @@ class Timeline:
         begin.record(slot.stream)
         events.delay(min(1.0, 1.5 * self._hold_s))
         end.record(slot.stream)
-        slot.copies += (Copy(begin, begin, end, amid=True),)
+        slot.copies += (Copy(begin, begin, end, True),)
         slot.usual_s = self._hold_s
         self._held += 1
         self._hold_s = 0.0
@@ -240,8 +240,9 @@ class Timeline:
         # by what the device had waited: all of it, or part where the queue was full or the host
         # waited for the device.
         launch = ledger.sketches["launch_ms"].spread()
-        if launch and self._recent_s and launch.median >= 900 * median(self._recent_s):
-            self._hold_s = median(self._recent_s)
+        usual_s = median(self._recent_s or [math.inf])
+        if launch and launch.median >= 900 * usual_s:
+            self._hold_s = usual_s
 
     def forget(self) -> None:
         """Leave the running block, and the gap before the next, unmeasured."""
