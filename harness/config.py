@@ -1011,11 +1011,7 @@ def prepared(arguments: list[str]) -> list[str]:
 
 
 def _as_typed(text: str) -> str:
-    """Returns a setting of text in quotes where Hydra would rewrite it: 1.50 as 1.5.
-
-    Raises:
-        ConfigError: a number where it would be taken for a truth value or for a choice.
-    """
+    """Returns a setting of text in quotes where Hydra would rewrite it: 1.50 as 1.5."""
     name, _, value = text.partition("=")
     *path, last = name.lstrip("+").split(".")
     place: Any = Config()
@@ -1026,11 +1022,6 @@ def _as_typed(text: str) -> str:
         return text
     if kind.startswith("str"):
         return f"{name}='{value}'"
-    is_flag = kind.startswith("bool") and value not in ("0", "1")
-    # the types of choices have large letters
-    if value[-1].isdecimal() and (is_flag or kind[:1].isupper()):
-        takes = "true or false" if is_flag else "one of the choices in docs/settings.md"
-        raise ConfigError(f"{text}: a number; use {takes}")
     return text
 
 

@@ -142,7 +142,7 @@ def test_validation_images_alone_are_enough(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "val").symlink_to(tree / "val")
     data = DataConfig(name="imagefolder", root=str(tmp_path))
     splits = load_evaluated(data, 0, CLASSES)
-    assert (len(splits.val), splits.val_name) == (12, "validation")
+    assert (len(splits.val), splits.val_name) == (12, "validation images")
     data.evaluate = Evaluate.test
     with pytest.raises(DataError, match="data.evaluate=test"):
         load_evaluated(data, 0, CLASSES)
@@ -154,10 +154,10 @@ def test_what_a_run_held_out_is_evaluated_and_other_trees_are_whole(
     """The part that a run split off is not trained on; of another tree nothing is."""
     data = DataConfig(name="imagefolder", root=str(tree / "train"), split_fraction=0.25)
     splits = load_evaluated(data, 0, CLASSES)
-    assert (len(splits.val), splits.val_name) == (9, "validation")
+    assert (len(splits.val), splits.val_name) == (9, "validation images")
     data = DataConfig(name="imagefolder", root=str(tree / "test"))
     splits = load_evaluated(data, 0, CLASSES)
-    assert (len(splits.val), splits.val_name) == (30, "")
+    assert (len(splits.val), splits.val_name) == (30, "images")
 
 
 def test_a_checkpoint_writes_and_fetches_nothing(

@@ -60,7 +60,6 @@ def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
         (["-sc"], "the settings cannot be read"),
         (["---"], "---: settings are written NAME=VALUE, without dashes; see --help"),
         (["--info=bogus"], "argument --info/-i: invalid choice: 'bogus'"),
-        (["data.download=-1"], "data.download=-1: a number; use true or false"),
         (["loader.backend=1"], "loader.backend=1: a number; use one of the choices"),
         (["hydra.run.dir=/dev/null/x"], "/dev/null/x: cannot be the run's folder: Not a directory"),
         (["run.name=../../evil"], "run.name='../../evil': use up to 200 letters"),

@@ -75,7 +75,7 @@ class Splits:
     classes: tuple[str, ...]
     name: str
     root: str  # empty where the data set has a place of its own
-    val_name: str = "validation"  # or test; empty: all images below root
+    val_name: str = "validation images"  # or test images, or images: all below root
 
     @property
     def cache(self) -> PixelCache | None:
@@ -306,7 +306,7 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
     """
     if DATASETS.get(data.name) is not open_folders:
         splits = load(data, AugmentConfig(), seed)
-        val_name = "test" if data.evaluate is Evaluate.test else splits.val_name
+        val_name = "test images" if data.evaluate is Evaluate.test else splits.val_name
         return replace(splits, train=splits.val, val_name=val_name)
     _check_settings(data)
     source, name = open_evaluated(

@@ -104,10 +104,6 @@ class OwnDataset:
             length = len(self.given)
         if not length:
             raise ConfigError(f"{self.where} is empty")
-        if length >> 40:
-            raise ConfigError(
-                f"{self.where}: its length is {length}; an epoch's order must fit into memory"
-            )
 
     def __len__(self) -> int:
         return len(self.given)

@@ -329,10 +329,10 @@ def open_evaluated(
     seed: int,
     classes: tuple[str, ...],
 ) -> tuple[Source, str]:
-    """Returns the images below ``root`` that ``mode=evaluate`` uses, and the name of their set.
+    """Returns the images below ``root`` that ``mode=evaluate`` uses, and what to call them.
 
     That is the ``test`` or the ``validation`` set, or, if ``root`` holds class folders instead, all
-    images, whose set has no name; of these ``split_fraction``, as ``seed`` chooses, is the
+    images; of these ``split_fraction``, as ``seed`` chooses, is the
     validation set of a run that split them. Labels are places in ``classes``, those of a network,
     by name; an empty tuple stands for the folders' own.
 
@@ -341,7 +341,7 @@ def open_evaluated(
         ConfigError: ``split_fraction`` has no effect.
     """
     base, sets = _sets(root, split_fraction)
-    name = "validation" if evaluate is Evaluate.val and "val" in sets else "test"
+    name = "validation images" if evaluate is Evaluate.val and "val" in sets else "test images"
     folder = sets.get(evaluate.name, sets.get("test"))
     if folder is None and evaluate is Evaluate.test:
         raise DataError(
@@ -350,10 +350,10 @@ def open_evaluated(
         )
     source: Source
     if folder is None:
-        name = ""
+        name = "images"
         source = FolderSource(base)
         if split_fraction is not None:
-            name = "validation"
+            name = "validation images"
             source = split(source, split_fraction, seed)[1]
     else:
         source = FolderSource(folder, base)

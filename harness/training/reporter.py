@@ -168,20 +168,17 @@ class Reporter:
         if engine.evaluation is not None:
             result = asdict(engine.evaluation)
             found |= {"val_images": result.pop("images"), **result}
-            found["evaluated"] = self._images()
+            found["evaluated"] = self.splits.val_name if self.splits else "images"
             found["best_top1"] = engine.state.best_top1
         return {key: value for key, value in found.items() if value is not None}
-
-    def _images(self) -> str:
-        """Returns what was evaluated: validation images, test images, or images."""
-        return f"{self.splits.val_name if self.splits else ''} images".lstrip()
 
     def _close(self, engine: Engine, report: Mapping[str, Any]) -> None:
         """Says how a completed run went."""
         folder = engine.place.folder
         say("")
         if "top1" in report:
-            say(f"top-1          {report['top1']:.4f} on {report['val_images']} {self._images()}")
+            images = f"{report['val_images']} {report['evaluated']}"
+            say(f"top-1          {report['top1']:.4f} on {images}")
             if len(engine.place.classes) > 5:
                 say(f"top-5          {report['top5']:.4f}")
         if "step_ms" in report:

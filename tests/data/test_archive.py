@@ -120,12 +120,6 @@ def test_something_in_place_of_a_file(archive: Path, kind: bytes) -> None:
     refused(archive, "has no file set/one")
 
 
-def test_too_many_members(archive: Path) -> None:
-    """The reading ends before their names take memory."""
-    write_members(archive, GOOD, [member(f"m{i}") for i in range(1500)])
-    refused(archive, "more than 1000 members")
-
-
 def test_missing_members(archive: Path) -> None:
     """Missing members are listed."""
     write_members(archive, {"set/three": b""})

@@ -172,6 +172,5 @@ def test_a_machine_without_proc_trains(
         (
             "no host/own_cpu_cores, host/major_faults_per_s, host/own_read_bytes_per_s, "
             "host/own_storage_bytes_per_s"
-        ),
-        "no host/memory_stall_fraction",
+        )
     ]

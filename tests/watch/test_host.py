@@ -128,6 +128,37 @@ def test_what_the_kernel_says_of_this_process_becomes_rates(machine: SimpleNames
 
 
 @pytest.mark.parametrize(
+    ("group", "hits", "stalled"),
+    [
+        pytest.param("0::/", 0, None, id="no group"),
+        pytest.param("4:memory:/job", 0, None, id="below its limit"),
+        pytest.param("4:memory:/job", 1, 0.4, id="at its limit"),
+    ],
+)
+def test_a_neighbors_wait_for_memory_is_not_the_run_s(
+    machine: SimpleNamespace, group: str, hits: int, stalled: float | None
+) -> None:
+    """The machine's pressure is the run's only while the run is at its own limit."""
+    source = None
+    for second in range(2):
+        pressure = f"some avg10=0 avg60=0 avg300=0 total={1_000_000 + second * 400_000}"
+        files = {
+            "proc/self/cgroup": group,
+            "proc/pressure/memory": pressure,
+            # that of the whole machine, which has no type
+            "sys/fs/cgroup/memory.pressure": pressure,
+            "sys/fs/cgroup/memory/job/memory.failcnt": f"{7 + second * hits}",
+        }
+        for name, text in files.items():
+            (machine.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (machine.root / name).write_text(f"{text}\n")
+        source = source or source_of(machine)
+        machine.now += 1.0
+        sample = source.sample()
+    assert sample.get(Tag.MEMORY_STALL_FRACTION) == pytest.approx(stalled)
+
+
+@pytest.mark.parametrize(
     ("count", "cores", "others"),
     [
         pytest.param(2, 2.0, 1.5, id="all cores"),
