@@ -1018,11 +1018,8 @@ def _as_typed(text: str) -> str:
     for part in path:
         place = getattr(place, part, None)
     kind = getattr(type(place), "__annotations__", {}).get(last, "")
-    if not re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan", value, re.I):
-        return text
-    if kind.startswith("str"):
-        return f"{name}='{value}'"
-    return text
+    is_rewritten = re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan", value, re.I)
+    return f"{name}='{value}'" if is_rewritten and kind.startswith("str") else text
 
 
 def _refused(message: str) -> NoReturn:
