@@ -62,8 +62,6 @@ _UNTRAINED = ["mode=evaluate", "mode=diagnose", "mode=verify"]
 
 # before the names of timm's networks
 TIMM = "timm/"
-# of a file of settings
-_MOST_BYTES = 1 << 18
 
 # inside the package in a wheel, beside it in a checkout
 CONF = Path(__file__).with_name("conf")
@@ -861,10 +859,12 @@ def saved(text: bytes) -> dict[str, Any]:
     """Returns the settings in a run's ``.hydra/config.yaml``, nested and unchecked.
 
     Raises:
-        ConfigError: it is not YAML, or would take too long.
+        ConfigError: it is not YAML, or has aliases, which may stand for any number of values.
     """
     if why := _fault(text):
         raise ConfigError(why)
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        raise ConfigError("it has aliases, which Hydra does not write")
     try:
         plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
     # YAML's own, which has no base that Python has; omegaconf's
@@ -978,8 +978,6 @@ def prepared(arguments: list[str]) -> list[str]:
     words = read.overrides
     pairs = [text.lstrip("+").partition("=")[::2] for text in words]
     for group, value in pairs:
-        if not group:
-            _refused(f"={value}: settings are written NAME=VALUE")
         # Hydra would take it for an error of its own
         if re.fullmatch("null|true|false|[0-9.]+", value, re.I) and group in _groups():
             raise ConfigError(answers.no_choice(group, value, choices(group)))
@@ -1101,7 +1099,7 @@ def check_names(config: Config) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """Refuses a file of settings that YAML cannot read, or would take too long over.
+    """Refuses a file of settings that YAML cannot read.
 
     Raises:
         ConfigError: with the file and the reason.
@@ -1111,7 +1109,7 @@ def _check_file(path: Path) -> None:
         return
     try:
         with path.open("rb") as file:
-            why = _fault(file.read(_MOST_BYTES + 1))
+            why = _fault(file.read())
     except OSError as error:
         why = error.strerror
     if why is not None:
@@ -1119,10 +1117,8 @@ def _check_file(path: Path) -> None:
 
 
 def _fault(text: bytes) -> str | None:
-    """Returns why a file of settings cannot be read, or would take too long; None: it can."""
+    """Returns why a file of settings cannot be read; None: it can."""
     try:
-        if len(text) > _MOST_BYTES:
-            return "more than 256 KiB"
         yaml.compose(text.decode(), yaml.SafeLoader)
     except yaml.YAMLError as error:
         return answers.yaml_fault(error).removeprefix("<unicode string>, ")

@@ -43,7 +43,6 @@ GUESSES = [
     ("trainer.foo=1", "trainer.foo: unknown setting; see --help"),
     ("trainer.max_epochs=3", "trainer.max_epochs: unknown setting; did you mean trainer.epochs?"),
     ("loader=null", "loader=null: no such choice; there are: default"),
-    ("=3", "=3: settings are written NAME=VALUE"),
     ("augment.color_jitter=0.4", "augment.color_jitter: needs a list; write "),
     ("optim.lr=0.1,0.2", "optim.lr=0.1,0.2: several values; add -m for one run of each, or "),
     ("epochs=3", "epochs: unknown setting; did you mean trainer.epochs?"),

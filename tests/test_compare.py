@@ -431,7 +431,7 @@ DAMAGE = [
         ".hydra/config.yaml",
         "a: &a [1,1,1,1,1,1,1,1,1]\n"
         + "".join(f"{b}: &{b} [{','.join(9 * [f'*{a}'])}]\n" for a, b in pairwise("abcdefgh")),
-        "config.yaml: damaged: its aliases stand for more than 10,000 values",
+        "config.yaml: damaged: it has aliases",
         id="aliases",
     ),
 ]
