@@ -1016,6 +1016,9 @@ def _as_typed(text: str) -> str:
     for part in path:
         place = getattr(place, part, None)
     kind = getattr(type(place), "__annotations__", {}).get(last, "")
+    # the types of choices have large letters
+    if kind[:1].isupper() and re.fullmatch("[+-]?[0-9.]+", value):
+        raise ConfigError(f"{text}: a number; use one of the choices in docs/settings.md")
     is_rewritten = re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan", value, re.I)
     return f"{name}='{value}'" if is_rewritten and kind.startswith("str") else text
 

@@ -20,7 +20,7 @@ from harness.data import cache, cache_files, cifar, index, shapes
 from harness.data.cache import PixelCache
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
-from harness.data.mapped import MappedFile, checksum, memory
+from harness.data.mapped import MappedFile, memory
 from harness.data.storage import FolderSource
 from harness.data.transforms import TrainTransform
 from harness.runtime.errors import BadSample, DataError
@@ -231,11 +231,7 @@ def index_file(place: Path) -> Reader:
         pickle.loads(pickle.dumps(found))
         return told.reason()
 
-    def seal(data: bytes) -> bytes:
-        content = data[:-8]
-        return content + checksum(np.frombuffer(content, np.uint8), path.name).to_bytes(8, "little")
-
-    return Reader([path.read_bytes()], read, seal=seal)
+    return Reader([path.read_bytes()], read)
 
 
 def shapes_file(place: Path) -> Reader:

@@ -76,6 +76,7 @@ class Splits:
     name: str
     root: str  # empty where the data set has a place of its own
     val_name: str = "validation images"  # or test images, or images: all below root
+    trains: bool = True  # or train is val, which is evaluated
 
     @property
     def cache(self) -> PixelCache | None:
@@ -85,7 +86,7 @@ class Splits:
     @property
     def labels(self) -> np.ndarray | None:
         """The training images' labels, int64 ``[N]``; None: unknown until each is read, or none."""
-        if self.train is self.val:
+        if not self.trains:
             return None
         if isinstance(self.train, ImageDataset):
             return self.train.source.labels
@@ -113,7 +114,7 @@ class Splits:
         """
         weights = optim.class_weights
         classes = len(self.classes)
-        if self.train is self.val:
+        if not self.trains:
             return None
         if weights == "balanced":
             labels = self.labels_for("optim.class_weights=balanced")
@@ -307,7 +308,7 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
     if DATASETS.get(data.name) is not open_folders:
         splits = load(data, AugmentConfig(), seed)
         val_name = "test images" if data.evaluate is Evaluate.test else splits.val_name
-        return replace(splits, train=splits.val, val_name=val_name)
+        return replace(splits, train=splits.val, val_name=val_name, trains=False)
     _check_settings(data)
     source, name = open_evaluated(
         _root(data), data.evaluate, data.split_fraction, _SPLIT_SEED, classes
@@ -315,7 +316,7 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
     options, centred = as_evaluated(data)
     skips = data.on_error is OnError.skip
     images = ImageDataset(source, centred, options, data.image_size, seed, skips=skips)
-    return Splits(images, images, source.classes, data.name, str(data.root), name)
+    return Splits(images, images, source.classes, data.name, str(data.root), name, False)
 
 
 def as_evaluated(data: DataConfig) -> tuple[DecodeOptions, TrainTransform]:

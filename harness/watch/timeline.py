@@ -233,7 +233,7 @@ class Timeline:
         self.read(ledger, keep=7)
         self._steps += 1
         # the host stays ahead for some steps: they are no measure for the next time
-        if self._steps % 40 != 20 or self._held >= 3:
+        if self._steps % 40 != 10 or self._held >= 3:
             return
         # Where the device may be waiting for launches it is held back in one of the next blocks:
         # the host is then ahead, and kernels run without a pause. That takes less time than usual

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -345,12 +344,6 @@ class Half(Rows):
             id="a number",
         ),
         pytest.param((Drawn(), Drawn(length=0)), {}, "the validation set is empty", id="empty"),
-        pytest.param(
-            (Drawn(length=sys.maxsize), Drawn()),
-            {},
-            f"the training set: its length is {sys.maxsize}; an epoch's order must fit",
-            id="endless",
-        ),
         pytest.param(
             (Classless(), Rows()),
             {},

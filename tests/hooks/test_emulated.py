@@ -193,7 +193,8 @@ def test_shares_are_those_of_the_device(script: Script) -> None:
     """Every share of the time is within 2 points of what the device did."""
     total, truth = script.run()
     assert total.stall_basis == "device"
-    found = dict(total.shares)
+    # but for what rounding leaves of a part
+    found = {name: share for name, share in total.shares.items() if share > 1e-9 or name in truth}
     # kernels wait for their launches within a block
     found["host"] += found.pop("launch", 0.0)
     assert found == pytest.approx(truth, abs=0.02), (found, truth)
