@@ -10,10 +10,6 @@ from typing import Any
 from harness.runtime.files import number
 from harness.watch.figures import STEP_FIGURES
 
-# characters of one text, and of a picture
-_LONGEST = 4000
-_LONGEST_PICTURE = 400_000
-
 _SPREAD = {"median": float, "p95": float, "max": float}
 # without high: the interval is open above
 _RATE = {"images_per_s": float, "low": float, "high?": float}
@@ -119,14 +115,12 @@ def fitted(value: Any, shape: Any) -> Any:
             name = key.removesuffix("?")
             item = fitted(value.get(name), inner)
             if item is not None:
-                found[name[:_LONGEST]] = item
+                found[name] = item
             elif name == key:
                 return None
         return found
-    if shape is bytes and isinstance(value, str):
-        return value[:_LONGEST_PICTURE]
-    if shape in (str, object) and isinstance(value, str):
-        return value[:_LONGEST]
+    if shape in (str, bytes, object) and isinstance(value, str):
+        return value
     if shape in (bool, object) and isinstance(value, bool):
         return value
     return number(value) if shape in (float, object) else None

@@ -148,15 +148,15 @@ def settings(
         for path, value, _ in walk(trained)
         if path.startswith(compared) and path not in _COMMANDS
     }
-    kept = _chosen(config, trained, typed) if applies else theirs.keys()
+    kept = _chosen(config, trained, typed) if applies else {*theirs}
     used = adopted(config, theirs, kept, "the checkpoint", tell)
-    typed_data = {"data", "data.name", "data.root", "experiment"} & {*kept}
+    typed_data = {"data", "data.name", "data.root", "experiment"} & kept
     if config.mode is Mode.evaluate and not (saved.in_run or typed_data):
         raise CheckpointError(
             f"{saved.where}: is in no run's folder, so name the images, too. Those of its run: "
             f"data.name={trained.data.name} data.root={shown(trained.data.root)}"
         )
-    if reads and not {"data.root", "data.download"} & {*kept}:
+    if reads and not {"data.root", "data.download"} & kept:
         used.data.download = False
     for path in ("model.name", "data.name"):
         # a file that somebody gave away must not name what is imported and called here

@@ -1,7 +1,6 @@
 """From settings to samples."""
 
 import builtins
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +205,7 @@ def test_balanced_weights_are_scikit_learns() -> None:
         8,
         seed=0,
     )
-    splits = Splits(images, replace(images), tuple("abcd"), "x", "")
+    splits = Splits(images, images, tuple("abcd"), "x", "")
     found = splits.class_weights(OptimConfig(class_weights="balanced"))
     assert found is not None
     expected = compute_class_weight("balanced", classes=np.array([0, 2, 3]), y=labels)
