@@ -23,12 +23,7 @@ ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING, OWN_LOOP = (
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/own_loop.md")
 )
-# messages.md holds texts of the source, as they are
-PAGES = [
-    README,
-    CONTRIBUTING,
-    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "messages.md"),
-]
+PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 RESULTS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
 
 
