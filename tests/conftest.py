@@ -34,10 +34,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Knows the setting of pytest-timeout where that is missing.
+    """Knows ``--rewrite-golden``, and the setting of pytest-timeout where that is missing.
 
     A bare machine with a GPU may have pytest alone.
     """
+    parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden anew")
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds of a test; needs pytest-timeout")
 
@@ -95,6 +96,19 @@ def composed() -> Iterator[Callable[..., Config]]:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         yield lambda *overrides: schema.load(compose("config", overrides=list(overrides)))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compares a text with a file of ``tests/golden``; ``--rewrite-golden`` writes the file."""
+
+    def compare(name: str, text: str) -> None:
+        path = ROOT / "tests" / "golden" / name
+        if request.config.getoption("--rewrite-golden"):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8")
+
+    return compare
 
 
 @pytest.fixture

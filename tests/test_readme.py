@@ -16,7 +16,7 @@ from commands import ran
 from hydra import compose
 
 from harness.config import Config, prepared
-from harness.watch.bottleneck import Bottleneck
+from harness.watch.evidence import Bottleneck
 from harness.watch.figures import Tag
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from harness.diagnose.fetch import short_sides
 from harness.diagnose.phases import FirstReads, Runs, Session
 from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs
 from harness.feed.forms import Feeds
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import FeedSettings, with_workers
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator
 from harness.runtime.distributed import World, again
@@ -22,11 +22,11 @@ from harness.tuning.measures import Rate
 from harness.tuning.model import Model, undisturbed
 from harness.tuning.probe import Lab
 from harness.watch.board import Board, plain, publish
-from harness.watch.bottleneck import Bottleneck
 from harness.watch.console import aligned, live_table
-from harness.watch.evidence import total
+from harness.watch.evidence import HARM, Bottleneck, total
 from harness.watch.neighbours import Neighbours
 from harness.watch.verdict import Verdict
+from harness.watch.wording import stated, typed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,16 +124,21 @@ def diagnose(
         channels_last=trainer.channels_last,
         half_precision=accelerator.of(trainee.device).half_precision,
     )
+    notes = facts.runs.notes
+    own = facts.settings
+    refused = facts.fits(with_workers(own, own.num_workers + 1))
+    if refused and facts.lost >= HARM:
+        notes += (f"no more workers fit: {refused}",)
     diagnosis = Diagnosis(
-        bottleneck=verdict.bottleneck,
-        ceiling=None if verdict.bottleneck in NO_CEILING else facts.ceiling,
+        bottleneck=verdict.kind,
+        ceiling=None if verdict.kind in NO_CEILING else facts.ceiling,
         measured=facts.measured is not None,
-        sentence=verdict.sentence,
+        sentence=stated(verdict).sentence,
         command=command(config, overridden, verdict, feeds.world),
-        settings=facts.settings,
+        settings=own,
         runs=facts.runs,
-        what_ifs=tuple(what_ifs(facts, verdict.bottleneck)),
-        notes=facts.runs.notes,
+        what_ifs=tuple(what_ifs(facts, verdict.kind)),
+        notes=notes,
         seconds=time.perf_counter() - begin,
     )
     diagnosis.publish(board)
@@ -212,9 +217,9 @@ def fitting_batch(feeds: Feeds, trainee: TimedSteps) -> tuple[int, list[str]]:
 
 def command(config: Config, overridden: Sequence[str], verdict: Verdict, world: World) -> str:
     """Returns what to type next: the user's own overrides, and what would help most."""
-    more = ["loader.autotune=true"]
-    if verdict.bottleneck in NO_CEILING:
-        more = ["mode=diagnose"]
-    elif verdict.bottleneck in ("compute", "balanced"):
-        more = (verdict.next_step or "").split()
-    return again(config, world, overridden, more, "mode")
+    more = "loader.autotune=true"
+    if verdict.kind in NO_CEILING:
+        more = "mode=diagnose"
+    elif verdict.kind in ("compute", "balanced"):
+        more = typed(verdict.change)
+    return again(config, world, overridden, more.split(), "mode")

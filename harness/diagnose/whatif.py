@@ -15,8 +15,7 @@ from typing import Any
 from harness.diagnose.phases import Runs
 from harness.feed.interface import FeedSettings, with_workers
 from harness.tuning.model import Model
-from harness.watch.bottleneck import HARM, Bottleneck
-from harness.watch.evidence import Evidence, total, worker_cost
+from harness.watch.evidence import Bottleneck, Evidence, total, worker_cost
 from harness.watch.figures import Tag
 from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost
@@ -150,15 +149,8 @@ def judged(facts: Facts, **network: Any) -> Verdict:
         )
     )
     uneven = any(rate and rate.is_uneven for rate in (runs.demand, runs.delivered))
-    if uneven and verdict.bottleneck != "neighbours":
-        sentence = (
-            "Unknown. The measurement is too uneven to tell what bounds training. "
-            "Try: diagnose again when the machine is quiet."
-        )
-        return Verdict("unknown", None, sentence, None, ())
-    refused = facts.fits(with_workers(facts.settings, facts.settings.num_workers + 1))
-    if refused and facts.lost >= HARM:
-        return replace(verdict, sentence=f"{verdict.sentence} No more workers fit: {refused}.")
+    if uneven and verdict.kind != "neighbours":
+        return Verdict("unknown", verdict.shares, why="uneven")
     return verdict
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from harness.hooks.loops import Followed
-from harness.watch.evidence import Evidence, StallBreakdown
 from harness.watch.stages import DECODE, GROUPS, READ
-from harness.watch.verdict import Verdict
+from harness.watch.verdict import Change, Verdict
 
-# our settings, and what somebody's loop has in their place; the value follows "="
+# our settings, and what somebody's loop has in their place
 _WORDS: Mapping[str, str] = {
     "loader.num_workers": "num_workers={}",
     "loader.prefetch_factor": "prefetch_factor={}",
-    "loader.pin_memory": "pin_memory=True and .to(device, non_blocking=True)",
+    "loader.pin_memory": "pin_memory={} and .to(device, non_blocking=True)",
     "loader.batch_size": "batch_size={}",
-    "trainer.precision=bf16": "torch.autocast with torch.bfloat16",
-    "trainer.precision=fp16": "torch.autocast with torch.float16 and torch.amp.GradScaler",
+    "trainer.precision": "torch.autocast with {}, and torch.amp.GradScaler for fp16",
     "trainer.channels_last": "model.to(memory_format=torch.channels_last)",
     "trainer.compile": "torch.compile(model)",
     "watch.window_steps": "logging less often",
@@ -28,7 +25,7 @@ _SHARED = "IterableDataset must split its samples by get_worker_info(), or each 
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LoaderCall:
     """Other arguments of a loader, and what they should give.
 
     Attributes:
@@ -49,15 +46,15 @@ class Change:
         return f"{text}. {self.note}" if self.note else text
 
 
-def better(verdict: Verdict, evidence: Evidence, followed: Followed) -> Change | None:
+def better(verdict: Verdict, followed: Followed) -> LoaderCall | None:
     """Returns the loader's arguments by which ``verdict`` has the workers feed the steps.
 
     None: it asks for no more workers.
     """
-    found = StallBreakdown(evidence)
+    found = verdict.shares
+    evidence = found.evidence
     own = followed.settings
-    named = re.fullmatch(r"loader\.num_workers=(\d+)", verdict.next_step or "")
-    workers = int(named[1]) if named else 0
+    workers = int(verdict.change.get("loader.num_workers", 0))
     if found.cost is None or not found.rate or workers <= own.num_workers:
         return None
     # a batch that is made is handed over in as long as now
@@ -77,16 +74,16 @@ def better(verdict: Verdict, evidence: Evidence, followed: Followed) -> Change |
             "Random transforms draw other numbers: torch seeds the global generators in each "
             "worker. One that an object keeps is copied, and repeats: seed it in worker_init_fn"
         )
-    return Change(followed.where, arguments, gain, note)
+    return LoaderCall(followed.where, arguments, gain, note)
 
 
-def offered(evidence: Evidence, followed: Followed) -> str:
+def offered(verdict: Verdict, followed: Followed) -> str:
     """Returns what this project's decoding would give; empty: next to nothing, or nobody can tell.
 
     Reads and decodes some images of the data set.
     """
-    ceiling = StallBreakdown(evidence).ceiling
-    if followed.images is None or evidence.stages is None:
+    stages = verdict.shares.evidence.stages
+    if followed.images is None or stages is None:
         return ""
     # imports torchvision
     from harness.hooks.faster import trial
@@ -94,10 +91,10 @@ def offered(evidence: Evidence, followed: Followed) -> str:
     tried = trial(followed.images)
     if tried is None:
         return ""
-    wall_s = {name: cost.wall_s for name, cost in evidence.stages.stages.items()}
+    wall_s = {name: cost.wall_s for name, cost in stages.stages.items()}
     done_s = sum(wall_s.get(name, 0.0) for name in (READ, DECODE, *tried.steps))
     left = 1 - done_s / sum(wall_s.values()) * (1 - tried.share)
-    gain = min(ceiling, 1 / left)
+    gain = min(verdict.shares.ceiling, 1 / left)
     if gain < 1.05:
         return ""
     return (
@@ -106,24 +103,20 @@ def offered(evidence: Evidence, followed: Followed) -> str:
     )
 
 
-def in_words(verdict: Verdict, followed: Followed) -> Verdict:
-    """Returns ``verdict`` with what to try as somebody's own loop has it."""
+def in_script(change: Change, followed: Followed) -> str:
+    """Returns the settings of ``change`` as somebody's own loop has them."""
+    return ", ".join(_in_script(name, value, followed) for name, value in change.items())
 
-    def word(found: re.Match[str]) -> str:
-        name, value = found.groups()
-        if name == "loader.autotune":
-            tuned = "" if followed.streams else " (wellfed.tune finds them)"
-            return f"other arguments of the DataLoader at {followed.where}{tuned}"
-        text = _WORDS.get(found[0]) or _WORDS.get(name, f"{name}={{}}").format(value)
-        if name.startswith("loader."):
-            now = getattr(followed.settings, name.removeprefix("loader."))
-            more = followed.streams and name == "loader.num_workers" and int(value) > now
-            condition = f"; the {_SHARED}" if more else ""
-            text += f" in the DataLoader at {followed.where} (now {now}{condition})"
+
+def _in_script(name: str, value: int | bool | str, followed: Followed) -> str:
+    room, _, argument = name.partition(".")
+    if argument == "autotune":
+        tuned = "" if followed.streams else " (wellfed.tune finds them)"
+        return f"other arguments of the DataLoader at {followed.where}{tuned}"
+    text = _WORDS[name].format(value)
+    if room != "loader":
         return text
-
-    def told(text: str) -> str:
-        return re.sub(r"\b((?:loader|trainer|watch)\.\w+)=(\w+)", word, text)
-
-    next_step = verdict.next_step and told(verdict.next_step)
-    return replace(verdict, sentence=told(verdict.sentence), next_step=next_step)
+    now = getattr(followed.settings, argument)
+    more = followed.streams and argument == "num_workers" and int(value) > now
+    condition = f"; the {_SHARED}" if more else ""
+    return f"{text} in the DataLoader at {followed.where} (now {now}{condition})"

@@ -324,6 +324,11 @@ class Loops:
         fed = [each for each in self.followed if each.trains]
         return sorted(fed, key=lambda each: -each.batches)
 
+    @property
+    def main(self) -> Followed | None:
+        """The loader that fed most updates."""
+        return next(iter(self.training()), None)
+
     def _end_step(self) -> None:
         """End the running step, if an optimizer has stepped in it."""
         updated, self._updated = self._updated, False

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from harness.hooks import patches
 from harness.hooks.session import Session
-from harness.watch.verdict import Verdict
+from harness.watch.wording import Statement
 
 Batch = TypeVar("Batch")
 
@@ -65,7 +65,7 @@ class Watched(Generic[Batch]):
     def _followed(self) -> Iterator[Batch]:
         return _Batches(iter(self._loader))
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Statement:
         """Returns what bounds the steps so far, and what to try."""
         return self._session.verdict()
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -21,15 +22,17 @@ from harness.hooks.loops import Followed, Loops
 from harness.page import document
 from harness.runtime import folder, limits
 from harness.runtime.errors import printable
-from harness.runtime.files import read_json, typed, write_whole
+from harness.runtime.files import read_json, write_whole
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.device import GpuSource, Source
 from harness.watch.evidence import Evidence, RankFigures
-from harness.watch.figures import Tag, Window, by_tag, told
+from harness.watch.figures import Window, by_tag
 from harness.watch.goodput import Course
-from harness.watch.host import HostSource, Sampler, environment
+from harness.watch.host import HostSource, Sampler
+from harness.watch.report import closing, report
 from harness.watch.verdict import Verdict, judge
+from harness.watch.wording import Statement, stated, typed
 
 # the function of that name hides the module
 _spawn: Any = import_module("torch.multiprocessing.spawn")
@@ -139,12 +142,12 @@ class Session:
             if os.getpid() == own:
                 self.finish("interrupted" if self.interrupted else status)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Statement:
         """Returns what bounds the steps so far; in the words of the loop."""
         clock = self.loops.clock
         if clock is None:
-            return Verdict("unknown", None, f"Unknown. {self._why_not()}.", None, ())
-        return self._judged(clock.total())[1]
+            return Statement("unknown", None, f"Unknown. {self._why_not()}.")
+        return self._stated(judge(self._evidence(clock.total())))
 
     def finish(self, status: str) -> None:
         """Ends the figures, and writes and says what they come to; a second call does nothing."""
@@ -176,12 +179,12 @@ class Session:
             return
         self._window(clock)
         with self._stack:
-            report = self._report(clock, status)
-            self._board.report(report)
-            verdict: Verdict = report["verdict"]
+            found = self._report(clock, status)
+            self._board.report(found)
+            verdict: Statement = found["verdict"]
             self._board.text("verdict", [verdict.sentence, *verdict.evidence])
         document.write_report(self._place)
-        for line in self._words(report):
+        for line in self._words(found):
             _say(line)
 
     def _why_not(self) -> str:
@@ -189,68 +192,60 @@ class Session:
             return "no DataLoader of torch's was made, and no optimizer stepped"
         return "no optimizer of torch's stepped in the thread that began the script"
 
-    def _judged(
-        self, total: Window, ranks: tuple[RankFigures, ...] = ()
-    ) -> tuple[Evidence, Verdict, advice.Change | None]:
-        """Returns the evidence, the verdict, and a change of the loader that should help."""
-        main = next(iter(self.loops.training()), None)
-        worked = None
-        if main and main.meter:
-            worked = main.meter.stages.read()
-        own = self.loops.own
-        evidence = Evidence(
+    def _evidence(self, total: Window) -> Evidence:
+        """Returns what is known of the steps so far."""
+        loops = self.loops
+        main = loops.main
+        own = loops.own
+        return Evidence(
             window=total,
-            stages=worked,
+            stages=main.meter.stages.read() if main and main.meter else None,
             settings=main.settings if main else _NO_LOADER,
-            cores=limits.measure(_local_ranks(self.loops.world_size)).cores,
+            cores=limits.measure(_local_ranks(loops.world_size)).cores,
             device=own.kind,
             half_precision=own.half_precision,
             sampled=self._sampler.means() if self._sampler else {},
             autotuned=main is None,
-            ranks=ranks if len(ranks) > 1 else (),
         )
-        verdict = judge(evidence)
-        if main is None:
-            return evidence, verdict, None
-        change = advice.better(verdict, evidence, main)
-        return evidence, advice.in_words(verdict, main), change
+
+    def _stated(self, verdict: Verdict) -> Statement:
+        """Returns ``verdict`` in the words of the loop."""
+        main = self.loops.main
+        return stated(verdict, partial(advice.in_script, followed=main) if main else typed)
 
     def _report(self, clock: StepClock, status: str) -> dict[str, Any]:
         """Returns ``report.json``, as a run of our own leaves it."""
         loops = self.loops
-        total = clock.total()
-        main = next(iter(loops.training()), None)
-        ranks: tuple[RankFigures, ...] = ()
-        if loops.world_size > 1:
-            ranks = (self._rank_figures(total), *_read_ranks(loops.world_size, self._began))
-        evidence, verdict, change = self._judged(total, ranks)
-        offered = ""
-        if main and verdict.bottleneck in ("decode", "augment", "workers"):
-            offered = advice.offered(evidence, main)
         # most evaluations lie between two epochs
-        total = replace(total, pauses_s={"evaluate": loops.evaluated_s})
-        found: dict[str, Any] = {
-            "status": status,
-            "epochs": main.passes if main else 0,
-            "steps": loops.updates,
-            "world_size": loops.world_size,
-            **told(total, loops.world_size),
-            "gpu_utilization": evidence.sampled.get(Tag.GPU_UTILIZATION),
-            "sampled": evidence.sampled or None,
-            "ranks": evidence.ranks or None,
-            "goodput": self._course.goodput(total),
-            "loader": main and main.settings,
-            "loaders": [_told(each) for each in loops.followed],
-            "change": change,
-            "expected": [str(each) for each in (change, offered) if each],
-            "verdict": verdict,
-            "environment": environment(loops.own.name if loops.own.kind == "cuda" else None),
-            "run": {"name": self._place and self._place.name, "overrides": [self._name]},
-        }
-        if evidence.stages is not None and evidence.stages.samples:
-            rows = [row for row in evidence.stages.rows() if row["wall_ms"]]
-            found |= {"stages": rows, "workers": {"samples": evidence.stages.samples}}
-        return {key: value for key, value in found.items() if value is not None}
+        total = replace(clock.total(), pauses_s={"evaluate": loops.evaluated_s})
+        evidence = self._evidence(total)
+        if loops.world_size > 1:
+            others = _read_ranks(loops.world_size, self._began)
+            evidence = replace(evidence, ranks=(self._rank_figures(total), *others))
+        verdict = judge(evidence)
+        change = None
+        expected: list[str] = []
+        if main := loops.main:
+            change = advice.better(verdict, main)
+            offered = ""
+            if verdict.kind in ("decode", "augment", "workers"):
+                offered = advice.offered(verdict, main)
+            expected = [str(each) for each in (change, offered) if each]
+        return report(
+            evidence,
+            self._stated(verdict),
+            loops.world_size,
+            loops.own.name if loops.own.kind == "cuda" else None,
+            status=status,
+            epochs=main.passes if main else 0,
+            steps=loops.updates,
+            goodput=self._course.goodput(total),
+            loader=main and main.settings,
+            loaders=[_told(each) for each in loops.followed],
+            change=change,
+            expected=expected,
+            run={"name": self._place and self._place.name, "overrides": [self._name]},
+        )
 
     def _rank_figures(self, total: Window) -> RankFigures:
         loops = self.loops
@@ -259,7 +254,7 @@ class Session:
             forward_ms = 1e3 * loops.forward_s / loops.forwards
         return RankFigures.of(loops.rank, total, forward_ms)
 
-    def _words(self, report: dict[str, Any]) -> Iterator[str]:
+    def _words(self, found: dict[str, Any]) -> Iterator[str]:
         """Iterates over the closing lines."""
         assert self._place is not None
         loops = self.loops
@@ -267,17 +262,11 @@ class Session:
             settings = main.settings
             yield (
                 f"loader         {main.where}: batch_size={settings.batch_size} {settings}, "
-                f"{main.passes} passes"
+                f"{main.passes} passes, {found['steps']} updates"
             )
-        if "step_ms" in report:
-            step = report["step_ms"]
-            yield (
-                f"speed          {report['images_per_s']:.0f} samples/s, {step.median:.1f} ms (p95 "
-                f"{step.p95:.1f}, max {step.max:.1f}) a step, {report['steps']} updates"
-            )
-            yield f"data wait      {report['data_wait_fraction']:.1%} of the training time"
-        yield f"verdict        {report['verdict'].sentence}"
-        for text in report["expected"]:
+        yield from closing(found, "samples")
+        yield f"verdict        {found['verdict'].sentence}"
+        for text in found["expected"]:
             yield f"expected       {text}"
         for each in loops.followed:
             if each.elsewhere:
@@ -350,10 +339,10 @@ def _read_ranks(world_size: int, since: float) -> Iterator[RankFigures]:
     for rank in range(1, world_size):
         path = place / f"{rank}.json"
         while time.perf_counter() < until_s:
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, TypeError):
                 if path.stat().st_mtime < since:
                     raise FileNotFoundError
-                yield typed(RankFigures, read_json(path))
+                yield RankFigures(**read_json(path))
                 path.unlink()
                 break
             time.sleep(0.05)

@@ -21,10 +21,9 @@ from harness.training.engine import Engine
 from harness.watch.board import BAD_SAMPLES
 from harness.watch.console import say
 from harness.watch.evidence import Evidence
-from harness.watch.figures import Tag, told
-from harness.watch.host import environment
-from harness.watch.stages import StageTotals
-from harness.watch.verdict import Verdict, judge
+from harness.watch.report import closing, report
+from harness.watch.verdict import judge
+from harness.watch.wording import Statement, stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,15 @@ class Reporter:
         if board is None or engine.status == "idle":
             return
         try:
-            report = self.figures(engine)
+            found = self.figures(engine)
         except Exception as fault:
             # a device that has failed answers nothing more; how the run ended is not up to its
             # report
             log.warning("report: no figures: %s: %s", type(fault).__name__, fault)
             board.report({**_progress(engine), **ending})
             return
-        board.report({**report, **ending})
-        verdict: Verdict = report["verdict"]
+        board.report({**found, **ending})
+        verdict: Statement = found["verdict"]
         board.text("verdict", [verdict.sentence, *verdict.evidence])
 
         # few, for the page opens with five columns
@@ -93,8 +92,8 @@ class Reporter:
         for name in ("num_workers", "pin_memory", "prefetch_factor"):
             row[f"used.{name}"] = getattr(engine.feed.settings, name)
         told = ("top1", "images_per_s", "stall_fraction")
-        results = {f"hparam/{name}": report.get(name) for name in told}
-        goodput = report.get("goodput")
+        results = {f"hparam/{name}": found.get(name) for name in told}
+        goodput = found.get("goodput")
         board.hparams(row, results | {"hparam/goodput": goodput and goodput.fraction})
 
         if engine.answers is not None and self.splits is not None:
@@ -106,7 +105,7 @@ class Reporter:
                 log.warning("mistakes.json: %s: %s", type(error).__name__, words(error))
         self.write_page(engine.place.folder)
         if engine.status == "completed":
-            self._close(engine, report)
+            self._close(engine, found)
             if engine.stopped is None or engine.state.is_done(self.config.trainer):
                 return
         saved = records(engine.place.folder / "checkpoints")
@@ -118,23 +117,15 @@ class Reporter:
         total = engine.watch.clock.total()
         world = engine.world
         trainer = self.config.trainer
-        settings = engine.feed.settings
         cache = self.splits and self.splits.cache
-        sampled: Mapping[str, float] = {}
-        if engine.watch.sampler is not None:
-            sampled = engine.watch.sampler.means()
-        worked = None
-        if engine.feed.meter is not None:
-            worked = engine.feed.meter.read()
-        images = self.config.loader.batch_size * world.size * trainer.accumulate_steps
         own = accelerator.of(world.device)
         evidence = Evidence(
             window=total,
-            stages=worked,
-            settings=settings,
+            stages=engine.feed.meter.read() if engine.feed.meter else None,
+            settings=engine.feed.settings,
             cores=self.cores,
             device=own.kind,
-            sampled=sampled,
+            sampled=engine.watch.sampler.means() if engine.watch.sampler else {},
             autotuned=self.tuning is not None,
             ranks=engine.ranks,
             precision=trainer.precision.name,
@@ -143,61 +134,46 @@ class Reporter:
             half_precision=own.half_precision,
             window_steps=self.config.watch.window_steps,
         )
-        found: dict[str, Any] = {
-            **_progress(engine),
-            "world_size": world.size,
-            "global_batch_size": images,
-            **told(total, world.size),
-            "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
-            "gpu_memory": engine.memory.peaks,
-            "skipped_updates": engine.skipped,
-            "bad_samples": len(engine.replaced) or None,
-            "sampled": sampled or None,
-            "ranks": engine.ranks or None,
-            "goodput": engine.watch.course.goodput(total),
-            "stopped": engine.stopped,
-            "loader": settings,
-            "tuning": self.tuning and self.tuning(),
-            "cache": cache and cache.stats(),
-            "verdict": judge(evidence),
-            "environment": environment(own.name if own.kind == "cuda" else None),
-            "run": {"name": engine.place.folder.name, "overrides": list(self.overridden)},
-        }
-        if worked is not None and worked.samples:
-            found |= _workers(worked, engine.worker_s)
+        evaluated: dict[str, Any] = {}
         if engine.evaluation is not None:
             result = asdict(engine.evaluation)
-            found |= {"val_images": result.pop("images"), **result}
-            found["evaluated"] = self.splits.val_name if self.splits else "images"
-            found["best_top1"] = engine.state.best_top1
-        return {key: value for key, value in found.items() if value is not None}
+            evaluated = {"val_images": result.pop("images"), **result}
+            evaluated["evaluated"] = self.splits.val_name if self.splits else "images"
+            evaluated["best_top1"] = engine.state.best_top1
+        return report(
+            evidence,
+            stated(judge(evidence)),
+            world.size,
+            own.name if own.kind == "cuda" else None,
+            engine.worker_s,
+            **_progress(engine),
+            global_batch_size=self.config.loader.batch_size * world.size * trainer.accumulate_steps,
+            gpu_memory=engine.memory.peaks,
+            skipped_updates=engine.skipped,
+            bad_samples=len(engine.replaced) or None,
+            goodput=engine.watch.course.goodput(total),
+            stopped=engine.stopped,
+            tuning=self.tuning and self.tuning(),
+            cache=cache and cache.stats(),
+            run={"name": engine.place.folder.name, "overrides": list(self.overridden)},
+            **evaluated,
+        )
 
-    def _close(self, engine: Engine, report: Mapping[str, Any]) -> None:
+    def _close(self, engine: Engine, found: Mapping[str, Any]) -> None:
         """Says how a completed run went."""
         folder = engine.place.folder
         say("")
-        if "top1" in report:
-            images = f"{report['val_images']} {report['evaluated']}"
-            say(f"top-1          {report['top1']:.4f} on {images}")
+        if "top1" in found:
+            images = f"{found['val_images']} {found['evaluated']}"
+            say(f"top-1          {found['top1']:.4f} on {images}")
             if len(engine.place.classes) > 5:
-                say(f"top-5          {report['top5']:.4f}")
-        if "step_ms" in report:
-            step = report["step_ms"]
-            say(
-                f"speed          {report['images_per_s']:.0f} images/s while training, "
-                f"{step.median:.1f} ms (p95 {step.p95:.1f}, max {step.max:.1f}) a step"
-            )
-            say(f"data wait      {report['data_wait_fraction']:.1%} of the training time")
-        if goodput := report.get("goodput"):
-            rest = [f"{part.name.replace('_', ' ')} {part.s:.1f} s" for part in goodput.rest[:3]]
-            say(
-                f"goodput        {goodput.fraction:.0%} of {goodput.wall_s:.1f} s in training "
-                f"steps; {', '.join(rest)}"
-            )
-        if "gpu_memory" in report:
-            say(f"memory         {report['gpu_memory']}")
+                say(f"top-5          {found['top5']:.4f}")
+        for line in closing(found, "images"):
+            say(line)
+        if "gpu_memory" in found:
+            say(f"memory         {found['gpu_memory']}")
         if self.config.mode is Mode.train:
-            tuning = report.get("tuning", {})
+            tuning = found.get("tuning", {})
             tuned = ""
             if tuning:
                 tuned = "remembered" if tuning["reused"] else f"tuned in {tuning['seconds']:.0f} s"
@@ -205,10 +181,10 @@ class Reporter:
             say(f"loader         {engine.feed.settings}{tuned}")
             if settled := tuning.get("settled"):
                 say(f"next time      {settled}")
-            say(f"verdict        {report['verdict'].sentence}", stands_out=True)
+            say(f"verdict        {found['verdict'].sentence}", stands_out=True)
         if engine.stopped:
             say(f"stopped        {engine.stopped}")
-        if bad := report.get("bad_samples"):
+        if bad := found.get("bad_samples"):
             say(f"bad samples    {bad} replaced by others; they are listed in {BAD_SAMPLES}")
         if self.splits is not None and self.splits.cache is not None:
             say(f"cache          {self.splits.cache.summary()}")
@@ -247,14 +223,6 @@ def _progress(engine: Engine) -> dict[str, Any]:
     """Returns how far the run came."""
     state = engine.state
     return {"status": engine.status, "epochs": state.epoch, "steps": state.step}
-
-
-def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
-    """Returns what the training feed's workers did, by stage, in ``worker_s`` seconds of theirs."""
-    workers: dict[str, float] = {"samples": worked.samples}
-    if worker_s:
-        workers["busy_fraction"] = min(1.0, worked.busy_s / worker_s)
-    return {"stages": worked.rows(), "workers": workers}
 
 
 def _root(folder: Path) -> str:

@@ -1,16 +1,11 @@
-"""One model of throughput for the tuner and the diagnosis, by what a sample and a step cost.
-
-The laws are operational (Denning and Buzen 1978): with w seconds of wall and c of processor time a
-sample, n workers give at most n / w images/s, and C processors C / (c + r + s), where receiving an
-image takes r and the step s of them.
-"""
+"""One model of throughput for the tuner and the diagnosis, by what a sample and a step cost."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from harness.tuning.measures import SampleCost
+from harness.watch.throughput import roofline, workers_for
 
 # share of the processors above which workers and step are in each other's way
 BUSY = 0.8
@@ -38,10 +33,7 @@ class Model:
     @property
     def roofline(self) -> float:
         """Images/s at which loading, receiving and step together fill all processors."""
-        each_s = self.cost.cpu_s + self.cost.receive_s + self.step_cpu_s
-        if each_s == 0:
-            return math.inf
-        return self.cores / each_s
+        return roofline(self.cores, self.cost.cpu_s, self.cost.receive_s, self.step_cpu_s)
 
     @property
     def reachable(self) -> float:
@@ -60,8 +52,8 @@ class Model:
         return min(self.reachable, workers / self.cost.wall_s)
 
     def workers_for(self, images_per_s: float) -> int:
-        """Returns the fewest workers for a rate, at least 1; a twentieth of a worker is none."""
-        return max(1, math.ceil(images_per_s * self.cost.wall_s - 0.05))
+        """Returns the fewest workers for a rate, at least 1."""
+        return workers_for(images_per_s, self.cost.wall_s)
 
 
 def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:

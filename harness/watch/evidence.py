@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from statistics import median
+from typing import Any, Literal, NamedTuple, cast
 
-from harness.watch.bottleneck import HARM, Bottleneck
+import numpy as np
+
 from harness.watch.figures import Tag, Window
 from harness.watch.neighbours import taken
 from harness.watch.stages import AUGMENT, GROUPS, SAMPLE, StageCost, StageTotals
+from harness.watch.throughput import roofline
 
+Bottleneck = Literal[
+    "storage", "decode", "augment", "collate", "transport", "copy", "workers", "compute", "launch",
+    "quota", "memory", "host", "neighbours", "rank", "balanced", "unknown",
+]  # fmt: skip
+
+# of the time: MLPerf Storage asks for an accelerator utilisation of 0.90
+HARM = 0.10
 # of the scheduling periods: kubernetes-mixin's CPUThrottlingHigh warns from here on
 THROTTLED = 0.25
-# of the time: a smaller suspect is not worth a word
-WORTH = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +175,41 @@ def total(stages: Collection[StageCost]) -> StageCost:
     return StageCost(sum(cost.wall_s for cost in stages), sum(cost.cpu_s for cost in stages))
 
 
+class Straggler(NamedTuple):
+    """The rank that the others wait for, where gradients meet.
+
+    Attributes:
+        rank: its number.
+        late_ms: by which it holds the others up, a step.
+        part: what it spends most of that on: ``stalled``, ``host`` or ``forward``.
+        share: of a step, if it waits for data.
+    """
+
+    rank: int
+    late_ms: float
+    part: str
+    share: float
+
+    @classmethod
+    def among(cls, ranks: Sequence[RankFigures]) -> Straggler | None:
+        """Returns the one of ``ranks``; None: they are alike."""
+        if len(ranks) < 2:
+            return None
+        ms = np.array([[rank.stalled_ms, rank.host_ms, rank.forward_ms] for rank in ranks], float)
+        # a figure that one rank cannot tell counts for none of them
+        ms[:, np.isnan(ms).any(axis=0)] = 0.0
+        slowest = int(ms.sum(axis=1).argmax())
+        others_ms = np.delete(ms, slowest, axis=0)
+        late_ms = float(ms[slowest].sum() - np.median(others_ms.sum(axis=1)))
+        step_ms = median(rank.step_ms for rank in ranks)
+        if late_ms <= HARM * step_ms:
+            return None
+        more_ms = ms[slowest] - np.median(others_ms, axis=0)
+        part = ("stalled", "host", "forward")[more_ms.argmax()]
+        waits = float(more_ms[0]) / max(step_ms, 1e-9) * (part == "stalled")
+        return cls(ranks[slowest].rank, late_ms, part, waits)
+
+
 class StallBreakdown:
     """``evidence`` as shares of the time, 0..1.
 
@@ -183,14 +226,14 @@ class StallBreakdown:
         made: share of ``starved`` until the batch was made; 1 where no batch told.
         handed: share of ``starved`` until it was here, and in page-locked memory.
         moved: share of ``starved`` until it was on the device and normalised.
-        host_parts: what ``host`` was spent on, as far as that has a name.
+        host_parts: what ``host`` was spent on, by name.
         workers: of the loader.
-        larger: a batch twice as large, as a setting to try.
         rate: images/s; 0: not known.
-        search: the search for loader settings, as a setting to try; None: they come of one.
         others: cores that other programs took; None: they harmed nothing.
         throttled: share of the scheduling periods in which a quota stopped this run.
         cost: what the workers' time went for; None: nothing tells.
+        memory: this run waited for memory.
+        late: the rank that the others wait for; None: they are alike.
         ceiling: speed-up if loading were free, at most 1000.
     """
 
@@ -217,10 +260,10 @@ class StallBreakdown:
             name: min(self.host, spent_s / max(window.elapsed_s, 1e-9))
             for name, spent_s in window.host_parts_s.items()
         }
+        named = sum(self.host_parts.values())
+        self.host_parts["unnamed work"] = max(0.0, self.host - named)
         self.workers: int = evidence.settings.num_workers
-        self.larger = f"loader.batch_size={2 * evidence.settings.batch_size}"
         self.rate = window.images_per_s or 0.0
-        self.search = None if evidence.autotuned else "loader.autotune=true"
 
         self.others = evidence.others or taken(evidence.sampled)
         self.throttled = self.sampled(Tag.THROTTLED_FRACTION, 0.0)
@@ -229,30 +272,10 @@ class StallBreakdown:
         in_use = max(used, self.sampled(Tag.CPU_FRACTION, 0.0))
         full = in_use >= 0.9 or self.throttled >= THROTTLED or self.others is not None
         self.cost = worker_cost(evidence.stages, full=full)
-
-    @property
-    def waited(self) -> str:
-        """How long was waited for data, in words."""
-        if self.evidence.window.stall_basis == "device":
-            return f"The device waited for data {self.stall:.0%} of the time"
-        if self.evidence.device == "cpu":
-            return f"Training waited for data {self.stall:.0%} of the time"
-        return f"The loop waited for data {self.stall:.0%} of the time, the device at most as long"
-
-    def origin(self) -> str:
-        """Returns what is known of where the bytes that were read came from, in words."""
-        read = self.sampled(Tag.READ_BYTES_PER_S)
-        stored = self.sampled(Tag.STORAGE_BYTES_PER_S)
-        if not read or stored is None:
-            return ""
-        if stored < 0.05 * read:
-            return ". Hardly a byte came from a disk: opening files, or a network's files, are slow"
-        # pages of mapped files come from the disk too, and are not read
-        megabytes = max(read, stored) / 1e6
-        origin = f". Of {megabytes:.3g} MB/s, {stored / 1e6:.3g} came from a disk or NFS"
-        if stored >= 0.5 * read:
-            origin += ": the files were not in the page cache"
-        return origin
+        # a page from a disk takes 0.1 ms at least
+        faulting = min(1.0, 1e-4 * self.sampled(Tag.MAJOR_FAULTS_PER_S, 0.0))
+        self.memory = self.sampled(Tag.MEMORY_STALL_FRACTION, faulting)
+        self.late = Straggler.among(evidence.ranks)
 
     def unmade(self) -> float:
         """Returns the share of the time waited for batches if handing over took no time."""
@@ -262,11 +285,7 @@ class StallBreakdown:
         return max(0.0, 1 - self.workers / max(self.workers, wanted))
 
     def could(self) -> float:
-        """Returns the images/s that all processors could load beside the step.
-
-        With c processor seconds a sample, C processors load at most C / (c + s) images/s where the
-        step takes s of them per image (Denning and Buzen 1978).
-        """
+        """Returns the images/s that all processors could load beside the step."""
         cores = self.evidence.cores
         if self.cost is None or not self.rate:
             return self.rate
@@ -277,31 +296,10 @@ class StallBreakdown:
             step_cores = max(0.0, min(used, cores) - self.cost.cpu_s * self.rate)
         elif self.evidence.device == "cpu":
             step_cores = cores * (self.compute or 0.0)
-        return cores / max(self.cost.wants_s + step_cores / self.rate, 1e-9)
+        return roofline(cores, self.cost.wants_s, step_cores / self.rate)
 
     def has_room(self) -> bool:
         """Returns whether processors could load a tenth more than the workers do or might."""
         if self.cost is None:
             return False
         return self.could() >= (1 + HARM) * max(self.rate, self.workers / self.cost.wall_s)
-
-    def told(self) -> tuple[str, ...]:
-        """Returns the figures in words."""
-        window = self.evidence.window
-        shares = listed(window.shares).replace("_", " ")
-        clauses = [f"time on the {window.stall_basis}'s clock: {shares}"]
-        if window.wait_parts and self.starved >= WORTH:
-            clauses.append(f"waiting for a batch: {listed(window.wait_parts)}")
-        if cost := self.cost:
-            clauses.append(
-                f"a sample takes {1e3 * cost.wall_s:.3g} ms, {1e3 * cost.cpu_s:.3g} ms of them "
-                f"on a processor: {listed(cost.parts)}"
-            )
-        if self.host >= WORTH and (work := listed(self.host_parts)):
-            clauses.append(f"named work between steps: {work}")
-        return tuple(clauses)
-
-
-def listed(shares: Mapping[str, float]) -> str:
-    """Returns shares as text, without those that are next to nothing."""
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)

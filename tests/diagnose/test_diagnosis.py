@@ -143,14 +143,11 @@ def test_other_programs_are_warned_of(
     ]
     assert warnings == ([] if others is None else [warning])
     assert found.sentence in capsys.readouterr().out and len(said) == 1
-    named = found.sentence.startswith(
-        "Held back by other programs. Other programs take 1.5 of the 2 cores. "
-    )
     untold = (
         found.ceiling is None and not found.what_ifs and found.command.endswith("mode=diagnose")
     )
-    told = found.bottleneck == "neighbours", named, untold or found.bottleneck == "unknown"
-    assert told == ((True,) * 3 if others else (False, False, found.bottleneck == "unknown"))
+    told = found.bottleneck == "neighbours", untold or found.bottleneck == "unknown"
+    assert told == ((True, True) if others else (False, found.bottleneck == "unknown"))
 
 
 class Slow:

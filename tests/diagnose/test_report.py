@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import samples
 import torch
+from evidences import evidence
 
 from harness.config import Config
 from harness.diagnose.diagnosis import Diagnosis, command
@@ -19,10 +19,11 @@ from harness.diagnose.whatif import WhatIf
 from harness.runtime.distributed import World
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.watch.board import Board
-from harness.watch.bottleneck import Bottleneck
+from harness.watch.evidence import Bottleneck, StallBreakdown
 from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import Verdict
+from harness.watch.verdict import Change, Verdict
 
+SHARES = StallBreakdown(evidence())
 OWN = samples.settings(2, batch_size=10)
 STAGES = StageTotals(100, 10, 0.5, {"read": StageCost(0.1, 0.01), "decode": StageCost(0.4, 0.4)})
 
@@ -119,19 +120,18 @@ def test_the_line_to_paste(
 ) -> None:
     """It trains with the user's settings and those that help most."""
     config = composed("trainer.channels_last=false")
-    next_step = "loader.num_workers=3"
-    if bottleneck == "compute":
-        next_step = "trainer.precision=bf16 trainer.channels_last=true" * (device == "cuda")
-    found = Verdict(bottleneck, 1.0, "", next_step or None, ())
-    if bottleneck == "balanced":
-        found = dataclasses.replace(found, next_step=None)
+    change: Change = {"loader.num_workers": 3}
+    if bottleneck in ("balanced", "compute"):
+        faster: Change = {"trainer.precision": "bf16", "trainer.channels_last": True}
+        change = faster if device == "cuda" else {}
+    found = Verdict(bottleneck, SHARES, change)
     assert command(config, overridden, found, ranks(1)) == line
 
 
 def test_the_line_for_torchrun(composed: Callable[..., Config]) -> None:
     """It starts as many ranks on this node as there were."""
     config = composed("dist=torchrun")
-    line = command(config, ("dist=torchrun",), Verdict("decode", 1.0, "", None, ()), ranks(4))
+    line = command(config, ("dist=torchrun",), Verdict("decode", SHARES), ranks(4))
     assert line == "torchrun --nproc-per-node=4 train.py dist=torchrun loader.autotune=true"
 
 

@@ -83,12 +83,12 @@ def measured(found: Facts, **rates: Rate | None) -> Facts:
 
 
 def kind(found: Facts) -> str:
-    return judged(found).bottleneck
+    return judged(found).kind
 
 
 def given(found: Facts) -> dict[str, float]:
     """Images/s under each change."""
-    return {row.change: row.images_per_s for row in what_ifs(found, judged(found).bottleneck)}
+    return {row.change: row.images_per_s for row in what_ifs(found, judged(found).kind)}
 
 
 @pytest.mark.parametrize(
@@ -210,16 +210,7 @@ def test_workers_that_do_not_fit_are_not_proposed() -> None:
         "1 more core, and a worker for each",
         ("2 more cores, and a worker for each"),
     }
-    assert judged(found).next_step == "loader.num_workers=3"
-
-
-def test_why_no_more_workers_fit_is_said() -> None:
-    """With all that fit at work, decoding bounds, and the arithmetic
-    of one more stands beside it.
-    """
-    found = dataclasses.replace(facts(3, delivered=590.0), fits=fits_up_to(3))
-    assert kind(found) == "decode"
-    assert judged(found).sentence.endswith(" No more workers fit: 4 workers = 9 GB.")
+    assert judged(found).change == {"loader.num_workers": 3}
 
 
 def test_a_sane_number_of_workers_is_proposed() -> None:
@@ -408,9 +399,7 @@ def test_other_programs_bound_what_lacks_processors(found: Facts, bottleneck: st
     """
     disturbed = dataclasses.replace(found, others=1.5)
     told = judged(disturbed)
-    assert told.bottleneck == bottleneck
-    said = f"Other programs take 1.5 of the {found.model.cores:g} cores. Try: wait"
-    assert (said in told.sentence) is (bottleneck == "neighbours")
+    assert (told.kind, told.shares.others) == (bottleneck, 1.5)
     assert bool(given(disturbed)) is (bottleneck != "neighbours")
     assert kind(found) != "neighbours"
 
@@ -437,9 +426,8 @@ def test_a_data_set_that_names_no_stages(cpu_ms: float, bottleneck: str) -> None
     assert not any("decoded" in change or "disk" in change for change in given(found))
 
 
-def test_shared_cores_are_said() -> None:
-    """On a CPU the sentence tells that the cores are full, and that the step needs them too."""
+def test_a_step_on_the_same_cores_leaves_no_room() -> None:
+    """On a CPU the cores are full, and the step needs them too."""
     shared = facts(8, cores=2, delivered=190.0, demand=400.0, step_cpu_ms=5.0, on_cpu=True)
-    assert kind(shared) == "decode"
-    assert "The 2 cores have no room for more workers" in judged(shared).sentence
-    assert "and less where it takes processors from the step" in judged(shared).sentence
+    found = judged(shared)
+    assert found.kind == "decode" and not found.shares.has_room() and not found.change

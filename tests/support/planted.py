@@ -198,7 +198,7 @@ PLANTS = (
     Plant(
         "cold files",
         "storage",
-        "not in the page cache",
+        "came from a disk",
         acts.cold_files,
         20,
         80,
@@ -234,7 +234,7 @@ PLANTS = (
     Plant(
         "huge batches",
         "transport",
-        "memory that processes share",
+        "Handing batches over",
         acts.huge_batches,
         32,
         128,
