@@ -32,7 +32,6 @@ from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
 from harness.feed.forms import Feeds
 from harness.page import course, document, runs
-from harness.page.shape import REPORT, TUNING
 from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, described
@@ -46,17 +45,43 @@ from harness.watch.figures import Tag
 from scripts.fuzz_changes import mutated, mutated_json, mutated_yaml
 from scripts.fuzz_reader import Reader, Told
 
+_RATE = {"images_per_s": 1.0, "low": 1.0}
+# what the page and compare take of a run's files
+REPORT: dict[str, Any] = {
+    "status": "completed",
+    "steps": 50,
+    "stall_basis": "host",
+    "stall_fraction": 0.5,
+    "images_per_s": 1.0,
+    "step_ms": {"median": 1.0, "p95": 1.0, "max": 1.0},
+    "top1": 1.0,
+    "shares": {"compute": 0.5, "starved": 0.5},
+    "wait_parts": {"make": 1.0},
+    "verdict": {"bottleneck": "decode", "sentence": "x", "ceiling": 2.0, "evidence": ["x"]},
+    "stages": [{"name": "x", "group": "x", "wall_ms": 1.0, "cpu_ms": 1.0}],
+    "workers": {"samples": 1.0, "busy_fraction": 1.0},
+    "goodput": {"fraction": 1.0, "busy_s": 1.0, "wall_s": 1.0, "rest": [{"name": "x", "s": 1.0}]},
+    "ranks": [{"rank": 0, "step_ms": 1.0, "stalled_ms": 1.0}],
+    "loader": {"num_workers": 1},
+    "environment": {"cpu": "x"},
+    "run": {"overrides": ["x=1"]},
+}
+TUNING: dict[str, Any] = {
+    "search": "x",
+    "settings": {"num_workers": 1},
+    "sentence": "x",
+    "demand": _RATE,
+    "trials": [{"settings": {"num_workers": 1}, "kind": "steps", "rate": _RATE}],
+    "seconds": 1.0,
+}
+
 
 def _example(kind: Any) -> Any:
-    """Returns a value of ``kind``, a type or what the page takes of a file."""
+    """Returns a value of ``kind``."""
     if kind in (str, object):
         return "x"
     if kind in (float, int, bool):
         return kind(1)
-    if isinstance(kind, list):
-        return [_example(kind[0])] * 2
-    if isinstance(kind, dict):
-        return {"x" if key is str else key.removesuffix("?"): _example(kind[key]) for key in kind}
     if is_dataclass(kind):
         return {field.name: _example(get_type_hints(kind)[field.name]) for field in fields(kind)}
     inner = get_args(kind)
@@ -254,8 +279,8 @@ def _odd_state(whole: dict[str, Any], rng: Random) -> dict[str, Any]:
 
 
 RUN: dict[str, Callable[[], bytes]] = {
-    "report.json": lambda: json.dumps({**_example(REPORT), "steps": 50, "error": None}).encode(),
-    "tuning.json": lambda: json.dumps(_example(TUNING)).encode(),
+    "report.json": lambda: json.dumps({**REPORT, "error": None}).encode(),
+    "tuning.json": lambda: json.dumps(TUNING).encode(),
     "metrics.jsonl": lambda: b"",
     ".hydra/config.yaml": lambda: OmegaConf.to_yaml(OmegaConf.structured(Config())).encode(),
 }

@@ -20,16 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.compare.folders import (
-    FIGURES,
-    Figure,
-    Run,
-    find,
-    group,
-    notes,
-    settings_that_differ,
-    text,
-)
+from harness.compare.folders import FIGURES, Figure, Run, find, notes, settings_that_differ
 from harness.config import ConfigError
 from harness.runtime.errors import printable, tell
 
@@ -99,7 +90,7 @@ def rows(runs: Sequence[Run], settings: Mapping[str, Mapping[str, str]]) -> list
     """Returns the table: a row for each run, its figures with their changes, and ``settings``."""
     found = []
     for run in runs:
-        row = {"run": run.name, "status": run.status, "steps": text(run.report, "steps")}
+        row = {"run": run.name, "status": run.status, "steps": run.steps}
         changes = run.changes(runs[0])
         for figure in FIGURES:
             row[figure.title] = "-"
@@ -107,7 +98,7 @@ def rows(runs: Sequence[Run], settings: Mapping[str, Mapping[str, str]]) -> list
                 row[figure.title] = figure.shown(run.figures[figure])
             if figure in changes and run is not runs[0]:
                 row[figure.title] += f" ({figure.shown_change(changes[figure])})"
-        row["verdict"] = text(group(run.report, "verdict"), "bottleneck")
+        row["verdict"] = run.verdict.get("bottleneck", "-")
         found.append(row | {key: values.get(run.name, "-") for key, values in settings.items()})
     return found
 
@@ -153,14 +144,12 @@ def as_json(
                 "error": run.error,
                 "figures": {figure.key: value for figure, value in run.figures.items()},
                 "against_first": {figure.key: change for figure, change in changes.items()},
-                "verdict": group(run.report, "verdict"),
-                "settings": {key: run.settings.get(key) for key in settings if run.report},
+                "verdict": run.verdict,
+                "settings": {key: run.settings.get(key) for key in settings if run.facts},
             }
         )
     found = {"runs": listed, "notes": told, "beyond_limits": beyond, "not_judged": untold}
-    # a report may hold NaN, which is no JSON
-    plain = json.loads(json.dumps(found, default=str), parse_constant=lambda _: None)
-    return json.dumps(plain, indent=2)
+    return json.dumps(found, indent=2, default=str)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

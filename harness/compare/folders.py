@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import config
-from harness.runtime.files import natural, number, read_inside, read_json
+from harness.runtime.files import natural, number, read_inside, read_written
 
 
 class Figure(NamedTuple):
@@ -66,7 +65,9 @@ class Run(NamedTuple):
         name: the folder, as short as tells it from the others.
         status: completed, interrupted or failed, as the report has it; unreadable without a report.
         error: why it did not complete, where that is known.
-        report: ``report.json``.
+        steps: as text.
+        verdict: as the report has it.
+        facts: the clock that stalls rest on, versions and hardware.
         settings: the run's settings by dotted name, and ``used.*``, what its loader ran with.
         figures: those that the report has.
     """
@@ -74,7 +75,9 @@ class Run(NamedTuple):
     name: str
     status: str
     error: str | None = None
-    report: Mapping[str, Any] = {}
+    steps: str = "-"
+    verdict: Mapping[str, Any] = {}
+    facts: Mapping[str, Any] = {}
     settings: Mapping[str, Any] = {}
     figures: Mapping[Figure, float] = {}
 
@@ -83,7 +86,7 @@ class Run(NamedTuple):
         changes: dict[Figure, float] = {}
         if not self.status == first.status == "completed":
             return changes
-        is_same_clock = self.report.get("stall_basis") == first.report.get("stall_basis")
+        is_same_clock = self.facts["stall_basis"] == first.facts["stall_basis"]
         for figure, value in self.figures.items():
             reference = first.figures.get(figure)
             if reference is None or (figure.is_clocked and not is_same_clock):
@@ -103,79 +106,76 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     Raises:
         FileNotFoundError: a folder is not there or holds no run; says the way out.
     """
-    found: list[Path] = []
+    places: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder; name a run's folder, or a sweep's")
-        places = [folder]
+        inside = [folder]
         if not _is_run(folder):
-            runs_inside = filter(_is_run, folder.iterdir())
-            places = sorted(runs_inside, key=lambda place: natural(place.name))
-        if not places:
+            inside = sorted(filter(_is_run, folder.iterdir()), key=lambda run: natural(run.name))
+        if not inside:
             raise FileNotFoundError(
                 f"{folder}: holds no run, nor does a folder in it; name a folder with a "
                 "report.json, or one above it"
             )
-        found += [Path(os.path.abspath(place)) for place in places]
-    runs = [place for place in found if not _trains_nothing(place)]
-    passed = [
-        f"{os.path.relpath(place)}: passed over: a run of its mode trains nothing"
-        for place in found
-        if place not in runs
-    ]
+        places += [Path(os.path.abspath(place)) for place in inside]
+    runs: list[Run] = []
+    passed: list[str] = []
+    base = os.path.commonpath([place.parent for place in places])
+    for place in places:
+        run = _read(place, os.path.relpath(place, base))
+        if run.settings.get("mode") in ("diagnose", "verify", "predict", "export"):
+            where = os.path.relpath(place)
+            passed.append(f"{where}: passed over: a run of its mode trains nothing")
+        else:
+            runs.append(run)
     if not runs:
         raise FileNotFoundError(f"{passed[0]}; name a run's folder, or a sweep's")
-    base = os.path.commonpath([place.parent for place in runs])
-    return [_read(place, os.path.relpath(place, base)) for place in runs], passed
+    return runs, passed
 
 
 def _is_run(folder: Path) -> bool:
     return (folder / "report.json").is_file() or (folder / ".hydra").is_dir()
 
 
-def _trains_nothing(folder: Path) -> bool:
-    with suppress(OSError, ValueError):
-        settings = config.saved(read_inside(folder, ".hydra/config.yaml"))
-        return settings.get("mode") in ("diagnose", "verify", "predict", "export")
-    return False
-
-
 def _read(folder: Path, name: str) -> Run:
     """Returns the run in ``folder``; one that cannot be read says why."""
-    path = folder / "report.json"
+    path = folder / ".hydra" / "config.yaml"
     settings: dict[str, Any] = {}
     try:
-        report = read_json(path)
-        if not isinstance(report, dict) or not isinstance(report.get("status"), str):
-            raise ValueError("holds no status")
-        path = folder / ".hydra" / "config.yaml"
         if path.exists():
             settings = config.saved(read_inside(folder, ".hydra/config.yaml"))
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        why = f"damaged: {why}; leave the run out"
-        if isinstance(error, FileNotFoundError):
-            why = "not there; wait for the run's end, or look into its train.log"
-        return Run(name, "unreadable", f"{os.path.relpath(path)}: {why}")
-    settings |= {"used": group(report, "loader"), "world_size": report.get("world_size")}
-    # every run has its own
-    group(settings, "run").pop("name", None)
-    figures = {}
-    for figure in FIGURES:
-        value: Any = report
-        for part in figure.path.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if number(value) is not None:
-            figures[figure] = value
-    return Run(
-        name, report["status"], report.get("error"), report, dict(config.leaves(settings)), figures
-    )
-
-
-def group(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the object ``name`` of ``tree``; empty: it has none."""
-    found = tree.get(name)
-    return found if isinstance(found, dict) else {}
+            # every run has its own
+            settings.get("run", {}).pop("name", None)
+        path = folder / "report.json"
+        report = read_written(path)
+        settings |= {"used": report.get("loader", {}), "world_size": report.get("world_size")}
+        figures = {}
+        for figure in FIGURES:
+            value: Any = report
+            for part in figure.path.split("."):
+                value = value.get(part, {})
+            if number(value) is not None:
+                figures[figure] = value
+        verdict = report.get("verdict", {})
+        facts = {"stall_basis": report.get("stall_basis"), **report.get("environment", {})}
+        return Run(
+            name,
+            report["status"],
+            report.get("error"),
+            text(report, "steps"),
+            verdict,
+            facts,
+            dict(config.leaves(settings)),
+            figures,
+        )
+    except FileNotFoundError:
+        why = "not there; wait for the run's end, or look into its train.log"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        why = f"damaged: {reason}; leave the run out"
+    error_text = f"{os.path.relpath(path)}: {why}"
+    return Run(name, "unreadable", error_text, settings=dict(config.leaves(settings)))
 
 
 def differing(trees: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
@@ -196,7 +196,7 @@ def settings_that_differ(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
 
     ``used.*`` is there only where it says more than ``loader.*``.
     """
-    found = differing({run.name: run.settings for run in runs if run.report})
+    found = differing({run.name: run.settings for run in runs if run.facts})
     return {
         key: values
         for key, values in found.items()
@@ -206,17 +206,12 @@ def settings_that_differ(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """Returns what a reader must know: runs that did not complete, other machines and clocks."""
-    found = []
-    facts = {}
-    for run in runs:
-        if run.status != "completed":
-            found.append(": ".join(str(part) for part in (run.name, run.status, run.error) if part))
-        if run.report:
-            facts[run.name] = {
-                "stall_basis": run.report.get("stall_basis"),
-                **group(run.report, "environment"),
-            }
-    for key, values in differing(facts).items():
+    found = [
+        ": ".join(filter(None, (run.name, run.status, run.error)))
+        for run in runs
+        if run.status != "completed"
+    ]
+    for key, values in differing({run.name: run.facts for run in runs if run.facts}).items():
         names: dict[str, list[str]] = {}
         for name, value in values.items():
             names.setdefault(value, []).append(name)

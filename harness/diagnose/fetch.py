@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import os
 import random
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,7 @@ import psutil
 
 from harness.data.decode import reader
 from harness.data.storage import FolderSource, Source, Subset, spread
-
-# a file that is being read so long after the limit is given up
-_STUCK_S = 5.0
+from harness.runtime.files import open_regular
 
 
 class UnmeasuredError(Exception):
@@ -111,38 +109,23 @@ def cold_fetch(
     if not files:
         raise UnmeasuredError("the samples are no files of their own")
     sizes: list[int] = []
-    failed: list[str] = []
-    # each reader takes the next of them
-    left = iter(files)
     before = came_bytes()
     begin = now()
 
-    def work() -> None:
-        for path in left:
-            # one file at least
-            if sizes and now() >= begin + limit_s:
-                return
-            try:
-                with open(path, "rb", buffering=0) as file:
-                    # pages that the kernel has not written back yet cannot be dropped
-                    if time.time() - os.fstat(file.fileno()).st_mtime < 60:
-                        os.fsync(file.fileno())
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                    sizes.append(len(file.readall()))
-            except OSError as error:
-                failed.append(f"{path}: cannot be read: {error.strerror or error}")
-                return
+    def work(path: str) -> None:
+        # one file at least
+        if sizes and now() >= begin + limit_s:
+            return
+        try:
+            with open(open_regular(path), "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                sizes.append(len(file.readall()))
+        except OSError as error:
+            raise UnmeasuredError(f"{path}: cannot be read: {error.strerror or error}") from error
 
-    # no pool's threads, which a file that never comes would keep from ending
-    threads = [threading.Thread(target=work, name="fetch", daemon=True) for _ in range(readers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, begin + limit_s + _STUCK_S - now()))
-    if failed:
-        raise UnmeasuredError(failed[0])
-    if any(thread.is_alive() for thread in threads):
-        raise UnmeasuredError(f"the storage gave no file within {_STUCK_S:g} s")
+    with ThreadPoolExecutor(readers) as pool:
+        for _ in pool.map(work, files):
+            pass
     seconds = now() - begin
     share = (came_bytes() - before) / max(1, sum(sizes))
     if share < 0.9:

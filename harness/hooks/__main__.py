@@ -11,14 +11,12 @@ or SIGTERM, some lines on stderr say what bounds its training, and a folder has 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
+import runpy
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
@@ -60,16 +58,12 @@ def _found(name: str, *, is_module: bool) -> tuple[ModuleType, CodeType]:
     module = ModuleType("__main__")
     if is_module:
         sys.path.insert(0, os.getcwd())
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-        loader: Any = spec and spec.loader
-        if spec is None or not hasattr(loader, "get_code"):
-            raise ImportError("there is no such module")
+        # as pdb finds it
+        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
         module.__spec__ = spec
         module.__package__ = spec.parent
         module.__file__ = spec.origin
-        return module, loader.get_code(spec.name)
+        return module, code
     path = Path(name)
     code = compile(path.read_bytes(), name, "exec", dont_inherit=True)
     module.__file__ = name
@@ -107,25 +101,25 @@ def _without_us(
     seen: list[BaseException] = []
     while each is not None and each not in seen:
         seen.append(each)
-        kept = [*_theirs(each.__traceback__), None]
-        for frame, following in pairwise(kept):
-            frame.tb_next = following
-        each.__traceback__ = kept[0]
+        each.__traceback__ = _theirs(each.__traceback__)
         each = each.__cause__ or each.__context__
     sys.__excepthook__(kind, error, error.__traceback__)
 
 
-def _theirs(frames: TracebackType | None) -> Iterator[Any]:
-    """Iterates over the frames of a traceback that are not ours."""
-    ours = str(Path(__file__).parents[1])
-    codes = [frame.f_code for frame, _ in walk_tb(frames)]
-    if main.__code__ in codes:
-        for _ in codes[: codes.index(main.__code__)]:
-            frames = frames and frames.tb_next
+def _theirs(frames: TracebackType | None) -> TracebackType | None:
+    """Returns the frames of a traceback that are not ours."""
+    kept: list[TracebackType] = []
     while frames is not None:
-        if not frames.tb_frame.f_code.co_filename.startswith(ours):
-            yield frames
+        code = frames.tb_frame.f_code
+        if code is main.__code__:
+            kept.clear()
+        elif not code.co_filename.startswith(str(Path(__file__).parents[1])):
+            kept.append(frames)
         frames = frames.tb_next
+    for frame in reversed(kept):
+        frame.tb_next = frames
+        frames = frame
+    return frames
 
 
 if __name__ == "__main__":

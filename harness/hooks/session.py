@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -318,9 +317,8 @@ def _say(line: str) -> None:
 
 def _ranks_folder() -> Path:
     """Returns where the ranks of one job leave their figures: a folder that they share."""
-    names = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT"
-    key = "/".join(os.environ.get(name, "") for name in names)
-    return Path("outputs", f".ranks-{hashlib.sha256(key.encode()).hexdigest()[:12]}")
+    place = "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return Path("outputs", f".ranks-{place}")
 
 
 def _write_rank(figures: RankFigures) -> None:
@@ -328,8 +326,7 @@ def _write_rank(figures: RankFigures) -> None:
     # the first rank's report is without it then
     with suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(asdict(figures))
-        write_whole(place / f"{figures.rank}.json", text.encode())
+        write_whole(place / f"{figures.rank}.json", json.dumps(asdict(figures)).encode())
 
 
 def _read_ranks(world_size: int, since: float) -> Iterator[RankFigures]:
@@ -338,13 +335,12 @@ def _read_ranks(world_size: int, since: float) -> Iterator[RankFigures]:
     until_s = time.perf_counter() + _PATIENCE_S
     for rank in range(1, world_size):
         path = place / f"{rank}.json"
-        while time.perf_counter() < until_s:
-            with suppress(OSError, ValueError, TypeError):
-                if path.stat().st_mtime < since:
-                    raise FileNotFoundError
-                yield RankFigures(**read_json(path))
-                path.unlink()
-                break
+        # an earlier job may have left one
+        while not path.exists() or path.stat().st_mtime < since:
+            if time.perf_counter() > until_s:
+                return
             time.sleep(0.05)
+        yield RankFigures(**read_json(path))
+        path.unlink()
     with suppress(OSError):
         place.rmdir()

@@ -19,14 +19,12 @@ export function mistakesSection({ report, mistakes }) {
   const sum = (numbers) => numbers.reduce((all, one) => all + one, 0);
   const all = sum(classes.images);
   const wrong = all - sum(classes.correct);
-  const named = kinds.filter(([label, given, images]) => images > 0 && label in classes.class
-    && given in classes.class);
   return [
     note(`${many(wrong, "mistake")} in ${many(all, "image")}. `, counts && `${counts}.`),
-    classTable(classes, named),
+    classTable(classes, kinds),
     h("div", { class: "columns confused" },
-      h("div", {}, h("h3", {}, "True class and answer"), matrix(classes, named)),
-      h("div", {}, h("h3", {}, "Most frequent mistakes"), kindTable(classes, named))),
+      h("div", {}, h("h3", {}, "True class and answer"), matrix(classes, kinds)),
+      h("div", {}, h("h3", {}, "Most frequent mistakes"), kindTable(classes, kinds))),
     h("h3", {}, "Surest mistakes"),
     surest.length ? pictures(surest.map(({ label, given, probability, where, picture }) => (
       { picture, where, lines: [`taken for ${given} (${share(probability)})`, `in truth ${label}`] })))

@@ -17,8 +17,6 @@ from urllib.parse import parse_qs
 
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 
-# folders, to see whether there is a run at all
-_GLANCED_AT = 2000
 # that there is no run is remembered for so long
 _RECALL_S = 60.0
 
@@ -51,10 +49,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             is_due = time.monotonic() - self._looked_s >= _RECALL_S
             if self._logdir and is_due and not self._has_run:
                 self._looked_s = time.monotonic()
-                # more folders than a glance can tell of
-                unseen: list[str] = []
-                found = each_run(Path(self._logdir), unseen, _GLANCED_AT)
-                self._has_run = any(found) or bool(unseen)
+                self._has_run = any(each_run(Path(self._logdir)))
             return self._has_run
         except Exception:
             return True

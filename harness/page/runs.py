@@ -7,12 +7,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.page.course import Windows, course, latest, read_windows
-from harness.page.shape import FIRST_BATCH, MISTAKES, REPORT, TUNING, fitted
-from harness.runtime.files import natural, read_inside, read_json
+from harness.runtime.files import known, natural, number, read_inside, read_written
 
 # points of a chart that has the page's width
 BUCKETS = 400
@@ -20,9 +20,7 @@ REPORT_JSON = "report.json"
 METRICS_JSONL = "metrics.jsonl"
 FILES = (REPORT_JSON, METRICS_JSONL, "tuning.json", "mistakes.json", "first_batch.json")
 
-# looked at below one folder
 _MOST_RUNS = 1000
-_MOST_FOLDERS = 50_000
 
 
 def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
@@ -30,7 +28,7 @@ def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
 
     Of more than 1,000 they are those written last, and ``notes`` say so.
     """
-    found = list(each_run(root, notes))
+    found = list(each_run(root))
     if len(found) > _MOST_RUNS:
         notes.append(
             f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last"
@@ -39,26 +37,14 @@ def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
     return dict(sorted(found[-_MOST_RUNS:], key=lambda run: natural(run[0])))
 
 
-def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterator[tuple[str, Path]]:
-    """Yields every run folder as it is found, the last by name first, without links.
-
-    It ends after ``most`` folders, and ``notes`` say so.
-    """
-    for count, (path, folders, files) in enumerate(os.walk(root)):
-        if count == most:
-            notes.append(
-                f"{root}: more than {most:,} folders; the rest, from {path} on, is not looked "
-                "into: name one below it"
-            )
-            return
+def each_run(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yields every run folder as it is found, without links, by path from ``root``."""
+    for path, folders, files in os.walk(root):
         if REPORT_JSON in files or METRICS_JSONL in files:
             name = os.path.relpath(path, root)
-            if name == ".":
-                name = root.resolve().name
-            yield name, Path(path)
+            yield root.resolve().name if name == "." else name, Path(path)
             folders[:] = [name for name in folders if name not in ("checkpoints", "trace")]
-        looked_into = [name for name in folders if not name.startswith(".")]
-        folders[:] = sorted(looked_into, key=natural, reverse=True)
+        folders[:] = [name for name in folders if not name.startswith(".")]
 
 
 def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
@@ -117,9 +103,9 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
     if windows.damaged:
         notes.append(f"{METRICS_JSONL} has {windows.damaged} damaged lines, which are left out")
     unfinished = "the run has not ended or was killed; what is shown is what it wrote so far"
-    report = read(REPORT_JSON, lambda path: _fitting(path, REPORT), unfinished)
+    report = read(REPORT_JSON, read_written, unfinished)
     last_step = windows.last.get("step", 0)
-    if report and last_step > report.get("steps", math.inf):
+    if report and last_step > (number(report.get("steps")) or math.inf):
         notes.append(
             f"{REPORT_JSON} is of step {report['steps']}; the run has gone on since, to step "
             f"{last_step}"
@@ -128,14 +114,14 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
     # a page of many runs has no room for pictures
     mistakes = batch = None
     if buckets == BUCKETS:
-        mistakes = read("mistakes.json", lambda path: _fitting(path, MISTAKES))
-        batch = read("first_batch.json", lambda path: _fitting(path, FIRST_BATCH))
+        mistakes = read("mistakes.json", read_written)
+        batch = read("first_batch.json", partial(read_written, kind=list))
     return {
         "name": name,
         "changed_s": max(stamps(folder))[0] / 1e9,
-        "report": fitted(latest(windows), REPORT) if report is None else report,
+        "report": known(latest(windows)) if report is None else report,
         "latest": report is None,
-        "tuning": read("tuning.json", lambda path: _fitting(path, TUNING)),
+        "tuning": read("tuning.json", read_written),
         "mistakes": mistakes,
         "first_batch": batch,
         "course": course(windows, buckets),
@@ -144,11 +130,3 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
         ),
         "notes": notes,
     }
-
-
-def _fitting(path: Path, shape: Any) -> Any:
-    """Returns what of a JSON file fits ``shape``; ``ValueError``: nothing does."""
-    found = fitted(read_json(path), shape)
-    if found is None:
-        raise ValueError("it does not hold what a run writes")
-    return found

@@ -44,8 +44,7 @@ function ring(x, y, r, kind) {
 
 export function supplySection(tuning) {
   if (!tuning) return absent("this run has no tuning.json: loader.autotune=false");
-  const trials = tuning.trials.filter((trial) => typeof trial.settings.num_workers === "number");
-  trials.sort((a, b) => a.settings.num_workers - b.settings.num_workers
+  const trials = tuning.trials.toSorted((a, b) => a.settings.num_workers - b.settings.num_workers
     || a.kind.localeCompare(b.kind));
   const cost = tuning.reused ? "remembered from an earlier run"
     : `measured in ${known(tuning.seconds, seconds)}`;
@@ -71,7 +70,7 @@ function scaleOf({ demand, settings }, trials, width) {
   const fastest = Math.max(0, ...trials.map((trial) => trial.rate?.images_per_s ?? 0));
   const near = demand && (!fastest || demand.images_per_s <= NEAR * fastest);
   const end = 1.15 * Math.max(fastest, near ? demand.images_per_s : 0) || 1;
-  const last = Math.max(1, Number(settings.num_workers) || 0,
+  const last = Math.max(1, settings.num_workers,
     ...trials.map((trial) => trial.settings.num_workers));
   const x = (workers) => LEFT + ((workers + 0.5) / (last + 1)) * (width - LEFT - RIGHT);
   const y = (rate) => BOTTOM - (Math.max(0, Math.min(rate, end)) / end) * (BOTTOM - TOP);

@@ -86,6 +86,31 @@ def read_json(path: Path) -> Any:
     return parsed(read_regular(path, _MOST_BYTES))
 
 
+def read_written(path: Path, kind: type = dict) -> Any:
+    """Returns what a run wrote into the JSON file at ``path``: an object, or another ``kind``.
+
+    Nulls of objects are left out, and so are numbers that are no figures.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file of at most 16 MiB.
+        ValueError: it is damaged, or holds something else.
+    """
+    found = known(read_json(path))
+    if not isinstance(found, kind):
+        raise ValueError("it does not hold what a run writes")
+    return found
+
+
+def known(value: Any) -> Any:
+    """Returns ``value``, parsed from JSON, without nulls and numbers that are no figures."""
+    if isinstance(value, dict):
+        items = {name: known(item) for name, item in value.items()}
+        return {name: item for name, item in items.items() if item is not None}
+    if isinstance(value, list):
+        return [known(item) for item in value]
+    return number(value) if type(value) in (int, float) else value
+
+
 def parsed(text: bytes) -> Any:
     """Returns the value of ``text`` as JSON.
 

@@ -53,51 +53,6 @@ class RankFigures:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What a verdict rests on.
-
-    Attributes:
-        window: the steps' figures, usually the whole run's.
-        stages: what the workers spent their time on; None: the feed does not tell.
-        settings: the loader's, with torch's names; ``backend`` is "processes", "threads", or
-            "arrays", which never has workers; ``prefetch_factor`` is per worker process, or of
-            threads in all.
-        cores: processors that this rank may use.
-        device: its kind.
-        sampled: the machine's figures by tag, means over the run.
-        autotuned: whether the loader's settings are those of a search.
-        ranks: every rank's figures, where there are several.
-        precision: the network's, by its name in the settings.
-        compiled: whether torch.compile was used.
-        channels_last: whether activations are kept as NHWC.
-        half_precision: the faster of bf16 and fp16 on the device.
-        window_steps: steps in one logged window.
-        cores_from: where the number of cores is said.
-        most_workers: workers that are worth a try and fit; None: the tuner's cap, max(8, 4 a core).
-        others: cores that other programs took, where ``sampled`` cannot tell.
-        ceiling: speed-up if loading were free, where measured; None: as the stall says.
-    """
-
-    window: Window
-    stages: StageTotals | None
-    settings: Any
-    cores: float
-    device: str
-    sampled: Mapping[str, float]
-    autotuned: bool
-    ranks: tuple[RankFigures, ...] = ()
-    precision: str = "fp32"
-    compiled: bool = False
-    channels_last: bool = False
-    half_precision: str = "bf16"
-    window_steps: int = 10
-    cores_from: str = ""
-    most_workers: int | None = None
-    others: float | None = None
-    ceiling: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerCost:
     """What a sample costs the workers of a feed, and what that time goes for.
@@ -210,11 +165,30 @@ class Straggler(NamedTuple):
         return cls(ranks[slowest].rank, late_ms, part, waits)
 
 
-class StallBreakdown:
-    """``evidence`` as shares of the time, 0..1.
+@dataclass(kw_only=True)
+class Evidence:
+    """What a verdict rests on, and what follows from it by arithmetic: shares of the time, 0..1.
 
     Attributes:
-        sampled: gives a figure of the machine by its tag.
+        window: the steps' figures, usually the whole run's.
+        stages: what the workers spent their time on; None: the feed does not tell.
+        settings: the loader's, with torch's names; ``backend`` is "processes", "threads", or
+            "arrays", which never has workers; ``prefetch_factor`` is per worker process, or of
+            threads in all.
+        cores: processors that this rank may use.
+        device: its kind.
+        sampled: the machine's figures by tag, means over the run.
+        autotuned: whether the loader's settings are those of a search.
+        ranks: every rank's figures, where there are several.
+        precision: the network's, by its name in the settings.
+        compiled: whether torch.compile was used.
+        channels_last: whether activations are kept as NHWC.
+        half_precision: the faster of bf16 and fp16 on the device.
+        window_steps: steps in one logged window.
+        cores_from: where the number of cores is said.
+        most_workers: workers that are worth a try and fit; None: the tuner's cap, max(8, 4 a core).
+        others: cores that other programs took; None: they harmed nothing, as ``sampled`` has it.
+        ceiling: speed-up if loading were free, where measured; None: as the stall says.
         stall: the device had nothing to run for want of data.
         starved: of that, the loop waited for a batch.
         copy: of that, the loop waited for a batch's copy.
@@ -229,22 +203,37 @@ class StallBreakdown:
         host_parts: what ``host`` was spent on, by name.
         workers: of the loader.
         rate: images/s; 0: not known.
-        others: cores that other programs took; None: they harmed nothing.
         throttled: share of the scheduling periods in which a quota stopped this run.
         cost: what the workers' time went for; None: nothing tells.
         memory: this run waited for memory.
         late: the rank that the others wait for; None: they are alike.
-        ceiling: speed-up if loading were free, at most 1000.
+        speedup: if loading were free, at most 1000.
     """
 
-    def __init__(self, evidence: Evidence) -> None:
-        window = evidence.window
+    window: Window
+    stages: StageTotals | None
+    settings: Any
+    cores: float
+    device: str
+    sampled: Mapping[str, float]
+    autotuned: bool
+    ranks: tuple[RankFigures, ...] = ()
+    precision: str = "fp32"
+    compiled: bool = False
+    channels_last: bool = False
+    half_precision: str = "bf16"
+    window_steps: int = 10
+    cores_from: str = ""
+    most_workers: int | None = None
+    others: float | None = None
+    ceiling: float | None = None
+
+    def __post_init__(self) -> None:
+        window = self.window
         share = window.shares.get
         part = window.wait_parts.get
-        self.evidence = evidence
-        self.sampled = evidence.sampled.get
         self.stall = window.stall_fraction or 0.0
-        self.ceiling = evidence.ceiling or 1 / max(1 - self.stall, 0.001)
+        self.speedup = self.ceiling or 1 / max(1 - self.stall, 0.001)
         self.copy = share("exposed_copy", 0.0)
         self.starved = share("starved", self.stall - self.copy)
         self.host = share("host", 0.0)
@@ -262,39 +251,39 @@ class StallBreakdown:
         }
         named = sum(self.host_parts.values())
         self.host_parts["unnamed work"] = max(0.0, self.host - named)
-        self.workers: int = evidence.settings.num_workers
+        self.workers: int = self.settings.num_workers
         self.rate = window.images_per_s or 0.0
 
-        self.others = evidence.others or taken(evidence.sampled)
-        self.throttled = self.sampled(Tag.THROTTLED_FRACTION, 0.0)
-        used = self.sampled(Tag.CPU_CORES, 0.0) / evidence.cores
+        self.others = self.others or taken(self.sampled)
+        self.throttled = self.sampled.get(Tag.THROTTLED_FRACTION, 0.0)
+        used = self.sampled.get(Tag.CPU_CORES, 0.0) / self.cores
         # where nine tenths of the processors are in use, some work waits for one
-        in_use = max(used, self.sampled(Tag.CPU_FRACTION, 0.0))
+        in_use = max(used, self.sampled.get(Tag.CPU_FRACTION, 0.0))
         full = in_use >= 0.9 or self.throttled >= THROTTLED or self.others is not None
-        self.cost = worker_cost(evidence.stages, full=full)
+        self.cost = worker_cost(self.stages, full=full)
         # a page from a disk takes 0.1 ms at least
-        faulting = min(1.0, 1e-4 * self.sampled(Tag.MAJOR_FAULTS_PER_S, 0.0))
-        self.memory = self.sampled(Tag.MEMORY_STALL_FRACTION, faulting)
-        self.late = Straggler.among(evidence.ranks)
+        faulting = min(1.0, 1e-4 * self.sampled.get(Tag.MAJOR_FAULTS_PER_S, 0.0))
+        self.memory = self.sampled.get(Tag.MEMORY_STALL_FRACTION, faulting)
+        self.late = Straggler.among(self.ranks)
 
     def unmade(self) -> float:
         """Returns the share of the time waited for batches if handing over took no time."""
         if self.cost is None or not self.workers:
             return self.starved
-        wanted = self.cost.wall_s * self.rate * self.ceiling
+        wanted = self.cost.wall_s * self.rate * self.speedup
         return max(0.0, 1 - self.workers / max(self.workers, wanted))
 
     def could(self) -> float:
         """Returns the images/s that all processors could load beside the step."""
-        cores = self.evidence.cores
+        cores = self.cores
         if self.cost is None or not self.rate:
             return self.rate
-        used = self.sampled(Tag.CPU_CORES)
+        used = self.sampled.get(Tag.CPU_CORES)
         # where the device is another one and nothing was sampled
         step_cores = 0.0
         if used is not None:
             step_cores = max(0.0, min(used, cores) - self.cost.cpu_s * self.rate)
-        elif self.evidence.device == "cpu":
+        elif self.device == "cpu":
             step_cores = cores * (self.compute or 0.0)
         return roofline(cores, self.cost.wants_s, step_cores / self.rate)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from harness.watch.evidence import HARM, THROTTLED, Bottleneck, Evidence, StallBreakdown
+from harness.watch.evidence import HARM, THROTTLED, Bottleneck, Evidence
 from harness.watch.figures import Tag
 from harness.watch.neighbours import SPOILT
 from harness.watch.throughput import workers_for
@@ -38,16 +38,15 @@ class Verdict:
     """
 
     kind: Bottleneck
-    shares: StallBreakdown
+    shares: Evidence
     change: Change = field(default_factory=dict)
     why: Why = ""
     ceiling: float | None = None
 
 
-def judge(evidence: Evidence) -> Verdict:
-    """Returns what bounds the steps in ``evidence.window``, and what to try."""
-    window = evidence.window
-    r = StallBreakdown(evidence)
+def judge(r: Evidence) -> Verdict:
+    """Returns what bounds the steps in ``r.window``, and what to try."""
+    window = r.window
     # in under a second, a single slow step among a few would decide
     if window.steps < (10 if window.elapsed_s >= 1.0 else 20):
         return Verdict("unknown", r, why="few steps")
@@ -58,7 +57,7 @@ def judge(evidence: Evidence) -> Verdict:
         # the rule for what costs the most
         costs = {starved: r.starved, copied: r.copy, hosted: r.host, launched: r.launch}
         rule = max(costs, key=costs.__getitem__)
-    ceiling = r.ceiling
+    ceiling = r.speedup
     if r.late:
         found = Verdict("rank", r, searched(r) if r.late.part == "stalled" else {})
         ceiling = max(ceiling, 1 / max(0.01, 1 - r.late.share))
@@ -67,33 +66,32 @@ def judge(evidence: Evidence) -> Verdict:
     return replace(lacking(r, found.kind) or found, ceiling=ceiling)
 
 
-def searched(r: StallBreakdown) -> Change:
+def searched(r: Evidence) -> Change:
     """Returns the search for the loader's settings, if they are not those of one."""
-    return {} if r.evidence.autotuned else {"loader.autotune": True}
+    return {} if r.autotuned else {"loader.autotune": True}
 
 
-def unharmed(r: StallBreakdown) -> Verdict:
+def unharmed(r: Evidence) -> Verdict:
     """Returns what sets the pace where next to nothing is lost."""
-    e = r.evidence
     # a twentieth of the time for Python is no surprise where steps are short
     if r.stall >= FED or r.host >= 0.05:
         return Verdict("balanced", r)
     if r.compute is None:
         return Verdict("unknown", r, why="no compute")
     change: dict[str, bool | str] = {}
-    if e.device == "cuda":
-        if e.precision == "fp32":
-            change["trainer.precision"] = e.half_precision
-        if not e.channels_last:
+    if r.device == "cuda":
+        if r.precision == "fp32":
+            change["trainer.precision"] = r.half_precision
+        if not r.channels_last:
             change["trainer.channels_last"] = True
-        if not change and not e.compiled:
+        if not change and not r.compiled:
             change["trainer.compile"] = True
     return Verdict("compute", r, change)
 
 
-def starved(r: StallBreakdown) -> Verdict:
+def starved(r: Evidence) -> Verdict:
     """Returns why batches come too late: made too slowly, or long on the way."""
-    cores = r.evidence.cores
+    cores = r.cores
     cost = r.cost
     late = max(r.handed, r.moved) > r.made
     # workers that are too slow, and processors full of samples, delay handing over too: where that
@@ -116,68 +114,63 @@ def starved(r: StallBreakdown) -> Verdict:
     return Verdict(cost.kind, r, change if cost.kind == "transport" else more)
 
 
-def more_in_flight(r: StallBreakdown) -> Change:
+def more_in_flight(r: Evidence) -> Change:
     """Returns a setting that adds workers or batches in flight; empty: none helps."""
-    e = r.evidence
     cost = r.cost
-    if cost is None or e.autotuned or r.could() < (1 + HARM) * r.rate:
+    if cost is None or r.autotuned or r.could() < (1 + HARM) * r.rate:
         return {}
     if r.workers and r.unmade() == 0:
         # more than 8 batches ahead of each process, or 32 of all threads, have not helped
-        deepest = 32 if e.settings.backend == "threads" else 8
-        depth = e.settings.prefetch_factor or deepest
+        deepest = 32 if r.settings.backend == "threads" else 8
+        depth = r.settings.prefetch_factor or deepest
         return {"loader.prefetch_factor": min(2 * depth, deepest)} if depth < deepest else {}
     # a tenth more than the steps would take, as far as there are processors: samples are uneven
-    wanted = workers_for(1.1 * min(r.could(), r.ceiling * r.rate), cost.wall_s)
-    wanted = min(wanted, e.most_workers or max(8, int(4 * e.cores)))
-    if not r.has_room() or wanted <= r.workers or e.settings.backend == "arrays":
+    wanted = workers_for(1.1 * min(r.could(), r.speedup * r.rate), cost.wall_s)
+    wanted = min(wanted, r.most_workers or max(8, int(4 * r.cores)))
+    if not r.has_room() or wanted <= r.workers or r.settings.backend == "arrays":
         return {}
     return {"loader.num_workers": wanted}
 
 
-def copied(r: StallBreakdown) -> Verdict:
+def copied(r: Evidence) -> Verdict:
     """Returns that batches that are here wait to be brought to the device and normalised."""
-    e = r.evidence
-    pins = e.device == "cuda" and not e.settings.pin_memory
+    pins = r.device == "cuda" and not r.settings.pin_memory
     return Verdict("copy", r, {"loader.pin_memory": True} if pins else {})
 
 
-def hosted(r: StallBreakdown) -> Verdict:
+def hosted(r: Evidence) -> Verdict:
     """Returns that Python keeps the device waiting between two steps."""
-    e = r.evidence
     match max(r.host_parts, key=r.host_parts.__getitem__):
         case "gc":
             return Verdict("host", r, why="gc")
         case "logging":
-            return Verdict("host", r, {"watch.window_steps": 10 * e.window_steps})
-    return Verdict("host", r, {"loader.batch_size": 2 * e.settings.batch_size})
+            return Verdict("host", r, {"watch.window_steps": 10 * r.window_steps})
+    return Verdict("host", r, {"loader.batch_size": 2 * r.settings.batch_size})
 
 
-def launched(r: StallBreakdown) -> Verdict:
+def launched(r: Evidence) -> Verdict:
     """Returns that Python launches kernels more slowly than the device runs them."""
-    e = r.evidence
-    larger = {"loader.batch_size": 2 * e.settings.batch_size}
-    return Verdict("launch", r, larger if e.compiled else {"trainer.compile": True})
+    larger = {"loader.batch_size": 2 * r.settings.batch_size}
+    return Verdict("launch", r, larger if r.compiled else {"trainer.compile": True})
 
 
-def lacking(r: StallBreakdown, kind: Bottleneck) -> Verdict | None:
+def lacking(r: Evidence, kind: Bottleneck) -> Verdict | None:
     """Returns what the machine lacked, where that can have caused ``kind``."""
-    e = r.evidence
     # slow processors do not harm an accelerator that is busy all the same
-    if e.device == "cpu" or r.lost >= HARM:
+    if r.device == "cpu" or r.lost >= HARM:
         # files that are mapped fault where they are read
-        is_told = kind != "storage" or Tag.MEMORY_STALL_FRACTION in e.sampled
+        is_told = kind != "storage" or Tag.MEMORY_STALL_FRACTION in r.sampled
         if r.memory >= HARM and is_told and kind != "rank":
             if r.workers > 1:
                 return Verdict("memory", r, {"loader.num_workers": r.workers // 2})
-            deep = (e.settings.prefetch_factor or 1) > 1
+            deep = (r.settings.prefetch_factor or 1) > 1
             return Verdict("memory", r, {"loader.prefetch_factor": 1} if deep else {})
         # a quota that stops the run in most periods stops it within reads, too
         waits = kind == "storage" and r.throttled < 0.5 and r.cost and r.cost.waits
         if not waits and kind not in ("copy", "rank", "unknown"):
-            full = r.others is None and e.cores_from.startswith("quota") and not r.has_room()
+            full = r.others is None and r.cores_from.startswith("quota") and not r.has_room()
             if r.throttled >= THROTTLED or (full and r.cost and r.cost.kind == kind):
                 return Verdict("quota", r)
             return None if r.others is None else Verdict("neighbours", r)
-    shared = r.sampled(Tag.GPU_OTHERS_UTILIZATION, 0.0) >= SPOILT
+    shared = r.sampled.get(Tag.GPU_OTHERS_UTILIZATION, 0.0) >= SPOILT
     return Verdict("neighbours", r) if shared and kind == "compute" else None

@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from harness.watch.evidence import HARM, Bottleneck, StallBreakdown, WorkerCost
+from harness.watch.evidence import HARM, Bottleneck, Evidence, WorkerCost
 from harness.watch.figures import Tag
 from harness.watch.verdict import FED, Change, Verdict
 
 # of the time: a smaller suspect is not worth a word
 _WORTH = 0.01
-HEADLINES: Mapping[Bottleneck, str] = {
-    "storage": "Storage-bound",
-    "decode": "Decode-bound",
+# others are bound by their kind
+_HEADLINES: Mapping[Bottleneck, str] = {
     "augment": "Augmentation-bound",
-    "collate": "Collate-bound",
-    "transport": "Transport-bound",
-    "copy": "Copy-bound",
     "workers": "Too few workers",
-    "compute": "Compute-bound",
-    "launch": "Launch-bound",
     "quota": "Held back by the processor quota",
     "memory": "Short of memory",
     "host": "Held up by Python",
@@ -96,7 +90,7 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = typed) -> Statemen
     """Returns ``verdict`` in words; ``tried`` words the settings to try."""
     kind = verdict.kind
     r = verdict.shares
-    headline = HEADLINES[kind]
+    headline = _HEADLINES.get(kind, f"{kind.capitalize()}-bound")
     if kind in _WORK and r.lost >= HARM and (r.compute or 0.0) >= 0.75:
         headline = f"Mostly compute ({r.compute:.0%}), then {_WORK[kind]}"
     next_step = tried(verdict.change) or None
@@ -112,16 +106,15 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = typed) -> Statemen
 def _facts(verdict: Verdict) -> Iterator[str]:
     """Iterates over the facts that tell the kind, each with its figures."""
     r = verdict.shares
-    e = r.evidence
     cost = r.cost
     if verdict.ceiling and r.stall >= FED:
-        waiting = "The loop, and the device at most as long," if e.device != "cpu" else "Training"
-        if e.window.stall_basis == "device":
+        waiting = "The loop, and the device at most as long," if r.device != "cpu" else "Training"
+        if r.window.stall_basis == "device":
             waiting = "The device"
         yield f"{waiting} waited for data {r.stall:.0%} of the time"
     match verdict.kind:
         case "unknown" if verdict.why == "few steps":
-            yield f"{e.window.steps} steps are too few for a verdict"
+            yield f"{r.window.steps} steps are too few for a verdict"
         case "unknown":
             yield _UNKNOWN[verdict.why]
         case "rank" if r.late:
@@ -148,13 +141,13 @@ def _facts(verdict: Verdict) -> Iterator[str]:
         case "memory":
             yield f"Work stood still for memory {r.memory:.0%} of the time"
         case "quota":
-            yield f"{e.cores:.3g} cores are too few"
+            yield f"{r.cores:.3g} cores are too few"
             if r.throttled:
                 yield f"The quota stopped this run in {r.throttled:.0%} of its periods"
         case "neighbours" if r.others:
-            yield f"Other programs take {r.others:.2g} of the {e.cores:.3g} cores"
+            yield f"Other programs take {r.others:.2g} of the {r.cores:.3g} cores"
         case "neighbours":
-            busy = r.sampled(Tag.GPU_OTHERS_UTILIZATION, 0.0)
+            busy = r.sampled.get(Tag.GPU_OTHERS_UTILIZATION, 0.0)
             yield f"Other programs keep the GPU busy {busy:.0%} of the time"
         case _ if cost:
             yield from _work(verdict, cost)
@@ -163,7 +156,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
 def _work(verdict: Verdict, cost: WorkerCost) -> Iterator[str]:
     """Iterates over what workers do with a sample, and whether there is room for more of them."""
     r = verdict.shares
-    cores = f"The {r.evidence.cores:.3g} cores"
+    cores = f"The {r.cores:.3g} cores"
     sample_ms = 1e3 * cost.wall_s
     if "loader.prefetch_factor" in verdict.change:
         yield f"{r.workers} workers are enough on average, but their batches come unevenly"
@@ -183,10 +176,10 @@ def _work(verdict: Verdict, cost: WorkerCost) -> Iterator[str]:
             yield f"{cores} have no room for more workers"
 
 
-def _origin(r: StallBreakdown) -> Iterator[str]:
+def _origin(r: Evidence) -> Iterator[str]:
     """Iterates over what is known of where the bytes that were read came from."""
-    read = r.sampled(Tag.READ_BYTES_PER_S)
-    stored = r.sampled(Tag.STORAGE_BYTES_PER_S)
+    read = r.sampled.get(Tag.READ_BYTES_PER_S)
+    stored = r.sampled.get(Tag.STORAGE_BYTES_PER_S)
     if not read or stored is None:
         return
     if stored < 0.05 * read:
@@ -203,18 +196,18 @@ def _gain(verdict: Verdict) -> Iterator[str]:
     # beside other programs the ceiling would be theirs too
     if not ceiling or 1 - 1 / ceiling < FED or verdict.kind == "neighbours":
         return
-    on_cpu = r.evidence.device == "cpu"
+    on_cpu = r.device == "cpu"
     # steps that hardly wait are slower all the same
-    if on_cpu and r.evidence.ceiling and r.lost < HARM and ceiling > 1 / (1 - HARM):
+    if on_cpu and r.ceiling and r.lost < HARM and ceiling > 1 / (1 - HARM):
         yield f"Without loading on their processors, steps are {ceiling:.3g}x as fast"
         return
     less = ", and less where it takes processors from the step" * on_cpu
     yield f"Faster loading gives at most {ceiling:.3g}x{less}"
 
 
-def _evidence(r: StallBreakdown) -> Iterator[str]:
+def _evidence(r: Evidence) -> Iterator[str]:
     """Iterates over the figures of the shares, a clause each."""
-    window = r.evidence.window
+    window = r.window
     shares = _listed(window.shares).replace("_", " ")
     yield f"time on the {window.stall_basis}'s clock: {shares}"
     if window.wait_parts and r.starved >= _WORTH:

@@ -19,11 +19,11 @@ from harness.diagnose.whatif import WhatIf
 from harness.runtime.distributed import World
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.watch.board import Board
-from harness.watch.evidence import Bottleneck, StallBreakdown
+from harness.watch.evidence import Bottleneck
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.verdict import Change, Verdict
 
-SHARES = StallBreakdown(evidence())
+SHARES = evidence()
 OWN = samples.settings(2, batch_size=10)
 STAGES = StageTotals(100, 10, 0.5, {"read": StageCost(0.1, 0.01), "decode": StageCost(0.4, 0.4)})
 

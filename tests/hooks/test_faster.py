@@ -195,6 +195,6 @@ def test_a_trial_draws_nothing(root: Path) -> None:
     state = torch.get_rng_state()
     found = trial(ImageFolder(str(root), transform))
     assert torch.equal(torch.get_rng_state(), state)
-    assert found and found.share > 0 and found.difference < 1.0
+    assert found and found.share > 0
     assert found.steps == ("RandomResizedCrop",)
     assert trial(ImageFolder(str(root), T.ToTensor())) is None

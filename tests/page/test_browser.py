@@ -273,6 +273,14 @@ def test_pages_of_all_kinds_are_drawn(show: Callable[..., webdriver.Chrome], pag
     )
 
 
+def test_figures_of_other_types_are_one_line(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """A report that somebody has edited is no page, and its text stays text."""
+    write_report(runs.write(tmp_path, report=runs.report(verdict="<img src=x>", shares=[1])))
+    browser.get((tmp_path / "report.html").as_uri())
+    assert until(browser, lambda: one(browser, ".detail [role=alert]")).text.startswith("run ")
+    assert not browser.find_elements(By.CSS_SELECTOR, ".detail img, .detail section")
+
+
 HOSTILE = [
     "<img src=x onerror=alert(1)>",
     "</script><b>",
@@ -307,11 +315,9 @@ def test_what_went_wrong_is_shown(
 
 
 def test_without_a_mistake_there_is_none(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """A network that is always right; figures that a damaged file lacks are not available."""
+    """A network that is always right; a class without images has no figures."""
     classes = {"class": ["cat", "dog", "cow"], "images": [2, 0], "correct": [2, 0], "given": [2, 0]}
-    write_report(
-        runs.with_mistakes(tmp_path, ["a"], classes=classes, kinds=[[0, 9, 1]], mistakes=[])
-    )
+    write_report(runs.with_mistakes(tmp_path, ["a"], classes=classes, kinds=[], mistakes=[]))
     browser.get((tmp_path / "report.html").as_uri())
     section = until(browser, lambda: one(browser, ".confused").find_element(By.XPATH, ".."))
     assert section.text.count("There is none.") == 2 and "0 mistakes in 2 images" in section.text

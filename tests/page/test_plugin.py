@@ -143,19 +143,6 @@ def test_the_tab_sleeps_where_there_is_no_run(
     assert here.is_active()
 
 
-def test_a_glance_at_many_folders_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few folders are looked into; that there may be a run further on is shown."""
-    monkeypatch.setattr("harness.page.plugin._GLANCED_AT", 3)
-    for name in ("c", "d"):
-        (tmp_path / name).mkdir()
-    assert not plugin(tmp_path).is_active()
-    runs.write(tmp_path / "b", report={})
-    monkeypatch.setattr(
-        "harness.page.runs.REPORT_JSON", "none.json"
-    )  # who did look would find none
-    assert plugin(tmp_path).is_active()
-
-
 def test_an_odd_report_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Infinity among the settings is left out; what cannot be told is a note."""
     runs.write(tmp_path / "a", report={"loader": {"timeout_s": float("inf"), "num_workers": 2}})

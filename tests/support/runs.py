@@ -345,7 +345,7 @@ def damaged(folder: Path) -> Path:
         '{"status": "completed", "steps": NaN, "shares": [1], "verdict": '
         '"</script><script>alert(1)"'
     )
-    (folder / "tuning.json").write_text('{"trials": {"a": "<img src=x onerror=alert(1)>"}}')
+    (folder / "tuning.json").write_text('["<img src=x onerror=alert(1)>"]')
     (folder / "metrics.jsonl").write_bytes(
         b'\xff\xfe not json\n[1, 2]\n{"step": "x"}\n'
         + json.dumps(window(10, {"compute": 5.0})).encode()

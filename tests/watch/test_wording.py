@@ -25,7 +25,7 @@ def told(verdict: Verdict, config: Config) -> Iterator[str]:
     on_console = stated(verdict)
     yield on_console.sentence
     for streams in (False, True):
-        loader = Followed("train.py:7", verdict.shares.evidence.settings, streams=streams)
+        loader = Followed("train.py:7", verdict.shares.settings, streams=streams)
         step = stated(verdict, partial(in_script, followed=loader)).next_step
         if step:
             yield f"{'a stream' if streams else 'a script'}: {step}"
