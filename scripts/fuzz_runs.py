@@ -302,7 +302,6 @@ def run(name: str, place: Path) -> Reader:
         document.page([text], (), "run")
         found, _ = folders.find([place, place])
         folders.settings_that_differ(found)
-        folders.notes(found)
         found[1].changes(found[0])
         notes = json.loads(text)["notes"]
         if name == "metrics.jsonl":

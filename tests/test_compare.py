@@ -252,24 +252,24 @@ def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFix
 def test_figures_from_different_clocks_are_not_compared(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, shown: str
 ) -> None:
-    """A device's beside a host's is noted, and no limit can be judged by it."""
+    """A device's beside a host's is a column, and no limit can be judged by it."""
     pair = make_run("gpu"), make_run("cpu", stall_basis="host")
     code, said, errors = compare(capsys, *pair, "--fail-beyond", limit)
     assert cells(said)[1][limit.partition("=")[0]] == shown
-    assert "- stall_basis differs: device (gpu); host (cpu)" in said
+    assert [row["stall_basis"] for row in cells(said)] == ["device", "host"]
     assert code == 2 and "by the same clock" in errors[0]
 
 
 def test_other_machines_and_versions_are_noted(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each difference with the runs that have it."""
+    """Each difference is a column."""
     runs = [
         make_run(name, environment__torch="2.16.0" if name == "e" else "2.15.0") for name in "abcde"
     ]
     said = compare(capsys, *runs)[1]
-    assert "- torch differs: 2.15.0 (a, b, c, d); 2.16.0 (e)" in said
-    assert "cpu differs" not in said
+    versions = [row["environment.torch"] for row in cells(said)]
+    assert versions == [*4 * ["2.15.0"], "2.16.0"] and "environment.cpu" not in said
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_a_damaged_run_is_an_error_beside_the_others(
     [
         pytest.param({"images_per_s": "much", "stall_fraction": True, "steps": None}, 0, id="text"),
         pytest.param({"images_per_s": float("nan")}, 0, id="no number"),
-        pytest.param({"environment": []}, 2, id="another shape"),
+        pytest.param({"verdict": "decode"}, 2, id="another shape"),
         pytest.param({"step_ms": 7}, 2, id="no spread"),
     ],
 )

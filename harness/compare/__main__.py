@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.compare.folders import FIGURES, Figure, Run, find, notes, settings_that_differ
+from harness.compare.folders import FIGURES, Figure, Run, find, settings_that_differ, text
 from harness.config import ConfigError
 from harness.runtime.errors import printable, tell
 
@@ -98,7 +98,7 @@ def rows(runs: Sequence[Run], settings: Mapping[str, Mapping[str, str]]) -> list
                 row[figure.title] = figure.shown(run.figures[figure])
             if figure in changes and run is not runs[0]:
                 row[figure.title] += f" ({figure.shown_change(changes[figure])})"
-        row["verdict"] = run.verdict.get("bottleneck", "-")
+        row["verdict"] = text(run.verdict, "bottleneck")
         found.append(row | {key: values.get(run.name, "-") for key, values in settings.items()})
     return found
 
@@ -145,7 +145,7 @@ def as_json(
                 "figures": {figure.key: value for figure, value in run.figures.items()},
                 "against_first": {figure.key: change for figure, change in changes.items()},
                 "verdict": run.verdict,
-                "settings": {key: run.settings.get(key) for key in settings if run.facts},
+                "settings": {key: run.settings.get(key) for key in settings if run.settings},
             }
         )
     found = {"runs": listed, "notes": told, "beyond_limits": beyond, "not_judged": untold}
@@ -183,7 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return tell([ConfigError(str(error))])
     beyond, untold = judge(runs, options.fail_beyond)
-    told = [*notes(runs), *passed]
+    broken = [
+        ": ".join(str(part) for part in (run.name, run.status, run.error) if part)
+        for run in runs
+        if run.status != "completed"
+    ]
+    told = [*broken, *passed]
     print(as_json(runs, told, beyond, untold) if options.json else show(runs, told))
     errors = [str(run.error) for run in runs if run.status == "unreadable"] + untold
     for line in [f"error: {line}" for line in errors] + [f"regression: {line}" for line in beyond]:

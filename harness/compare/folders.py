@@ -67,8 +67,8 @@ class Run(NamedTuple):
         error: why it did not complete, where that is known.
         steps: as text.
         verdict: as the report has it.
-        facts: the clock that stalls rest on, versions and hardware.
-        settings: the run's settings by dotted name, and ``used.*``, what its loader ran with.
+        settings: the run's settings by dotted name; ``used.*``, what its loader ran with;
+            ``environment.*``, versions and hardware; ``stall_basis``, the clock of its stalls.
         figures: those that the report has.
     """
 
@@ -77,7 +77,6 @@ class Run(NamedTuple):
     error: str | None = None
     steps: str = "-"
     verdict: Mapping[str, Any] = {}
-    facts: Mapping[str, Any] = {}
     settings: Mapping[str, Any] = {}
     figures: Mapping[Figure, float] = {}
 
@@ -86,7 +85,7 @@ class Run(NamedTuple):
         changes: dict[Figure, float] = {}
         if not self.status == first.status == "completed":
             return changes
-        is_same_clock = self.facts["stall_basis"] == first.facts["stall_basis"]
+        is_same_clock = self.settings["stall_basis"] == first.settings["stall_basis"]
         for figure, value in self.figures.items():
             reference = first.figures.get(figure)
             if reference is None or (figure.is_clocked and not is_same_clock):
@@ -149,7 +148,8 @@ def _read(folder: Path, name: str) -> Run:
             settings.get("run", {}).pop("name", None)
         path = folder / "report.json"
         report = read_written(path)
-        settings |= {"used": report.get("loader", {}), "world_size": report.get("world_size")}
+        settings |= {name: report.get(name) for name in ("world_size", "stall_basis")}
+        settings |= {"used": report.get("loader"), "environment": report.get("environment", {})}
         figures = {}
         for figure in FIGURES:
             value: Any = report
@@ -157,15 +157,12 @@ def _read(folder: Path, name: str) -> Run:
                 value = value.get(part, {})
             if number(value) is not None:
                 figures[figure] = value
-        verdict = report.get("verdict", {})
-        facts = {"stall_basis": report.get("stall_basis"), **report.get("environment", {})}
         return Run(
             name,
-            report["status"],
+            str(report["status"]),
             report.get("error"),
             text(report, "steps"),
-            verdict,
-            facts,
+            dict(report.get("verdict", {})),
             dict(config.leaves(settings)),
             figures,
         )
@@ -176,13 +173,6 @@ def _read(folder: Path, name: str) -> Run:
         why = f"damaged: {reason}; leave the run out"
     error_text = f"{os.path.relpath(path)}: {why}"
     return Run(name, "unreadable", error_text, settings=dict(config.leaves(settings)))
-
-
-def differing(trees: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Returns each key that tells some of the named ``trees`` from others, with its texts."""
-    keys = dict.fromkeys(key for tree in trees.values() for key in tree)
-    values = {key: {name: text(tree, key) for name, tree in trees.items()} for key in keys}
-    return {key: by_name for key, by_name in values.items() if len(set(by_name.values())) > 1}
 
 
 def text(tree: Mapping[str, Any], key: str) -> str:
@@ -196,25 +186,12 @@ def settings_that_differ(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
 
     ``used.*`` is there only where it says more than ``loader.*``.
     """
-    found = differing({run.name: run.settings for run in runs if run.facts})
+    readable = [run for run in runs if run.status != "unreadable"]
+    keys = dict.fromkeys(key for run in readable for key in run.settings)
+    found = {key: {run.name: text(run.settings, key) for run in readable} for key in keys}
     return {
         key: values
         for key, values in found.items()
-        if not key.startswith("used.") or found.get(f"loader.{key[5:]}") != values
+        if len({*values.values()}) > 1
+        and (not key.startswith("used.") or found.get(f"loader.{key[5:]}") != values)
     }
-
-
-def notes(runs: Sequence[Run]) -> list[str]:
-    """Returns what a reader must know: runs that did not complete, other machines and clocks."""
-    found = [
-        ": ".join(filter(None, (run.name, run.status, run.error)))
-        for run in runs
-        if run.status != "completed"
-    ]
-    for key, values in differing({run.name: run.facts for run in runs if run.facts}).items():
-        names: dict[str, list[str]] = {}
-        for name, value in values.items():
-            names.setdefault(value, []).append(name)
-        told = [f"{value} ({', '.join(those)})" for value, those in names.items()]
-        found.append(f"{key} differs: {'; '.join(told)}")
-    return found

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
+from werkzeug import Request, Response
 
 # that there is no run is remembered for so long
 _RECALL_S = 60.0
@@ -74,16 +74,15 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         def tell(folder: Path, name: str, buckets: int = 60) -> str:
             return kept(runs.stamps(folder), folder, name, buckets)
 
-        def every(query: str) -> str:
+        def every(query: Mapping[str, str]) -> str:
             notes: list[str] = []
             return document.listed(runs.told(found(notes), tell, notes), notes)
 
-        def one(query: str) -> str:
-            name = parse_qs(query).get("name", [""])[0]
+        def one(query: Mapping[str, str]) -> str:
             # a name is looked up and never made into a path
-            return tell(found([])[name], name, runs.BUCKETS)
+            return tell(found([])[query["name"]], query["name"], runs.BUCKETS)
 
-        def file(name: str) -> Callable[[str], str]:
+        def file(name: str) -> Callable[[Mapping[str, str]], str]:
             return lambda query: document.asset(name)
 
         served = {"/runs": _app("application/json", every), "/run": _app("application/json", one)}
@@ -93,31 +92,24 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return served
 
 
-def _app(kind: str, make: Callable[[str], str]) -> Any:
+def _app(kind: str, make: Callable[[Mapping[str, str]], str]) -> Any:
     """Returns what serves the text that ``make`` gives for a query.
 
     What goes wrong is told in the tab and stops nothing else.
     """
 
-    # as WSGI has it
-    def app(environ: Any, start: Any) -> list[bytes]:
-        status = "200 OK"
+    @Request.application
+    def app(request: Request) -> Response:
+        status = 200
         try:
-            text = make(environ.get("QUERY_STRING", ""))
+            text = make(request.args)
         except KeyError as error:
-            status = "404 Not Found"
+            status = 404
             text = json.dumps({"error": f"there is no run {error}"})
         except Exception as error:
-            status = "500 Internal Server Error"
+            status = 500
             text = json.dumps({"error": f"{type(error).__name__}: {error}"})
-        body = text.encode()
-        headers = {
-            "Content-Type": f"{kind}; charset=utf-8",
-            "Content-Length": str(len(body)),
-            "X-Content-Type-Options": "nosniff",
-            "Cache-Control": "no-store",
-        }
-        start(status, [*headers.items()])
-        return [body]
+        headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+        return Response(text, status, headers, content_type=f"{kind}; charset=utf-8")
 
     return app

@@ -14,6 +14,7 @@ import pytest
 import runs
 from model_time import Hand
 from tensorboard.plugins.base_plugin import TBContext
+from werkzeug.test import EnvironBuilder
 
 from harness.page import runs as page_runs
 from harness.page.plugin import StallsPlugin
@@ -30,7 +31,8 @@ def ask(of: StallsPlugin, route: str, query: str = "") -> tuple[str, dict[str, s
     def start(status: str, headers: list[tuple[str, str]]) -> None:
         told.update(status=status, headers=dict(headers))
 
-    body = b"".join(of.get_plugin_apps()[route]({"QUERY_STRING": query}, start))
+    environ = EnvironBuilder(query_string=query).get_environ()
+    body = b"".join(of.get_plugin_apps()[route](environ, start))
     return told["status"], told["headers"], body
 
 
@@ -95,7 +97,7 @@ def test_a_run_is_read_again_only_where_a_file_has_changed(
     def look() -> list[int]:
         read.clear()
         for route, query in (("/runs", ""), ("/run", "name=run")):
-            apps[route]({"QUERY_STRING": query}, lambda *_: None)
+            apps[route](EnvironBuilder(query_string=query).get_environ(), lambda *_: None)
         return [*read]
 
     assert (look(), look()) == ([60, 400], [])
@@ -115,7 +117,7 @@ def test_a_name_never_leaves_the_logdir(tmp_path: Path, name: str) -> None:
     runs.write(tmp_path / "outside", report={"status": "secret"})
     runs.write(tmp_path / "logs" / "a", report={})
     status, _, body = ask(plugin(tmp_path / "logs"), "/run", f"name={name}")
-    assert status == "404 Not Found" and b"secret" not in body
+    assert status == "404 NOT FOUND" and b"secret" not in body
 
 
 @pytest.mark.parametrize("file", ["tab.js", "page.js", "page.css"])
@@ -194,7 +196,7 @@ def test_an_error_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyP
     here = plugin(tmp_path)
     status, _, body = ask(here, "/runs")
     assert (status, json.loads(body)) == (
-        "500 Internal Server Error",
+        "500 INTERNAL SERVER ERROR",
         {"error": "RuntimeError: never thought of"},
     )
     assert here.is_active()
