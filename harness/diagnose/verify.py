@@ -6,8 +6,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,27 +25,28 @@ from harness.watch.console import progress, say
 def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
     """Reads both sets by ``settings`` and writes ``bad_samples.jsonl`` anew in ``folder``.
 
-    Every rank calls this, and reads its share. A cache is passed by: files are read. The list is
-    written as it grows; other ranks' part comes at the end of a set.
+    Every rank calls this, and reads its share. A cache is passed by: files are read. The list of a
+    set is written at its end.
 
     Raises:
         DataError: an image cannot be read.
         Interrupted: a signal was heard.
     """
-    world = feeds.world
     if settings.backend == ARRAYS:
         settings = in_form(settings, THREADS)
     bad: list[Failure] = []
     total = 0
-    with ExitStack() as stack:
-        board = None
-        if world.is_main:
-            # of an earlier look
-            (folder / FILE).unlink(missing_ok=True)
-            board = stack.enter_context(Board(folder, tensorboard=False))
+    is_main = feeds.world.is_main
+    if is_main:
+        # of an earlier look
+        (folder / FILE).unlink(missing_ok=True)
+    with Board(folder, tensorboard=False) if is_main else nullcontext() as board:
         for name, dataset in (("training", feeds.splits.train), ("validation", feeds.splits.val)):
             began_s = time.perf_counter()
-            found = _unreadable(feeds, dataset, settings, name, board)
+            found = _unreadable(feeds, dataset, settings, name)
+            if board is not None:
+                for failure in found:
+                    board.bad_sample(name, failure.sample, failure.where, failure.reason)
             bad += found
             total += len(dataset)
             say(
@@ -61,20 +61,14 @@ def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
 
 
 def _unreadable(
-    feeds: Feeds, dataset: AnyDataset, settings: FeedSettings, name: str, board: Board | None
+    feeds: Feeds, dataset: AnyDataset, settings: FeedSettings, name: str
 ) -> list[Failure]:
-    """Returns the samples of ``dataset`` that cannot be read, and has ``board`` list them."""
+    """Returns the samples of ``dataset`` that cannot be read, of all ranks."""
     if isinstance(dataset, ImageDataset):
         dataset = replace(dataset, cache=None, skips=False)
     elif isinstance(dataset, OwnDataset):
         dataset = replace(dataset, skips=False)
     own: list[Failure] = []
-
-    def note(failures: Iterable[Failure]) -> None:
-        if board is not None:
-            for failure in failures:
-                board.bad_sample(name, failure.sample, failure.where, failure.reason)
-
     with (
         closing(feeds.whole(dataset, settings)) as feed,
         progress(f"verify: {name} images", len(feed), "batches") as bar,
@@ -83,13 +77,7 @@ def _unreadable(
         feed.begin(0)
         for batch in feed.batches_of(0, math.inf):
             signals.check()
-            if batch is None:
-                continue
-            own += batch.failures
-            note(batch.failures)
-            bar.advance(1)
-    # the first rank has listed its own
-    first, *others = feeds.world.gathered(own)
-    for failures in others:
-        note(failures)
-    return sorted(itertools.chain(first, *others))
+            if batch is not None:
+                own += batch.failures
+                bar.advance(1)
+    return sorted(itertools.chain(*feeds.world.gathered(own)))
