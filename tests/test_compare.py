@@ -83,11 +83,11 @@ def compare(
     return code, said.out, said.err.splitlines()
 
 
-def cells(said: str) -> list[dict[str, str]]:
-    """The rows of the first table, by column."""
+def cells(said: str, place: int = 0) -> list[dict[str, str]]:
+    """The rows of a table, by column."""
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in said.split("\n\n")[0].splitlines()
+        for line in said.split("\n\n")[place].splitlines()
     ]
     return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
@@ -122,8 +122,6 @@ def test_runs_are_set_against_the_first_one(
             "goodput": "80.0%",
             "top-1": "91.0%",
             "verdict": "decode",
-            "loader.num_workers": "null",
-            "used.num_workers": "1",
         },
         {
             "run": "after",
@@ -136,9 +134,11 @@ def test_runs_are_set_against_the_first_one(
             "goodput": "90.0% (+10.0 points)",
             "top-1": "90.0% (-1.0 points)",
             "verdict": "compute",
-            "loader.num_workers": "2",
-            "used.num_workers": "2",
         },
+    ]
+    assert cells(said, 1) == [
+        {"setting": "loader.num_workers", "before": "null", "after": "2"},
+        {"setting": "used.num_workers", "before": "1", "after": "2"},
     ]
 
 
@@ -179,35 +179,10 @@ def test_a_sweep_stands_for_its_jobs_in_order(
     sweep = make_run("alone").parent / "sweep"
     (sweep / "notes").mkdir()
     (sweep / "multirun.yaml").write_text("hydra: {}\n")
-    rows = cells(compare(capsys, sweep)[1])
-    assert [(row["run"], row["optim.lr"]) for row in rows] == [
-        ("0", "0.0"),
-        ("2", "0.2"),
-        ("10", "1.0"),
-    ]
+    said = compare(capsys, sweep)[1]
+    assert cells(said, 1) == [{"setting": "optim.lr", "0": "0.0", "2": "0.2", "10": "1.0"}]
     rows = cells(compare(capsys, sweep.parent / "alone", sweep)[1])
     assert [row["run"] for row in rows] == ["alone", "sweep/0", "sweep/2", "sweep/10"]
-
-
-def test_many_settings_have_a_table_of_their_own(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With more settings than fit beside the figures each has a row, and each run a column."""
-    other = make_run(
-        "b",
-        {
-            "seed": 1,
-            "optim.lr": 0.2,
-            "loader.num_workers": 3,
-            "loader.batch_size": 8,
-            "optim.name": "sgd",
-        },
-    )
-    tables = compare(capsys, make_run("a"), other)[1].split("\n\n")
-    assert "optim.lr" not in tables[0]
-    rows = cells(tables[1])
-    assert rows[0] == {"setting": "seed", "a": "0", "b": "1"}
-    assert rows[-1] == {"setting": "optim.name", "a": "-", "b": "sgd"}
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
@@ -252,24 +227,24 @@ def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFix
 def test_figures_from_different_clocks_are_not_compared(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, shown: str
 ) -> None:
-    """A device's beside a host's is a column, and no limit can be judged by it."""
+    """A device's beside a host's is a row, and no limit can be judged by it."""
     pair = make_run("gpu"), make_run("cpu", stall_basis="host")
     code, said, errors = compare(capsys, *pair, "--fail-beyond", limit)
     assert cells(said)[1][limit.partition("=")[0]] == shown
-    assert [row["stall_basis"] for row in cells(said)] == ["device", "host"]
+    assert cells(said, 1) == [{"setting": "stall_basis", "gpu": "device", "cpu": "host"}]
     assert code == 2 and "by the same clock" in errors[0]
 
 
 def test_other_machines_and_versions_are_noted(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each difference is a column."""
+    """Each difference is a row."""
     runs = [
         make_run(name, environment__torch="2.16.0" if name == "e" else "2.15.0") for name in "abcde"
     ]
     said = compare(capsys, *runs)[1]
-    versions = [row["environment.torch"] for row in cells(said)]
-    assert versions == [*4 * ["2.15.0"], "2.16.0"] and "environment.cpu" not in said
+    versions = dict.fromkeys("abcd", "2.15.0") | {"e": "2.16.0"}
+    assert cells(said, 1) == [{"setting": "environment.torch", **versions}]
 
 
 @pytest.mark.parametrize(
@@ -575,10 +550,9 @@ def test_two_real_runs_are_compared(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     rows = cells(done.stdout)
-    assert [(row["run"], row["steps"], row["loader.num_workers"]) for row in rows] == [
-        ("0", "12", "0"),
-        ("1", "12", "1"),
-    ]
+    assert [(row["run"], row["steps"]) for row in rows] == [("0", "12"), ("1", "12")]
+    swept = {row.pop("setting"): row for row in cells(done.stdout, 1)}
+    assert swept["loader.num_workers"] == {"0": "0", "1": "1"}
     assert all(
         row[column] != "-"
         for row in rows

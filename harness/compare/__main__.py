@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from harness.compare.folders import FIGURES, Figure, Run, find, settings_that_differ, text
+from harness.compare.folders import FIGURES, Run, find, settings_that_differ, text
 from harness.config import ConfigError
 from harness.runtime.errors import printable, tell
 
-# as it was typed, and how far the figure may be from the first run's
-Limit = tuple[str, Figure, float]
+# as it was typed, the figure's key, and how far it may be from the first run's
+Limit = tuple[str, str, float]
 
 
 def limit(typed: str) -> Limit:
@@ -34,27 +34,21 @@ def limit(typed: str) -> Limit:
     It is a ratio as in ``speed=0.95``, or a difference of fractions as in ``stall=+0.05``.
     """
     name, _, value = typed.partition("=")
-    figure = {figure.name: figure for figure in FIGURES}.get(name)
-    if figure is None:
-        names = ", ".join(figure.name for figure in FIGURES)
+    keys = {figure.name: key for key, figure in FIGURES.items()}
+    if name not in keys:
         raise argparse.ArgumentTypeError(
-            f"{printable(typed)}: not a limit; write NAME=LIMIT, where the names are {names}"
+            f"{printable(typed)}: not a limit; write NAME=LIMIT, where the names are "
+            f"{', '.join(keys)}"
         )
-    try:
-        bound = float(value)
-    except ValueError:
-        bound = math.nan
     # a percentage, or an absolute value, is not meant
-    is_signed = value.startswith(("+", "-"))
-    fits = is_signed and abs(bound) <= 1
-    if not figure.is_fraction:
-        fits = not is_signed and 0 < bound <= 10
-    if not fits:
+    fraction = FIGURES[keys[name]].is_fraction
+    pattern = r"[+-](0?\.\d+|0|1|1\.0+)" if fraction else r"\d?\.\d+|\d"
+    if not re.fullmatch(pattern, value):
         raise argparse.ArgumentTypeError(
             f"{printable(typed)}: write the allowed ratio, such as step=1.05, or of stall, goodput "
             "and top1 the signed difference, such as top1=-0.01"
         )
-    return typed, figure, bound
+    return typed, keys[name], float(value)
 
 
 def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list[str]]:
@@ -64,43 +58,37 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
     untold = []
     if limits and not others:
         untold.append(
-            f"--fail-beyond: {first.name} is the only run; name another one to compare it with"
+            f"--fail-beyond: {first.run} is the only run; name another one to compare it with"
         )
     for run in others:
         changes = run.changes(first)
-        for typed, figure, bound in limits:
-            if figure not in changes:
+        for typed, key, bound in limits:
+            figure = FIGURES[key]
+            if key not in changes:
                 needs = "both must be completed and have the figure, by the same clock"
-                untold.append(f"{run.name}: {typed} cannot be judged against {first.name}: {needs}")
+                untold.append(f"{run.run}: {typed} cannot be judged against {first.run}: {needs}")
                 continue
-            excess = changes[figure] - bound
-            if figure.higher_is_better:
-                excess = -excess
+            excess = (changes[key] - bound) * (-1 if figure.higher_is_better else 1)
             # on the limit is within, whatever the subtraction of two decimals leaves
             if excess > 1e-9:
                 beyond.append(
-                    f"{run.name}: {figure.title} {figure.shown(run.figures[figure])} against "
-                    f"{figure.shown(first.figures[figure])} of {first.name}: "
-                    f"{figure.shown_change(changes[figure])}, beyond {typed}"
+                    f"{run.run}: {figure.title} {figure.shown(run.figures[key])} against "
+                    f"{figure.shown(first.figures[key])} of {first.run}: "
+                    f"{figure.shown_change(changes[key])}, beyond {typed}"
                 )
     return beyond, untold
 
 
-def rows(runs: Sequence[Run], settings: Mapping[str, Mapping[str, str]]) -> list[dict[str, str]]:
-    """Returns the table: a row for each run, its figures with their changes, and ``settings``."""
-    found = []
+def rows(runs: Sequence[Run]) -> Iterator[dict[str, str]]:
+    """Iterates over the rows of the table: a run's figures with their changes."""
     for run in runs:
-        row = {"run": run.name, "status": run.status, "steps": run.steps}
-        changes = run.changes(runs[0])
-        for figure in FIGURES:
-            row[figure.title] = "-"
-            if figure in run.figures:
-                row[figure.title] = figure.shown(run.figures[figure])
-            if figure in changes and run is not runs[0]:
-                row[figure.title] += f" ({figure.shown_change(changes[figure])})"
-        row["verdict"] = text(run.verdict, "bottleneck")
-        found.append(row | {key: values.get(run.name, "-") for key, values in settings.items()})
-    return found
+        row = {"run": run.run, "status": run.status, "steps": run.steps}
+        changes = run.changes(runs[0]) if run is not runs[0] else {}
+        for key, figure in FIGURES.items():
+            row[figure.title] = figure.shown(run.figures[key]) if key in run.figures else "-"
+            if key in changes:
+                row[figure.title] += f" ({figure.shown_change(changes[key])})"
+        yield row | {"verdict": text(run.verdict, "bottleneck")}
 
 
 def table(listed: Sequence[Mapping[str, str]]) -> str:
@@ -116,13 +104,9 @@ def table(listed: Sequence[Mapping[str, str]]) -> str:
 
 def show(runs: Sequence[Run], told: Sequence[str]) -> str:
     """Returns the comparison as text, with the notes ``told``."""
-    settings = settings_that_differ(runs)
-    # more than four are a table of their own
-    if len(settings) <= 4:
-        parts = [table(rows(runs, settings))]
-    else:
-        own = [{"setting": key, **values} for key, values in settings.items()]
-        parts = [table(rows(runs, {})), table(own)]
+    parts = [table([*rows(runs)])]
+    if settings := settings_that_differ(runs):
+        parts.append(table([{"setting": key, **values} for key, values in settings.items()]))
     if told:
         parts.append("\n".join(f"- {printable(note)}" for note in told))
     return "\n\n".join(parts)
@@ -131,23 +115,16 @@ def show(runs: Sequence[Run], told: Sequence[str]) -> str:
 def as_json(
     runs: Sequence[Run], told: Sequence[str], beyond: Sequence[str], untold: Sequence[str]
 ) -> str:
-    """Returns the comparison for programs."""
-    settings = settings_that_differ(runs)
-    # a figure that a run lacks is no key
-    listed = []
-    for run in runs:
-        changes = run.changes(runs[0])
-        listed.append(
-            {
-                "run": run.name,
-                "status": run.status,
-                "error": run.error,
-                "figures": {figure.key: value for figure, value in run.figures.items()},
-                "against_first": {figure.key: change for figure, change in changes.items()},
-                "verdict": run.verdict,
-                "settings": {key: run.settings.get(key) for key in settings if run.settings},
-            }
-        )
+    """Returns the comparison for programs; a figure that a run lacks is no key."""
+    differ = settings_that_differ(runs)
+    listed = [
+        {
+            **run._asdict(),
+            "against_first": run.changes(runs[0]),
+            "settings": {key: run.settings.get(key) for key in differ},
+        }
+        for run in runs
+    ]
     found = {"runs": listed, "notes": told, "beyond_limits": beyond, "not_judged": untold}
     return json.dumps(found, indent=2, default=str)
 
@@ -184,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tell([ConfigError(str(error))])
     beyond, untold = judge(runs, options.fail_beyond)
     broken = [
-        ": ".join(str(part) for part in (run.name, run.status, run.error) if part)
+        ": ".join(str(part) for part in run[:3] if part)
         for run in runs
         if run.status != "completed"
     ]

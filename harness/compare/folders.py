@@ -32,11 +32,6 @@ class Figure(NamedTuple):
     is_fraction: bool = False
     is_clocked: bool = False
 
-    @property
-    def key(self) -> str:
-        """Its name in JSON, which carries the unit."""
-        return self.path.replace(".", "_")
-
     def shown(self, value: float) -> str:
         """Returns ``value`` as people read it."""
         if self.is_fraction:
@@ -48,53 +43,57 @@ class Figure(NamedTuple):
         return f"{100 * change:+.1f} points" if self.is_fraction else f"{change:.3g}x"
 
 
-FIGURES = (
-    Figure("speed", "images/s", "images_per_s", higher_is_better=True),
-    Figure("step", "step ms", "step_ms.median"),
-    Figure("p95", "p95 ms", "step_ms.p95"),
-    Figure("stall", "stall", "stall_fraction", False, True, True),
-    Figure("goodput", "goodput", "goodput.fraction", True, True, True),
-    Figure("top1", "top-1", "top1", True, True),
-)
+# by the key in JSON, which carries the unit
+FIGURES: Mapping[str, Figure] = {
+    figure.path.replace(".", "_"): figure
+    for figure in (
+        Figure("speed", "images/s", "images_per_s", higher_is_better=True),
+        Figure("step", "step ms", "step_ms.median"),
+        Figure("p95", "p95 ms", "step_ms.p95"),
+        Figure("stall", "stall", "stall_fraction", False, True, True),
+        Figure("goodput", "goodput", "goodput.fraction", True, True, True),
+        Figure("top1", "top-1", "top1", True, True),
+    )
+}
 
 
 class Run(NamedTuple):
     """What a run's folder says.
 
     Attributes:
-        name: the folder, as short as tells it from the others.
+        run: the folder, as short as tells it from the others.
         status: completed, interrupted or failed, as the report has it; unreadable without a report.
         error: why it did not complete, where that is known.
         steps: as text.
+        figures: those of ``FIGURES`` that the report has, by their keys.
         verdict: as the report has it.
         settings: the run's settings by dotted name; ``used.*``, what its loader ran with;
             ``environment.*``, versions and hardware; ``stall_basis``, the clock of its stalls.
-        figures: those that the report has.
     """
 
-    name: str
+    run: str
     status: str
     error: str | None = None
     steps: str = "-"
+    figures: Mapping[str, float] = {}
     verdict: Mapping[str, Any] = {}
     settings: Mapping[str, Any] = {}
-    figures: Mapping[Figure, float] = {}
 
-    def changes(self, first: Run) -> dict[Figure, float]:
+    def changes(self, first: Run) -> dict[str, float]:
         """Returns the change of each figure that both runs have; none unless both completed."""
-        changes: dict[Figure, float] = {}
+        found: dict[str, float] = {}
         if not self.status == first.status == "completed":
-            return changes
+            return found
         is_same_clock = self.settings["stall_basis"] == first.settings["stall_basis"]
-        for figure, value in self.figures.items():
-            reference = first.figures.get(figure)
-            if reference is None or (figure.is_clocked and not is_same_clock):
+        for key, figure in FIGURES.items():
+            value, reference = self.figures.get(key), first.figures.get(key)
+            if value is None or reference is None or (figure.is_clocked and not is_same_clock):
                 continue
             if figure.is_fraction:
-                changes[figure] = value - reference
+                found[key] = value - reference
             elif reference > 0:
-                changes[figure] = value / reference
-        return changes
+                found[key] = value / reference
+        return found
 
 
 def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
@@ -151,20 +150,20 @@ def _read(folder: Path, name: str) -> Run:
         settings |= {name: report.get(name) for name in ("world_size", "stall_basis")}
         settings |= {"used": report.get("loader"), "environment": report.get("environment", {})}
         figures = {}
-        for figure in FIGURES:
+        for key, figure in FIGURES.items():
             value: Any = report
             for part in figure.path.split("."):
                 value = value.get(part, {})
             if number(value) is not None:
-                figures[figure] = value
+                figures[key] = value
         return Run(
             name,
             str(report["status"]),
             report.get("error"),
             text(report, "steps"),
+            figures,
             dict(report.get("verdict", {})),
             dict(config.leaves(settings)),
-            figures,
         )
     except FileNotFoundError:
         why = "not there; wait for the run's end, or look into its train.log"
@@ -188,7 +187,7 @@ def settings_that_differ(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     """
     readable = [run for run in runs if run.status != "unreadable"]
     keys = dict.fromkeys(key for run in readable for key in run.settings)
-    found = {key: {run.name: text(run.settings, key) for run in readable} for key in keys}
+    found = {key: {run.run: text(run.settings, key) for run in readable} for key in keys}
     return {
         key: values
         for key, values in found.items()

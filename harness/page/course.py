@@ -132,20 +132,18 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
 def latest(windows: Windows) -> dict[str, Any]:
     """Returns the last window in a report's words, unchecked, for a run without one."""
     last = windows.last
-    if not last:
-        return {}
     parts = {part: number(last.get(f"time/{part}_ms/median")) or 0.0 for part in PARTS}
     whole = sum(parts.values())
-    told = {
+    told: dict[str, Any] = {
         "steps": last.get("step"),
         "gpu_utilization": last.get(Tag.GPU_UTILIZATION),
         "shares": {part: ms / whole for part, ms in parts.items() if ms > 0},
     }
     for name, figure in STEP_FIGURES.items():
         told[name] = last.get(figure.tag)
-        if figure.unit == "ms":
+        if f"{figure.tag}/max" in last:
             told[name] = {of: last.get(f"{figure.tag}/{of}") for of in SPREAD}
-    return told
+    return told if last else {}
 
 
 def declared() -> dict[str, Any]:
