@@ -13,6 +13,7 @@ from harness.watch.evidence import Bottleneck, Evidence, RankFigures
 from harness.watch.figures import Spread, Tag
 from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost, StageTotals
+from harness.watch.verdict import Change
 
 DECODING = {
     "read": (0.2, 0.1),
@@ -127,7 +128,7 @@ class Case(NamedTuple):
 
     evidence: Evidence
     kind: Bottleneck
-    change: Mapping[str, object]
+    change: Change
 
 
 CASES = {
