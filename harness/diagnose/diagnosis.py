@@ -116,14 +116,8 @@ def diagnose(
             "out: the run itself ends with a verdict"
         )
     facts = measure(feeds, trainee, limits, train, begin + 60.0)
-    trainer = config.trainer
-    verdict = judged(
-        facts,
-        precision=trainer.precision.name,
-        compiled=trainer.compile,
-        channels_last=trainer.channels_last,
-        half_precision=accelerator.of(trainee.device).half_precision,
-    )
+    half_precision = accelerator.of(trainee.device).half_precision
+    verdict = judged(facts, trainer=config.trainer, half_precision=half_precision)
     notes = facts.runs.notes
     own = facts.settings
     refused = facts.fits(with_workers(own, own.num_workers + 1))

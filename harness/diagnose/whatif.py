@@ -111,7 +111,7 @@ def judged(facts: Facts, **network: Any) -> Verdict:
 
     Args:
         facts: the figures.
-        network: precision, compiled and channels_last, as ``Evidence`` has them.
+        network: ``trainer`` and ``half_precision``, as ``Evidence`` has them.
     """
     # batches that are made in time and reach the step late wait for copies, or to be handed over
     runs = facts.runs

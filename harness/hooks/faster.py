@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,14 +17,10 @@ from torchvision.datasets import folder
 from torchvision.transforms import v2
 
 from harness.data.decode import Undecodable, decode_jpeg
-from harness.data.storage import spread
 from harness.data.transforms import Box, TrainTransform, resize_into
 from harness.runtime.files import read_regular
 
 _Set = TypeVar("_Set", bound=folder.DatasetFolder)
-
-# images that are compared
-_COMPARED = 32
 
 
 def faster(dataset: _Set) -> _Set:
@@ -150,44 +145,3 @@ def _fast(steps: Sequence[Any]) -> _Fast:
     # watched, each of its transforms is a stage
     found.rest = transforms.Compose(rest)
     return found
-
-
-class Trial(NamedTuple):
-    """What ``faster`` gives for reading, decoding, cutting and mirroring.
-
-    Attributes:
-        share: of their processor time that is left.
-        steps: names of the transforms that it does.
-    """
-
-    share: float
-    steps: tuple[str, ...]
-
-
-def trial(dataset: Any) -> Trial | None:
-    """Tries ``faster`` on some images of a data set; None: it cannot serve it.
-
-    Torch's generator is as before.
-    """
-    steps = _steps(dataset)
-    theirs = copy.copy(dataset)
-    try:
-        steps = steps[: len(steps) - len(_fast(steps).rest.transforms)]
-        theirs.transform = transforms.Compose([*steps])
-        ours = faster(theirs)
-    except (ValueError, AttributeError):
-        return None
-    picked = spread(len(dataset), _COMPARED)
-    spent_s = []
-    with torch.random.fork_rng(devices=[]):
-        for one in (theirs, ours):
-            for index in picked:
-                # so that files and code are at hand
-                one[index]
-            begin_s = time.thread_time()
-            for index in picked:
-                # the same crops of both
-                torch.manual_seed(index)
-                one[index]
-            spent_s.append(time.thread_time() - begin_s)
-    return Trial(spent_s[1] / spent_s[0], tuple(type(step).__name__ for step in steps))

@@ -228,7 +228,7 @@ class Session:
             change = advice.better(verdict, main)
             offered = ""
             if verdict.kind in ("decode", "augment", "workers"):
-                offered = advice.offered(verdict, main)
+                offered = advice.offered(main)
             expected = [str(each) for each in (change, offered) if each]
         return report(
             evidence,

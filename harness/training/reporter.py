@@ -128,9 +128,7 @@ class Reporter:
             sampled=engine.watch.sampler.means() if engine.watch.sampler else {},
             autotuned=self.tuning is not None,
             ranks=engine.ranks,
-            precision=trainer.precision.name,
-            compiled=trainer.compile,
-            channels_last=trainer.channels_last,
+            trainer=trainer,
             half_precision=own.half_precision,
             window_steps=self.config.watch.window_steps,
         )

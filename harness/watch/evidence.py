@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
+from harness.config import TrainerConfig
 from harness.watch.figures import Tag, Window
 from harness.watch.neighbours import taken
 from harness.watch.stages import AUGMENT, GROUPS, SAMPLE, StageCost, StageTotals
@@ -180,9 +181,7 @@ class Evidence:
         sampled: the machine's figures by tag, means over the run.
         autotuned: whether the loader's settings are those of a search.
         ranks: every rank's figures, where there are several.
-        precision: the network's, by its name in the settings.
-        compiled: whether torch.compile was used.
-        channels_last: whether activations are kept as NHWC.
+        trainer: the network's settings.
         half_precision: the faster of bf16 and fp16 on the device.
         window_steps: steps in one logged window.
         cores_from: where the number of cores is said.
@@ -218,9 +217,7 @@ class Evidence:
     sampled: Mapping[str, float]
     autotuned: bool
     ranks: tuple[RankFigures, ...] = ()
-    precision: str = "fp32"
-    compiled: bool = False
-    channels_last: bool = False
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     half_precision: str = "bf16"
     window_steps: int = 10
     cores_from: str = ""

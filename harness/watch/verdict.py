@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from harness.config import Precision
 from harness.watch.evidence import HARM, THROTTLED, Bottleneck, Evidence
 from harness.watch.figures import Tag
 from harness.watch.neighbours import SPOILT
@@ -80,11 +81,11 @@ def unharmed(r: Evidence) -> Verdict:
         return Verdict("unknown", r, why="no compute")
     change: dict[str, bool | str] = {}
     if r.device == "cuda":
-        if r.precision == "fp32":
+        if r.trainer.precision is Precision.fp32:
             change["trainer.precision"] = r.half_precision
-        if not r.channels_last:
+        if not r.trainer.channels_last:
             change["trainer.channels_last"] = True
-        if not change and not r.compiled:
+        if not change and not r.trainer.compile:
             change["trainer.compile"] = True
     return Verdict("compute", r, change)
 
@@ -151,7 +152,7 @@ def hosted(r: Evidence) -> Verdict:
 def launched(r: Evidence) -> Verdict:
     """Returns that Python launches kernels more slowly than the device runs them."""
     larger = {"loader.batch_size": 2 * r.settings.batch_size}
-    return Verdict("launch", r, larger if r.compiled else {"trainer.compile": True})
+    return Verdict("launch", r, larger if r.trainer.compile else {"trainer.compile": True})
 
 
 def lacking(r: Evidence, kind: Bottleneck) -> Verdict | None:

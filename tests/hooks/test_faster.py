@@ -15,7 +15,10 @@ from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from harness.hooks.faster import faster, trial
+from harness.feed.interface import FeedSettings
+from harness.hooks.advice import offered
+from harness.hooks.faster import faster
+from harness.hooks.loops import Followed
 
 NORMALIZE = T.Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
 
@@ -189,12 +192,11 @@ def test_a_loader_of_ones_own_is_refused(root: Path) -> None:
         faster(ImageFolder(str(root), transform, loader=Image.open))
 
 
-def test_a_trial_draws_nothing(root: Path) -> None:
-    """The generator is as it was; a data set that cannot be served has no trial."""
+def test_it_is_offered_where_it_serves(root: Path) -> None:
+    """A data set with other transforms, or one that has it already, gets no such line."""
     transform = T.Compose([T.RandomResizedCrop(48), T.ToTensor()])
-    state = torch.get_rng_state()
-    found = trial(ImageFolder(str(root), transform))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert found and found.share > 0
-    assert found.steps == ("RandomResizedCrop",)
-    assert trial(ImageFolder(str(root), T.ToTensor())) is None
+    settings = FeedSettings(1, 0, False, None, False, 0.0, "")
+    plain = ImageFolder(str(root), transform)
+    sets = (plain, faster(plain), ImageFolder(str(root), T.ToTensor()), None)
+    lines = [offered(Followed("train.py:7", settings, images=each)) for each in sets]
+    assert [bool(line) for line in lines] == [True, False, False, False]

@@ -11,6 +11,7 @@ import torch
 from emulator import EmulatedDevice, VirtualClock, emulated
 from torch import Tensor
 
+from harness.config import Precision, TrainerConfig
 from harness.feed.interface import PROCESSES, FeedSettings
 from harness.feed.prefetcher import DataPrefetcher
 from harness.watch.clock import StepClock
@@ -155,7 +156,8 @@ class Loop:
         made = StageTotals(1000, 4, decoding.wall_s, {"decode": decoding})
         evidence = Evidence(
             window=total, stages=made, settings=self.settings, cores=16, device="cuda", sampled={},
-            autotuned=False, precision="bf16", channels_last=True, compiled=True,
+            autotuned=False,
+            trainer=TrainerConfig(precision=Precision.bf16, channels_last=True, compile=True),
         )  # fmt: skip
         return Result(own, total, judge(evidence), spans, SIZE * self.parts * (epoch - 1))
 

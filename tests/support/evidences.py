@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import samples
 
+from harness.config import Precision, TrainerConfig
 from harness.feed.interface import in_form
 from harness.watch.evidence import Bottleneck, Evidence, RankFigures
 from harness.watch.figures import Spread, Tag
@@ -234,9 +235,7 @@ CASES = {
     "collections behind queued work": Case(
         evidence(
             0.0,
-            precision="bf16",
-            channels_last=True,
-            compiled=True,
+            trainer=TrainerConfig(precision=Precision.bf16, channels_last=True, compile=True),
             window={"host_parts_s": {"gc": 3.0}},
         ),
         "compute",
@@ -255,7 +254,11 @@ CASES = {
         {"trainer.compile": True},
     ),
     "launching waits for a full queue": Case(
-        evidence(0.01, window={"launch_ms": spread(44.0)}, precision="bf16"),
+        evidence(
+            0.01,
+            window={"launch_ms": spread(44.0)},
+            trainer=TrainerConfig(precision=Precision.bf16),
+        ),
         "compute",
         {"trainer.channels_last": True},
     ),
@@ -352,22 +355,22 @@ CASES = {
         evidence(host=0.3, window={"host_parts_s": {"gc": 2.5}}), "host", {}
     ),
     "nothing done": Case(
-        evidence(0.0, **{"precision": "fp32"}),
+        evidence(),
         "compute",
         {"trainer.precision": "bf16", "trainer.channels_last": True},
     ),
     "a GPU without bf16": Case(
-        evidence(0.0, **{"half_precision": "fp16", "channels_last": True}),
+        evidence(half_precision="fp16", trainer=TrainerConfig(channels_last=True)),
         "compute",
         {"trainer.precision": "fp16"},
     ),
     "but compiled": Case(
-        evidence(0.0, **{"precision": "bf16", "channels_last": True}),
+        evidence(trainer=TrainerConfig(precision=Precision.bf16, channels_last=True)),
         "compute",
         {"trainer.compile": True},
     ),
     "all done": Case(
-        evidence(0.0, **{"precision": "fp16", "channels_last": True, "compiled": True}),
+        evidence(trainer=TrainerConfig(precision=Precision.fp16, channels_last=True, compile=True)),
         "compute",
         {},
     ),
