@@ -95,7 +95,10 @@ def read_written(path: Path, kind: type = dict) -> Any:
         OSError: it cannot be read, or is no regular file of at most 16 MiB.
         ValueError: it is damaged, or holds something else.
     """
-    found = known(read_json(path))
+    try:
+        found = known(read_json(path))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(found, kind):
         raise ValueError("it does not hold what a run writes")
     return found

@@ -73,6 +73,7 @@ def test_an_empty_folder_is_told(tmp_path: Path) -> None:
     [
         pytest.param("[1, 2]", "it does not hold what a run writes", id="no-object"),
         pytest.param("[" * 200_000, "nested too deeply", id="nested-too-deep"),
+        pytest.param('{"a":' * 700 + "1" + "}" * 700, "nested too deeply", id="nested-deep"),
         pytest.param("{", "Expecting", id="cut-off"),
         pytest.param(" " * (16 * 2**20 + 1), "more than 16 MiB", id="too-large"),
     ],

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from evidences import evidence
 
 from harness.config import Config
 from harness.training import reporter
 from harness.training.reporter import Reporter
-from harness.watch.stages import StageCost, StageTotals
+from harness.watch.report import report
+from harness.watch.verdict import judge
+from harness.watch.wording import stated
 
 
 class Board:
@@ -60,10 +63,10 @@ def test_stages_are_reported_without_a_counted_window(
     worker_s: float, more: dict[str, float]
 ) -> None:
     """Only the workers' busy share needs the seconds of one."""
-    worked = StageTotals(10, 1, 2.0, {"read": StageCost(2.0, 1.0)})
-    found = reporter._workers(worked, worker_s)
+    given = evidence(stages={"read": (2.0, 1.0), "crop": (0.0, 0.0)})
+    found = report(given, stated(judge(given)), 1, None, worker_s)
     assert [stage["name"] for stage in found["stages"]] == ["read"]
-    assert found["workers"] == {"samples": 10, **more}
+    assert found["workers"] == {"samples": 1000, **more}
 
 
 @pytest.mark.parametrize(

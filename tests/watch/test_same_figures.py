@@ -64,6 +64,7 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
         status="completed",
         stopped=None,
         skipped=0,
+        worker_s=0.0,
         replaced=(),
         ranks=(),
         evaluation=None,
