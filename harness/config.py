@@ -44,7 +44,7 @@ OnError = Enum("OnError", "raise skip")
 Evaluate = Enum("Evaluate", "val test")
 Crop = Enum("Crop", "random_resized pad center")
 Interpolation = Enum("Interpolation", "bilinear bicubic")
-Backend = Enum("Backend", "processes threads arrays auto")
+BackendName = Enum("BackendName", "processes threads arrays auto")
 DataCache = Enum("DataCache", "none ram disk")
 StartMethod = Enum("StartMethod", "forkserver spawn fork")
 TunerName = Enum("TunerName", "auto grid")
@@ -311,7 +311,7 @@ class LoaderConfig:
         "Search the settings below before training, as tuner= says.",
         no_effect_with=[*_UNTRAINED, "data=fake", *_APPLIED],
     )
-    backend: Backend | None = setting(
+    backend: BackendName | None = setting(
         None,
         "How images become batches: processes, threads, arrays, or auto: what tuner=auto finds. "
         "null: auto with autotune; without it processes where a setting of workers is given, else "
@@ -923,15 +923,15 @@ def adopted(
     return load(tree)
 
 
-def form_asked_for(loader: LoaderConfig) -> Backend | None:
+def named_backend(loader: LoaderConfig) -> BackendName | None:
     """Returns the backend that is named, or processes where anything is said about workers."""
-    if loader.backend not in (None, Backend.auto):
+    if loader.backend not in (None, BackendName.auto):
         return loader.backend
     val = loader.val
     about_workers = {loader.num_workers, loader.prefetch_factor, loader.persistent_workers}
     if about_workers | {val.num_workers, val.prefetch_factor} == {None}:
         return None
-    return Backend.processes
+    return BackendName.processes
 
 
 def shown(value: Any) -> str:

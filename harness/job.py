@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from harness import config as schema
 from harness.config import (
-    Backend,
+    BackendName,
     Config,
     ConfigError,
     DistName,
@@ -120,7 +120,7 @@ def _needs_processes(config: Config) -> bool:
         return False
     is_own = parts.is_own(config.data.name)
     searched = loader.autotune and config.tuner.name is TunerName.grid
-    return is_own or searched or schema.form_asked_for(loader) is Backend.processes
+    return is_own or searched or schema.named_backend(loader) is BackendName.processes
 
 
 def main_worker(local_rank: int, job: Job) -> None:
@@ -164,7 +164,7 @@ def main_worker(local_rank: int, job: Job) -> None:
 def _wire(world: World, job: Job, saved: Saved | None) -> None:
     """Wires the rooms in the order of the data, from the disk to the report."""
     from harness.diagnose.diagnosis import diagnose
-    from harness.feed.forms import Feeds
+    from harness.feed.feeds import Feeds
     from harness.page.document import write_report
     from harness.runtime import limits
     from harness.training import resume
@@ -235,7 +235,7 @@ def _verify(world: World, job: Job) -> None:
     """Reads every image of the data set."""
     from harness.data import datasets
     from harness.diagnose.verify import verify
-    from harness.feed.forms import Feeds
+    from harness.feed.feeds import Feeds
     from harness.runtime import limits
 
     config = job.config

@@ -97,7 +97,7 @@ def measure(_: int, work: Work) -> None:
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])
     from harness.data import datasets
     from harness.diagnose.diagnosis import diagnose
-    from harness.feed.forms import Feeds
+    from harness.feed.feeds import Feeds
     from harness.runtime import distributed, limits, seeding
     from harness.training.state import make_state
     from harness.training.step import Step

@@ -37,7 +37,7 @@ from harness.config import (
     TrainerConfig,
     WatchConfig,
 )
-from harness.feed.interface import Feed, FeedSettings, HostBatch, train_settings
+from harness.feed.interface import Backend, FeedSettings, HostBatch, train_settings
 from harness.feed.order import Order
 from harness.runtime import distributed, folder, limits, seeding
 from harness.runtime.distributed import World
@@ -57,16 +57,21 @@ FLOOR = 0.98
 Epoch = Callable[[], object]
 
 
-class CachedFeed(Feed):
+class CachedFeed(Backend):
     """A feed whose batches lie ready in memory."""
 
     def __init__(self, batches: Sequence[HostBatch], settings: FeedSettings) -> None:
         super().__init__(Order(len(batches) * settings.batch_size, settings.batch_size), settings)
         self.batches = batches
+        self.coming: Iterator[HostBatch] = iter(())
 
-    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch]:
-        """As in ``Feed``."""
-        return iter(self.batches)
+    def begin(self, epoch: int, first: int = 0) -> None:
+        """As in ``Backend``."""
+        self.coming = iter(self.batches[first:])
+
+    def take(self, poll_s: float) -> HostBatch:
+        """As in ``Backend``."""
+        return next(self.coming)
 
 
 class HandWritten:

@@ -30,7 +30,7 @@ from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
-from harness.feed.forms import Feeds
+from harness.feed.feeds import Feeds
 from harness.page import course, document, runs
 from harness.runtime import limits
 from harness.runtime.distributed import World

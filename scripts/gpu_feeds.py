@@ -23,7 +23,7 @@ import torch
 
 from harness.config import (
     AugmentConfig,
-    Backend,
+    BackendName,
     Config,
     DataConfig,
     GenerateConfig,
@@ -33,8 +33,8 @@ from harness.config import (
     TrainerConfig,
 )
 from harness.data import datasets
-from harness.feed.forms import Feeds
-from harness.feed.interface import Feed
+from harness.feed.feeds import Feeds
+from harness.feed.interface import Backend
 from harness.runtime import accelerator, limits
 from harness.runtime.distributed import World
 from harness.training.state import make_state
@@ -147,7 +147,7 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
     world, (size, side, steps) = World(0, 1, 0, 1, o.device), o.scaled((256, 224, 20), (8, 64, 2))
     config = Config(
         data=shapes(o.scratch, o.images),
-        loader=LoaderConfig(backend=Backend.threads, batch_size=size, num_workers=THREADS),
+        loader=LoaderConfig(backend=BackendName.threads, batch_size=size, num_workers=THREADS),
         model=ModelConfig(name=o.scaled("resnet50", "small")),
         trainer=trainer,
     )
@@ -192,7 +192,7 @@ def _confine(cores: Iterable[int]) -> None:
 class Decoding:
     """A feed whose batches are taken, and not used, while something else is measured."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Backend) -> None:
         self._feed = feed
         self._images = 0
         self._error = ""

@@ -32,7 +32,7 @@ from torchvision.transforms.v2 import functional
 
 from harness.config import (
     AugmentConfig,
-    Backend,
+    BackendName,
     Config,
     DataConfig,
     LoaderConfig,
@@ -41,7 +41,7 @@ from harness.config import (
     TrainerConfig,
 )
 from harness.data import datasets
-from harness.feed.forms import Feeds
+from harness.feed.feeds import Feeds
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator, limits, seeding, workers
 from harness.runtime.distributed import World
@@ -94,7 +94,7 @@ def _ours(backend: str, job: Job) -> Iterator[Iterable[Any]]:
     config = Config(
         data=DataConfig(name="imagefolder", root=str(job.root), image_size=_SIDE),
         loader=LoaderConfig(
-            backend=Backend[backend], batch_size=job.batch_size, num_workers=job.num_workers
+            backend=BackendName[backend], batch_size=job.batch_size, num_workers=job.num_workers
         ),
         model=ModelConfig(),
     )

@@ -27,8 +27,8 @@ from harness.data.datasets import Splits
 from harness.data.images import ImageDataset
 from harness.data.storage import Source
 from harness.data.transforms import TrainTransform, random_crop_box
-from harness.feed.forms import Feeds
-from harness.feed.interface import Feed, FeedSettings
+from harness.feed.feeds import Feeds
+from harness.feed.interface import Backend, FeedSettings
 from harness.runtime import distributed, limits
 from harness.runtime.seeding import SampleRng
 from harness.training.step import device_batches
@@ -129,7 +129,7 @@ def feeds(*overrides: str, splits: Splits | None = None) -> Iterator[tuple[Feeds
 @contextmanager
 def probed(
     made_by: AbstractContextManager[tuple[Feeds, FeedSettings]],
-) -> Iterator[tuple[Feeds, Feed]]:
+) -> Iterator[tuple[Feeds, Backend]]:
     """Feeds, and an endless one of these with their own settings."""
     with made_by as (made, settings), closing(made.probe(settings)) as feed:
         yield made, feed
@@ -146,7 +146,7 @@ def of_form(form: str, workers: int) -> list[str]:
     return found[:1] if form == "arrays" else found
 
 
-def counts(feed: Feed) -> Counts:
+def counts(feed: Backend) -> Counts:
     """The images of each batch of one pass."""
     return (len(batch.labels) for batch in feed)
 
@@ -206,7 +206,7 @@ def passes(form: str, root: str, workers: int, seconds: float, cache: str) -> Fo
         return second | {"later": later, "digest": digest.hexdigest()}
 
 
-def _passes(feed: Feed) -> Generator[int]:
+def _passes(feed: Backend) -> Generator[int]:
     """The images of each batch of one pass after the other."""
     for epoch in count():
         feed.set_epoch(epoch)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import psutil
 
-from harness.config import Backend, TunerConfig
+from harness.config import BackendName, TunerConfig
 from harness.data import datasets
 from harness.data.images import ImageDataset
 from harness.data.storage import Source
-from harness.feed.forms import Feeds
+from harness.feed.feeds import Feeds
 from harness.feed.interface import PROCESSES
 from harness.runtime import distributed
 from harness.runtime.errors import BadSample
@@ -235,9 +235,9 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
         warm(Path(folder))
         choices: dict[str, str] = {}
         costs: dict[str, float] = {}
-        for form in ("auto", *rig.feeds().forms):
+        for form in ("auto", *rig.feeds().backends):
             begin = time.perf_counter()
-            choices[form] = str(_choice(rig, Backend[form]))
+            choices[form] = str(_choice(rig, BackendName[form]))
             costs[form] = time.perf_counter() - begin
         settings = sorted(set(choices.values()))
         rates: dict[str, list[float]] = {setting: [] for setting in settings}
@@ -262,13 +262,13 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
     }
 
 
-def _choice(rig: Rig, form: Backend) -> Setting:
+def _choice(rig: Rig, form: BackendName) -> Setting:
     """The tuner's, of ``form``, or of all where that is ``auto``."""
     rig.config.loader.backend = form
     made = rig.feeds()
     own = found = made.settings(rig.limits)
     # it has one setting
-    if form is not Backend.arrays:
+    if form is not BackendName.arrays:
         found = tune(
             made, rig.trainee, own, TunerConfig(max_workers=rig.most), rig.limits, rig.world
         ).settings

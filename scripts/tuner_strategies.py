@@ -24,8 +24,15 @@ from torch import Tensor, nn
 from harness.config import Config, DataConfig, LoaderConfig, ModelConfig, TunerConfig, TunerName
 from harness.data.datasets import Splits
 from harness.data.images import ImageDataset
-from harness.feed.forms import Feeds
-from harness.feed.interface import ARRAYS, PROCESSES, Feed, FeedSettings, FillableDataset, HostBatch
+from harness.feed.feeds import Feeds
+from harness.feed.interface import (
+    ARRAYS,
+    PROCESSES,
+    Backend,
+    FeedSettings,
+    FillableDataset,
+    HostBatch,
+)
 from harness.feed.timed import TimedSteps
 from harness.runtime import limits
 from harness.runtime.distributed import World
@@ -66,7 +73,7 @@ class PacedTrainee:
         """Steps on ``batch`` over and over."""
         return self._run(itertools.repeat(batch), limit_s)
 
-    def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
+    def deliver(self, feed: Backend, skip: int, limit_s: float) -> StepRun:
         """Steps on ``feed``, as ``TimedSteps`` has it."""
         with closing(cast(Any, iter(feed))) as batches:
             begin = time.perf_counter()
@@ -174,7 +181,7 @@ class Rig:
             persistent_workers=workers > 0, timeout_s=timeout_s, backend=setting.backend,
         )  # fmt: skip
 
-    def steps(self, feed: Feed) -> Iterator[int]:
+    def steps(self, feed: Backend) -> Iterator[int]:
         """The images of each step on ``feed``, when it is done."""
         if self._step is None:
             assert self.workload.step_s is not None
@@ -357,7 +364,7 @@ def candidates(rig: Rig) -> list[Setting]:
 
     Arrays have no workers.
     """
-    forms = rig.feeds().forms
+    forms = rig.feeds().backends
     counts = range(1, rig.most + 1)
     alone = {Setting.of(0, None, form) for form in {PROCESSES, *forms} & {PROCESSES, ARRAYS}}
     shared = [form for form in forms if form != ARRAYS]

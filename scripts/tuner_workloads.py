@@ -70,6 +70,7 @@ class Sleeper:
     length: int
     sleep_s: float
     tail_s: float = 0.0
+    skips: bool = False
 
     def __len__(self) -> int:
         return self.length

@@ -22,6 +22,7 @@ class Making:
 
     stages = STAGES
     image_size = 8
+    skips = False
 
     def __init__(self, work: int) -> None:
         self.work = work

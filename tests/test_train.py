@@ -34,7 +34,7 @@ from harness import app, job
 from harness import config as schema
 from harness.config import Config, ConfigError
 from harness.data.datasets import load
-from harness.feed import forms
+from harness.feed import feeds
 from harness.feed.order import Order
 from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.runtime.limits import Limits
@@ -241,12 +241,12 @@ def test_images_take_of_a_gpu_what_a_step_leaves(
     """Before the images of both sets are put there, a step takes what the network needs."""
     made: list[str] = []
     demand = StepTrials.demand
-    pixels = forms.InMemoryImages
+    pixels = feeds.InMemoryImages
     monkeypatch.setattr(
         StepTrials, "demand", lambda *args: (made.append("steps"), demand(*args))[1]
     )
     monkeypatch.setattr(
-        forms, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1]
+        feeds, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1]
     )
     given = (f"loader.backend={backend}", "loader.num_workers=0", "loader.pin_memory=false")
     config = composed("data=digits", "trainer.max_steps=1", *given)
@@ -283,13 +283,13 @@ def test_tuning_that_made_steps_needs_no_other(
         ),
     )
 
-    def answer(feeds: forms.Feeds, trials: Any, config: Config, limits: Limits, *_: Any) -> Any:
-        train = feeds.settings(limits)
-        return train, feeds.val_settings(train)
+    def answer(made_by: feeds.Feeds, trials: Any, config: Config, limits: Limits, *_: Any) -> Any:
+        train = made_by.settings(limits)
+        return train, made_by.val_settings(train)
 
-    pixels = forms.InMemoryImages
+    pixels = feeds.InMemoryImages
     monkeypatch.setattr(
-        forms, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1]
+        feeds, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1]
     )
     config = composed(
         "data=digits",

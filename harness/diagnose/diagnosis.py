@@ -11,7 +11,7 @@ from harness.data.images import ImageDataset
 from harness.diagnose.fetch import short_sides
 from harness.diagnose.phases import FirstReads, Runs, Session
 from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs
-from harness.feed.forms import Feeds
+from harness.feed.feeds import Feeds
 from harness.feed.interface import FeedSettings, with_workers
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator

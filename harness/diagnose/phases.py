@@ -15,8 +15,8 @@ from typing import Any
 
 from harness.data.images import ImageDataset
 from harness.diagnose.fetch import Fetch, UnmeasuredError, cold_fetch, files_of
-from harness.feed.forms import Feeds
-from harness.feed.interface import Feed, FeedSettings, with_workers
+from harness.feed.feeds import Feeds
+from harness.feed.interface import Backend, FeedSettings, with_workers
 from harness.runtime.errors import LoaderError
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.probe import Lab
@@ -57,7 +57,7 @@ class FirstReads(Feeds):
         """Whether a whole batch has come, which can be read again."""
         return bool(self.cursor.seen)
 
-    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
         """Returns an endless feed."""
         feed = super().probe(settings, again=again or self.warm)
         self.meter = feed.meter

@@ -13,8 +13,8 @@ from pathlib import Path
 from harness.data.datasets import AnyDataset
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
-from harness.feed.forms import Feeds
-from harness.feed.interface import ARRAYS, THREADS, Failure, FeedSettings, in_form
+from harness.feed.feeds import Feeds
+from harness.feed.interface import ARRAYS, THREADS, Failure, FeedSettings, with_backend
 from harness.runtime import signals
 from harness.runtime.errors import DataError
 from harness.watch.board import BAD_SAMPLES as FILE
@@ -33,7 +33,7 @@ def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
         Interrupted: a signal was heard.
     """
     if settings.backend == ARRAYS:
-        settings = in_form(settings, THREADS)
+        settings = with_backend(settings, THREADS)
     bad: list[Failure] = []
     total = 0
     is_main = feeds.world.is_main
@@ -73,9 +73,7 @@ def _unreadable(
         closing(feeds.whole(dataset, settings)) as feed,
         progress(f"verify: {name} images", len(feed), "batches") as bar,
     ):
-        # not by iterating the feed, which ends at the first image that cannot be read
-        feed.begin(0)
-        for batch in feed.batches_of(0, math.inf):
+        for batch in feed.polled(math.inf, check=False):
             signals.check()
             if batch is not None:
                 own += batch.failures

@@ -1,154 +1,275 @@
-"""The feed's ``arrays`` backend: images that all lie in memory, cropped and mirrored there."""
+"""Backends without workers: ``arrays``, of images that all lie in memory, and noise."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
+import copy
+import dataclasses
+from contextlib import closing, suppress
+from typing import TypeGuard
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from harness.data.images import ImageDataset
-from harness.feed.interface import (
-    Failure,
-    Feed,
-    FeedSettings,
-    FillableDataset,
-    HostBatch,
-    stages_of,
-)
-from harness.feed.order import AnyOrder
-from harness.feed.pixels import InMemoryImages
-from harness.feed.threads import BatchThreads
+from harness.data.storage import ArraySource, Subset
+from harness.data.transforms import mirror_into
+from harness.feed.interface import ARRAYS, Backend, Failure, FeedSettings, HostBatch
+from harness.feed.order import AnyOrder, Order
+from harness.feed.threads import ThreadFeed
+from harness.runtime import accelerator
+from harness.runtime.folder import log
+from harness.runtime.seeding import uniforms
 from harness.watch.stages import START, StageMeter, StageTimer
 
-# the stage after those of reading
+# the one stage of a batch besides its own
 _GATHER = "gather"
 
 
-class ArrayFeed(Feed):
-    """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` backend.
+def has_fixed_size(dataset: object) -> TypeGuard[ImageDataset]:
+    """Returns whether these are images of one size each before crop and mirror."""
+    return isinstance(dataset, ImageDataset) and dataset.transform.crop in ("pad", "center")
 
-    Files are read and decoded once, by threads, for the first batch that asks for them, one batch
-    ahead. With ``InMemoryImages`` on a GPU the batches are there too, and nothing is copied.
+
+def stored(dataset: object) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns an array that holds the images of ``dataset``, and its rows; None: they are files."""
+    if not has_fixed_size(dataset):
+        return None
+    source = dataset.source
+    rows = np.arange(len(source))
+    while isinstance(source, Subset):
+        rows = source.indices[rows]
+        source = source.source
+    return (source.images, rows) if isinstance(source, ArraySource) else None
+
+
+def pixel_bytes(dataset: ImageDataset) -> int:
+    """Returns the bytes of the array of ``InMemoryImages``.
+
+    Before each row lie ``pad`` zeros, before each image as many rows of zeros, at the end both.
+    The zeros behind a row or an image are those before the next.
+    """
+    pad = _padding(dataset)
+    pitch = dataset.image_size + pad
+    return 3 * ((len(dataset) * pitch + pad) * pitch + pad)
+
+
+def _padding(dataset: ImageDataset) -> int:
+    """Returns the width of the zeros around an image, which only a pad crop has."""
+    transform = dataset.transform
+    return transform.pad if transform.crop == "pad" else 0
+
+
+class InMemoryImages:
+    """The images of a data set in one array as they are before crop and mirror.
+
+    A crop is a window into the array. The constructor reads all images.
 
     Args:
-        dataset: its images have one form before crop and mirror.
-        order: which samples make which batch.
-        settings: of a feed without workers.
-        pixels: the data set's, to be shared with other feeds; None: this feed's own, on the host.
-        readers: threads that read files.
+        dataset: gives the images; ``has_fixed_size`` is true of it.
+        settings: of the ``threads`` backend that reads the images.
+        device: holds the images if it is a GPU with twice the memory free; else the host does.
+
+    Attributes:
+        on_device: whether the images lie in the device's memory.
+        replaced: samples that could not be read, with others in their places.
 
     Raises:
-        BadSample: from ``next()``, for a sample that cannot be read.
-        LoaderError: from ``next()``, if files could not be read within ``settings.timeout_s``.
-        MemoryError: from ``next()``.
+        BadSample: an image cannot be read.
+        LoaderError: an image was not read within ``settings.timeout_s``.
+        MemoryError: the host has too little memory.
     """
 
     def __init__(
+        self, dataset: ImageDataset, settings: FeedSettings, device: torch.device | None = None
+    ) -> None:
+        self._dataset = dataset
+        self._own = accelerator.of(device or "cpu")
+        pad = _padding(dataset)
+        # pixels from one row to the next, and rows from one image to the next
+        self._pitch = pitch = dataset.image_size + pad
+        # NumPy's zeros raise MemoryError, torch's do not
+        memory = np.zeros(pixel_bytes(dataset), np.uint8)
+        labels = np.array(dataset.source.labels, np.int64)
+        self.replaced: dict[int, Failure] = {}
+        whole = memory[: 3 * len(dataset) * pitch**2].reshape(-1, pitch, pitch, 3)
+        inner = whole[:, pad:, pad:]
+        # a pad crop resizes only what has another size
+        resizes = dataset.transform.crop == "center" and dataset.transform.resize
+        held = stored(dataset)
+        if held and not resizes and held[0].shape[1:] == inner.shape[1:]:
+            for place, row in enumerate(held[1]):
+                inner[place] = held[0][row]
+        else:
+            self._read(settings, inner, labels)
+        self._memory = torch.from_numpy(memory)
+        self._labels = torch.from_numpy(labels)
+        self.on_device = False
+        if room := self._own.memory():
+            # Half of it: the network wants some too. Memory that torch has reserved and not
+            # allocated does not count: the network's next step takes it.
+            if 2 * len(memory) <= room.free:
+                # another process may be quicker
+                with suppress(torch.OutOfMemoryError):
+                    self._memory = self._own.copy(self._memory)
+                    self._labels = self._own.copy(self._labels)
+                    self.on_device = True
+            if not self.on_device:
+                log.info(
+                    "arrays lie on the host: %.1f GB are more than half of the device's free "
+                    "%.1f GB",
+                    len(memory) / 1e9,
+                    room.free / 1e9,
+                )
+
+    def _read(self, settings: FeedSettings, images: np.ndarray, labels: np.ndarray) -> None:
+        """Writes all images and their labels."""
+        # without the margin and the mirroring that the transform draws for each epoch
+        plain = copy.copy(self._dataset)
+        plain.transform = dataclasses.replace(plain.transform, pad=0, hflip=0.0)
+        order = Order(len(plain), settings.batch_size, shuffle=False)
+        with closing(ThreadFeed(plain, order, settings)) as feed:
+            for batch in feed:
+                places = batch.indices.numpy()
+                images[places] = batch.images.permute(0, 2, 3, 1).numpy()
+                labels[places] = batch.labels.numpy()
+                self.replaced |= {failure.sample: failure for failure in batch.failures}
+
+    def batch(self, epoch: int, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Returns the images and labels of an order's ``indices`` in ``epoch``.
+
+        Images are uint8 ``[N, 3, S, S]`` in channels_last memory, labels int64 ``[N]``.
+        """
+        # the place where each crop begins, and whether it is mirrored, by the sample's own numbers
+        rows = indices % len(self._labels)
+        pitch = self._pitch
+        begin = rows * pitch**2
+        transform = self._dataset.transform
+        pads = transform.crop == "pad"
+        drawn = uniforms(self._dataset.seed, epoch, indices, 3 if pads else 1)
+        if pads:
+            top, left = ((2 * transform.pad + 1) * drawn[:, :2]).astype(np.int64).T
+            begin += top * pitch + left
+        mirrored = drawn[:, -1] < transform.hflip
+
+        # windows of an image's size by the place of their first pixel: rows of bytes
+        size = self._dataset.image_size
+        places = len(self._memory) // 3 - (size - 1) * pitch - size + 1
+        windows = self._memory.as_strided((places, size, 3 * size), (3, 3 * pitch, 1))
+        shape = len(rows), size, size, 3
+        if self.on_device:
+            # a few launches for all samples together, for which the host does not wait
+            where = torch.from_numpy(np.stack([begin, rows, mirrored]))
+            first, own, turned = self._own.copy(self._own.pin(where))
+            images = windows.index_select(0, first).view(shape)
+            images = torch.where(turned.bool().view(-1, 1, 1, 1), images.flip(2), images)
+            return images.permute(0, 3, 1, 2), self._labels.index_select(0, own)
+        # By NumPy: torch's team of threads would wait for processors that the step has, for longer
+        # than all the rest takes.
+        cut = windows.numpy()[begin].reshape(shape)
+        plain = cut[mirrored]
+        turned_here = np.empty_like(plain)
+        mirror_into(plain, turned_here)
+        cut[mirrored] = turned_here
+        images = torch.from_numpy(cut).permute(0, 3, 1, 2)
+        return images, torch.from_numpy(self._labels.numpy()[rows])
+
+
+class ArrayFeed(Backend):
+    """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` backend.
+
+    With ``InMemoryImages`` on a GPU the batches are there too, and nothing is copied.
+
+    Args:
+        dataset: its images have one size before crop and mirror.
+        order: which samples make which batch.
+        settings: of a feed without workers.
+        pixels: the data set's, to be shared with other feeds; None: this feed's own, on the host.
+
+    Raises:
+        As ``InMemoryImages``, where ``pixels`` is None.
+    """
+
+    name = ARRAYS
+    shares_interpreter = True
+
+    def __init__(
         self,
-        dataset: FillableDataset,
+        dataset: ImageDataset,
         order: AnyOrder,
         settings: FeedSettings,
         pixels: InMemoryImages | None = None,
-        readers: int = 1,
     ) -> None:
-        assert isinstance(dataset, ImageDataset) and not settings.num_workers
         super().__init__(order, settings)
-        self.readers = readers
-        self.pixels = pixels or InMemoryImages(dataset)
-        self.on_device = self.pixels.on_device
-        stages = (*stages_of(self.pixels.untransformed), _GATHER)
-        self.meter: StageMeter = StageMeter(stages, readers + 1, shared=False)
-        self._timer = StageTimer(self.meter, readers)
-        self._threads: BatchThreads | None = None
-        # the batches to come, the next ones with how many of their images are being read, and what
-        # no thread has taken on yet
-        self._coming: Iterator[np.ndarray] = iter(())
-        self._due: deque[tuple[np.ndarray, int]] = deque()
-        self._wanted: deque[np.ndarray] = deque()
+        self.pixels = pixels or InMemoryImages(dataset, settings)
+        self.made_on_device = self.pixels.on_device
+        self._length = len(dataset)
+        self.meter: StageMeter = StageMeter((_GATHER,), 1, shared=False)
+        self._timer = StageTimer(self.meter, 0)
 
-    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
-        """As in ``Feed``."""
-        coming = self._coming
-        # until the end, or until the feed was closed
-        while self._due and self._coming is coming:
-            indices, missing = self._due.popleft()
-            if missing:
-                if self._threads is None:
-                    return
-                for read in self._threads.batches(poll_s):
-                    if read is not None:
-                        break
-                    yield None
-                else:
-                    return
-                read.check()
-                self.pixels.keep(read)
-                del read
-            # threads read for the next batch while this one is used
-            self._look_ahead()
-
-            # a batch is timed like a single sample: it has one stage
-            timed = self._timer.begin(1)
-            self._timer.fill()
-            if timed:
-                self._timer.lap(START)
-            count = len(indices)
-            gather = self.pixels.batch
-            if self.times_samples:
-                gather = self.meter.timed(self.readers, gather, count)
-            pin = self.settings.pin_memory and not self.on_device
-            images, labels = gather(epoch, indices, pin)
-            if timed:
-                self._timer.lap(_GATHER)
-            # samples that threads have just read were counted by them
-            stamps = self._timer.end(count - missing, batches=int(not missing))
-            failures: tuple[Failure, ...] = ()
-            if replaced := self.pixels.replaced:
-                # another feed may have read them
-                places = (indices % len(self.pixels.untransformed)).tolist()
-                failures = tuple(replaced[i] for i in places if i in replaced)
-            yield HostBatch(images, labels, torch.from_numpy(indices), failures, epoch, stamps)
-            del images, labels
-
-    def begin(self, epoch: int, first: int = 0) -> None:
-        """As in ``Feed``."""
-        self._coming = self.order.batches(epoch, first)
-        self._due.clear()
-        self._wanted.clear()
-        self._look_ahead()
-
-    def _look_ahead(self) -> None:
-        """Has threads read what the next three batches lack."""
-        while len(self._due) < 3 and (indices := next(self._coming, None)) is not None:
-            missing = self.pixels.missing(indices)
-            self._due.append((indices, len(missing)))
-            if not len(missing):
-                continue
-            if self._threads is None:
-                dataset = self.pixels.untransformed
-                settings = replace(
-                    self.settings,
-                    num_workers=self.readers,
-                    prefetch_factor=2,
-                    pin_memory=False,
-                )
-                self._threads = BatchThreads(self, dataset, self.meter, settings)
-            self._wanted.append(missing)
-            self._threads.begin(0, _taken(self._wanted))
-
-    def end(self) -> None:
-        """As in ``Feed``."""
-        # the threads end; what they have read stays
-        if self._threads is not None:
-            self._threads.close()
-        self._threads = None
-        self._coming = iter(())
+    def take(self, poll_s: float) -> HostBatch:
+        """As in ``Backend``."""
+        epoch, indices = next(self._coming)
+        count = len(indices)
+        # a batch is timed like a single sample: it has one stage
+        timed = self._timer.begin(1)
+        self._timer.fill()
+        if timed:
+            self._timer.lap(START)
+        gather = self.pixels.batch
+        if self.times_samples:
+            gather = self.meter.timed(0, gather, count)
+        images, labels = gather(epoch, indices)
+        if self.settings.pin_memory and not self.made_on_device:
+            images = images.pin_memory()
+            labels = labels.pin_memory()
+        if timed:
+            self._timer.lap(_GATHER)
+        failures: tuple[Failure, ...] = ()
+        if replaced := self.pixels.replaced:
+            places = (indices % self._length).tolist()
+            failures = tuple(replaced[i] for i in places if i in replaced)
+        stamps = self._timer.end(count)
+        return HostBatch(images, labels, torch.from_numpy(indices), failures, epoch, stamps)
 
 
-def _taken(wanted: deque[np.ndarray]) -> Iterator[np.ndarray]:
-    # others may be added while threads take from it
-    while wanted:
-        yield wanted.popleft()
+class SyntheticFeed(Backend):
+    """The same uint8 noise ``[N, 3, S, S]`` and random labels for every batch, on ``device``.
+
+    The last batch of an epoch is as short as ``order`` makes it.
+    """
+
+    name = "synthetic"
+    shares_interpreter = True
+    made_on_device = True
+
+    def __init__(
+        self,
+        order: AnyOrder,
+        settings: FeedSettings,
+        image_size: int,
+        classes: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(order, settings)
+        batch = noise(settings.batch_size, image_size, classes)
+        self._images = batch.images.to(device)
+        self._labels = batch.labels.to(device)
+
+    def take(self, poll_s: float) -> HostBatch:
+        """As in ``Backend``."""
+        epoch, indices = next(self._coming)
+        n = len(indices)
+        return HostBatch(self._images[:n], self._labels[:n], torch.from_numpy(indices), epoch=epoch)
+
+
+def noise(count: int, image_size: int, classes: int) -> HostBatch:
+    """Returns ``count`` random images and labels, the same each time.
+
+    The images are uint8 ``[count, 3, image_size, image_size]``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = (count, 3, image_size, image_size)
+    images = torch.randint(256, size, dtype=torch.uint8, generator=generator)
+    labels = torch.randint(classes, size[:1], generator=generator)
+    return HostBatch(images, labels, torch.arange(count))

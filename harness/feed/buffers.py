@@ -35,7 +35,7 @@ class BufferPool:
         """Returns ``count`` bytes, uint8 ``[count]``, of the most recently used free buffer.
 
         Raises:
-            MemoryError: no buffer is free, and there is no memory for another.
+            RuntimeError: no buffer is free, and torch has no memory for another.
         """
         try:
             slot = self._free.pop()
@@ -48,16 +48,8 @@ class BufferPool:
         return torch.from_numpy(view)
 
     def _allocate(self) -> np.ndarray:
-        try:
-            return torch.empty(
-                self.slot_bytes, dtype=torch.uint8, pin_memory=self._pin_memory
-            ).numpy()
-        except RuntimeError as error:
-            kind = "page-locked " if self._pin_memory else ""
-            text = str(error).splitlines()[0]
-            raise MemoryError(
-                f"no {kind}memory for another batch of {self.slot_bytes / 1e6:.1f} MB ({text})"
-            ) from error
+        size = self.slot_bytes
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory).numpy()
 
 
 def _take_back(owner: weakref.ref[BufferPool], slot: np.ndarray) -> None:

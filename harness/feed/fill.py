@@ -34,7 +34,7 @@ class Filler:
     def __init__(
         self, dataset: FillableDataset, slot: int, meter: StageMeter | None, times_samples: bool
     ) -> None:
-        self._dataset = dataset
+        self._dataset: Any = dataset
         self._stages = stages_of(dataset)
         meter = meter or StageMeter(self._stages, slot + 1, shared=False)
         self._fill: Any = meter.timed(slot, dataset.fill) if times_samples else dataset.fill
@@ -84,6 +84,7 @@ class Filler:
                     laps.lap(self._stages[0])
                 if is_out_of_memory(error):
                     raise MemoryError(str(error)) from error
+                place = index % len(self._dataset)
                 # as text: an error that cannot be pickled would never arrive (pytorch #142884)
                 where, reason = f"sample {index}", f"{type(error).__name__}: {error}"
                 if isinstance(error, BadSample):
@@ -91,13 +92,13 @@ class Filler:
                 new = self._fill_instead(epoch, index, pixels[row])
                 if new is not None:
                     labels[row] = new
-                failures.append(Failure(index % len(self._dataset), where, reason, new is not None))
+                failures.append(Failure(place, where, reason, new is not None))
         return failures, self.timer.end(len(indices), batches)
 
     def _fill_instead(self, epoch: int, index: int, out: np.ndarray) -> int | None:
         """Writes another sample in the place of ``index``; returns its label; None: not wanted."""
-        dataset: Any = self._dataset
-        if getattr(dataset, "skips", False):
+        dataset = self._dataset
+        if dataset.skips:
             for other in instead_of(index % len(dataset), len(dataset)):
                 with suppress(BadSample):
                     return int(dataset.fill(epoch, index, out, instead=other))

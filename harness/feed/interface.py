@@ -1,4 +1,4 @@
-"""What every backend of the feed gives and takes: batches, settings and the iterator."""
+"""What the backends of the feed share: batches, settings and the iterator."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from itertools import repeat
+from typing import ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
 from torch import Tensor
@@ -75,13 +76,6 @@ class HostBatch(NamedTuple):
             if not failure.replaced:
                 raise BadSample(failure.where, failure.reason)
 
-    def pin_memory(self) -> HostBatch:
-        """Returns the batch in page-locked memory, but for the indices; torch's loader calls it."""
-        images = self.images.pin_memory()
-        labels = self.labels.pin_memory()
-        stamps = self.stamps and self.stamps.pin_memory()
-        return self._replace(images=images, labels=labels, stamps=stamps)
-
 
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
@@ -108,26 +102,30 @@ class FeedSettings:
         return text
 
 
-class Feed(ABC):
-    """Iterates over the batches of one epoch; the length is that of the chosen epoch.
+class Backend(ABC):
+    """Makes the batches of one order; iterates over one epoch, the chosen one, at a time.
 
-    A new pass ends the pass before. A backend implements ``batches_of``, and if it works ahead also
+    A new pass ends the pass before. A subclass implements ``take``, and if it works ahead
     ``begin`` and ``end``. Consumers call ``iter``, ``polled``, ``set_epoch``, ``prime``, ``close``.
 
     Attributes:
+        name: as ``loader.backend`` has it.
+        shares_interpreter: whether samples are made in the trainer's process.
+        made_on_device: whether batches are on the device already, so that nothing is copied.
+        restarts: whether new workers take the place of lost ones. A batch is a function of its
+            place in the order, so that none is lost and none comes twice.
         order: which samples make which batch.
         settings: how the batches are made.
-        on_device: whether the images are on the device already, so that nothing is copied.
         meter: what the workers do; None without workers or without shared memory.
         times_samples: whether ``meter`` counts single samples too, for probes; to be set before
             the first pass.
-        replaced: samples of this feed's batches that could not be read and were replaced, for
+        replaced: samples of this backend's batches that could not be read and were replaced, for
             whoever wants to take them.
-        restarts: whether new workers take the place of lost ones. A batch is a function of its
-            place in the order, so that none is lost and none comes twice.
     """
 
-    on_device = False
+    name: ClassVar[str]
+    shares_interpreter: ClassVar[bool] = False
+    made_on_device = False
     restarts = False
     meter: StageMeter | None = None
     times_samples = False
@@ -140,6 +138,8 @@ class Feed(ABC):
         self._primed: int | None = None
         # another object for each pass, so that a pass can see that a later one has begun
         self._running: object | None = None
+        # the epoch and the indices of each batch to come, of a backend that makes nothing ahead
+        self._coming: Iterator[tuple[int, np.ndarray]] = iter(())
         # another thread may add to it
         self.replaced: deque[Failure] = deque()
 
@@ -165,14 +165,18 @@ class Feed(ABC):
             self._primed = epoch
 
     def __iter__(self) -> Iterator[HostBatch]:
-        with closing(self.polled(math.inf)) as batches:
-            # not a loop, whose variable would hold a batch while the next one is awaited
-            yield from filter(None, batches)
+        # without a limit there are no vain waits
+        return cast(Iterator[HostBatch], self.polled(math.inf))
 
-    def polled(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
+    def polled(self, poll_s: float, check: bool = True) -> Generator[HostBatch | None, None, None]:
         """Iterates over one pass, and yields None after each ``poll_s`` seconds without a batch.
 
-        A wait lasts 2 s at most, whatever ``poll_s`` is; 0.5 s for threads.
+        A wait lasts 2 s at most, whatever ``poll_s`` is; 0.5 s for threads. With an infinite
+        ``poll_s`` there are batches only.
+
+        Args:
+            poll_s: how long to wait for a batch.
+            check: refuse a batch that lacks a sample.
 
         Raises:
             BadSample: a sample of the batch cannot be read.
@@ -181,73 +185,81 @@ class Feed(ABC):
         if self._running is not None or self._primed not in (None, self._epoch):
             self.close()
         own = self._running = object()
-        given = 0
+        epoch = self._epoch
+        given = tries = 0
         wanted = len(self)
         try:
-            if not wanted:
-                return
-            if self._primed is None:
-                self.begin(self._epoch)
+            if wanted and self._primed is None:
+                self.begin(epoch)
             self._primed = None
-            for batch in self._lasting(self._epoch, poll_s):
-                if batch is not None:
-                    batch.check()
-                    self.replaced += batch.failures
-                    given += 1
-                yield batch
-                # the memory of the batch must be free while the next one is awaited
-                del batch
-                if given == wanted:
-                    return
-            raise LoaderError(
-                f"the feed ended after {given} of {wanted} batches; no batch may be lost"
-            )
-        finally:
-            # the workers may be those of a later pass
-            if self._running in (None, own):
-                self._running = None
-                # batches that were asked for would come in the next pass
-                if not given or given < wanted or not self.settings.persistent_workers:
-                    self.close()
-
-    def _lasting(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
-        """Iterates over ``batches_of``; if ``restarts``, with new workers in place of lost ones."""
-        given = tries = 0
-        while True:
-            try:
-                for batch in self.batches_of(epoch, poll_s):
-                    if batch is not None:
-                        given += 1
-                        tries = 0
-                    yield batch
-                    del batch
-                return
-            except LoaderError as error:
-                tries += 1
-                if not self.restarts or tries == _TRIES:
-                    raise
-                # as text: an error keeps the frames that it came through, and their batches
-                log.warning(
-                    "loader.restart_workers: %s. New workers go on with batch %d",
-                    str(error),
-                    given + 1,
+            while True:
+                try:
+                    with self.guard():
+                        while given < wanted and self._running is own:
+                            batch = self.take(poll_s)
+                            if batch is not None:
+                                if check:
+                                    batch.check()
+                                self.replaced += batch.failures
+                                given += 1
+                                tries = 0
+                            if batch is not None or poll_s < math.inf:
+                                yield batch
+                            # its memory must be free while the next one is awaited
+                            del batch
+                    break
+                except StopIteration:
+                    break
+                except LoaderError as error:
+                    tries += 1
+                    if not self.restarts or tries == _TRIES:
+                        raise
+                    # as text: an error keeps the frames that it came through, and their batches
+                    log.warning(
+                        "loader.restart_workers: %s. New workers go on with batch %d",
+                        str(error),
+                        given + 1,
+                    )
+                self.end()
+                self.begin(epoch, given)
+            if given < wanted:
+                raise LoaderError(
+                    f"the feed ended after {given} of {wanted} batches; no batch may be lost"
                 )
-            self.end()
-            self.begin(epoch, given)
+        finally:
+            self._leave(own, is_whole=0 < given == wanted)
+
+    def _leave(self, own: object, is_whole: bool) -> None:
+        """Ends a pass, unless a later one has begun: the workers are then that one's."""
+        if self._running in (None, own):
+            self._running = None
+            # batches that were asked for would come in the next pass
+            if not (is_whole and self.settings.persistent_workers):
+                self.close()
 
     def close(self) -> None:
         """Ends the workers; the next ``iter()`` starts new ones. Safe to call twice."""
         self._primed = self._running = None
         self.end()
 
-    @abstractmethod
-    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
-        """Iterates over ``epoch``, which has begun; None stands for a vain wait."""
-
-    # a backend that makes nothing ahead has nothing to begin or to end
-    def begin(self, epoch: int, first: int = 0) -> None:  # noqa: B027
+    def begin(self, epoch: int, first: int = 0) -> None:
         """Begins the pass of ``epoch`` at its batch ``first`` without waiting."""
+        self._coming = zip(repeat(epoch), self.order.batches(epoch, first))
 
+    @abstractmethod
+    def take(self, poll_s: float) -> HostBatch | None:
+        """Returns the next batch of the pass, or None after ``poll_s`` seconds without one.
+
+        Raises:
+            StopIteration: no batch will come.
+            LoaderError: the workers were lost, or a batch did not come in time.
+        """
+
+    def guard(self) -> AbstractContextManager[object]:
+        """Returns the block that the waits of a pass are in, until workers are lost."""
+        return nullcontext()
+
+    # a backend that makes nothing ahead has nothing to end
     def end(self) -> None:  # noqa: B027
         """Ends what a pass has begun."""
 
@@ -257,14 +269,15 @@ class FillableDataset(Protocol):
 
     A data set with an attribute ``stages``, the names of what ``fill`` does, is given a fourth
     argument by some calls of ``fill``: a function to call at the end of each stage with its name.
-    One whose ``skips`` is true is asked again for a sample that raised BadSample, with the keyword
-    ``instead``: another place to read, while random numbers stay those of ``index``.
 
     Attributes:
         image_size: side of an image in pixels.
+        skips: whether ``fill`` is called again for a sample that raised an error, with the keyword
+            ``instead``: another place to read, while random numbers stay those of ``index``.
     """
 
     image_size: int
+    skips: bool
 
     def __len__(self) -> int: ...
 
@@ -306,9 +319,9 @@ def with_workers(
     )
 
 
-def in_form(settings: FeedSettings, form: str) -> FeedSettings:
+def with_backend(settings: FeedSettings, name: str) -> FeedSettings:
     """Returns ``settings`` for another backend."""
-    return with_workers(replace(settings, backend=form), settings.num_workers)
+    return with_workers(replace(settings, backend=name), settings.num_workers)
 
 
 def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> FeedSettings:

@@ -9,23 +9,30 @@ memory, timm #2781). Errors and early exits are those of a plain loop.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.feed.mover import Augment, Mix, Mover, Normalise, Ready
+from harness.feed.interface import Backend, HostBatch
+from harness.feed.normalise import Normalise
 from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
 from harness.watch.spans import named
+from harness.watch.stages import Stamps
 
 _log = logging.getLogger("wellfed")
 Batches = Generator[tuple[Tensor, Tensor], None, None]
+Augment = Callable[[Tensor, Any], Tensor]
+Mix = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+_END: Any = object()
 
 
 class DataPrefetcher:
@@ -81,13 +88,14 @@ class DataPrefetcher:
         if not own.tells:
             _log.warning("DataPrefetcher: device=%s: no batch is copied ahead on this type", device)
         self.device = own.device
-        self._ahead = own.has_streams if ahead is None else ahead
-        stream = own.side_stream() if self._ahead else None
+        if ahead is None:
+            ahead = own.has_streams
+        stream = own.side_stream() if ahead else None
         with own.on(stream):
             normalise = Normalise(self.device, mean, std, dtype, channels_last)
-        made_there = getattr(loader, "on_device", False)
-        self._mover = Mover(own, stream, clock, made_there, augment, normalise, mix)
-        self._lead = Lead(own, clock) if own.has_streams else None
+        made_there = isinstance(loader, Backend) and loader.made_on_device
+        self._transfer = _Transfer(own, stream, ahead, clock, made_there, augment, normalise, mix)
+        self._lead = HostLeadLimiter(own, clock) if own.has_streams else None
         self._pass: Batches | None = None
         self._end_pass: Callable[[], Any] | None = None
 
@@ -96,7 +104,7 @@ class DataPrefetcher:
 
     def __iter__(self) -> DataPrefetcher:
         self.close()
-        self._pass = _batches(self.loader, self._mover, self._ahead)
+        self._pass = _batches(self.loader, self._transfer)
         # a pass left half-way has a thread
         self._end_pass = weakref.finalize(self, self._pass.close)
         return self
@@ -124,8 +132,8 @@ class DataPrefetcher:
             self._end_pass()
 
 
-class Lead:
-    """How far the host is ahead of the device; ``clock`` is told of each sleep, if given."""
+class HostLeadLimiter:
+    """Bounds how far the host is ahead of the device; ``clock`` is told of each sleep, if given."""
 
     def __init__(self, own: Accelerator, clock: StepClock | None) -> None:
         self._own = own
@@ -148,88 +156,173 @@ class Lead:
             self._clock.held(began_s)
 
 
-def _batches(loader: Iterable[Any], move: Mover, ahead: bool) -> Batches:
-    """Iterates over one pass; with a thread if ``ahead``, else batch by batch as asked for."""
-    own = move.own
-    side = move.stream
-    if side is not None:
-        move.outer = own.stream()
-        # what the loader has on the device may still be written there
-        side.wait_stream(move.outer)
-    pull = None
-    if ahead:
-        pull = _Pull(loader, move)
-        take = pull.take
-    else:
-        take = partial(move, iter(loader), plain=True)
+# the images and labels of a batch on its way to the step; the events before the copy, after it and
+# behind the last write, or None where there are none; when it was made, and when it was there
+_Issued = tuple[tuple[Tensor, Tensor], tuple[Any, Any, Any], tuple[Stamps | None, float]]
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Issues batches to the device and makes them ready there.
+
+    Holds what the loader gave until its copy is done: the loader may use memory again that nothing
+    holds.
+
+    Attributes:
+        own: the device.
+        stream: the side stream; None puts all work on the current stream.
+        ahead: whether a thread issues batches while the consumer works.
+        clock: reads the events, if given.
+        made_there: the loader makes its batches on the device.
+        augment, normalise, mix: what is done to each batch.
+    """
+
+    own: Accelerator
+    stream: Any
+    ahead: bool
+    clock: StepClock | None
+    made_there: bool
+    augment: Augment | None
+    normalise: Normalise
+    mix: Mix | None
+    # the stream that the consumer's work goes to
+    outer: Any = None
+    # the event behind each copy, and the batch that is copied
+    _copying: deque[tuple[Any, Any]] = field(default_factory=deque)
+
+    def issue(self, batches: Iterator[Any]) -> _Issued | None:
+        """Issues the next of ``batches`` to the device; returns None at the end."""
+        own = self.own
+        now = (self.clock or own).now
+        with own.on(self.stream):
+            start = self._mark() if self.made_there else None
+            batch = next(batches, _END)
+            if batch is _END:
+                return None
+            there_s = now()
+            images, labels = _pair(batch)
+            is_there = self.made_there or own.holds(images)
+            if self.stream is not None and is_there:
+                own.keep_for(self.stream, images)
+                if not self.made_there:
+                    # the loader's own GPU work may still write to the images
+                    self.stream.wait_stream(self.outer)
+            with named("copy"):
+                start = end = start or self._mark()
+                if not is_there:
+                    images = own.copy(images)
+                if not (self.made_there or own.holds(labels)):
+                    labels = own.copy(labels)
+                if own.has_streams and not is_there:
+                    end = self._mark()
+                    self._copying.append((end, batch))
+                if self.augment is not None:
+                    images = self.augment(images, batch)
+                images = self.normalise(images)
+                if self.mix is not None:
+                    images, labels = self.mix(images, labels, batch)
+                done = self._mark()
+        if self.ahead:
+            # with all of its work issued; in a plain loop, as soon as the loader has given it
+            there_s = now()
+        # without a side stream the device works in between, and the host must not wait for it
+        self.let_go(most=math.inf if self.stream is None else 1)
+        stamps = batch.stamps if isinstance(batch, HostBatch) else None
+        return (images, labels), (start, end, done), (stamps, there_s)
+
+    def _mark(self) -> Any:
+        """Returns an event at this point of the stream, where there are events."""
+        if not self.own.has_streams:
+            return None
+        event = self.own.event(timed=True)
+        event.record(self.own.stream())
+        return event
+
+    def let_go(self, most: float) -> None:
+        """Drops batches that are copied; waits until at most ``most`` copies are under way."""
+        copying = self._copying
+        while copying and (copying[0][0].query() or len(copying) > most):
+            copying[0][0].synchronize()
+            copying.popleft()
+
+
+def _pair(batch: Any) -> Sequence[Tensor]:
+    """Returns the images and the labels; a batch of another loader must have no other part."""
+    if isinstance(batch, HostBatch):
+        return batch.images, batch.labels
+    parts = list(batch) if isinstance(batch, tuple | list) else [batch]
+    if len(parts) != 2 or not all(hasattr(part, "to") for part in parts):
+        raise TypeError(
+            "DataPrefetcher: batches must be (images, labels), two tensors; this loader gives "
+            f"{', '.join(type(part).__name__ for part in parts)}: let its collate_fn return these "
+            "two"
+        )
+    return parts
+
+
+def _issue_ahead(loader: Iterable[Any], transfer: _Transfer, ready: Any, permit: Any) -> None:
+    """The thread of one pass: puts a batch into ``ready`` for each True of ``permit``."""
     try:
-        while (ready := take()) is not None:
+        transfer.own.make_current()
+        batches = iter(loader)
+        try:
+            while permit.get():
+                ready.put(transfer.issue(batches))
+        finally:
+            if hasattr(batches, "close"):
+                batches.close()
+    except BaseException as error:
+        # handed to the consumer, who raises it
+        ready.put(error)
+
+
+def _batches(loader: Iterable[Any], transfer: _Transfer) -> Batches:
+    """Iterates over one pass; a thread issues each batch while the one before it is used."""
+    own = transfer.own
+    side = transfer.stream
+    if side is not None:
+        transfer.outer = own.stream()
+        # what the loader has on the device may still be written there
+        side.wait_stream(transfer.outer)
+    ready = own.queue()
+    # a True when a batch is handed out, before its step
+    permit = own.queue()
+
+    take = ready.get
+    if transfer.ahead:
+        permit.put(True)
+        thread = own.start(partial(_issue_ahead, loader, transfer, ready, permit), "prefetch")
+    else:
+        take = partial(transfer.issue, iter(loader))
+    try:
+        while (given := take()) is not None:
+            if isinstance(given, BaseException):
+                try:
+                    raise given
+                finally:
+                    # the error's traceback keeps this frame: the two would keep each other
+                    del given
+            if transfer.ahead:
+                permit.put(True)
+            batch, events, arrival = given
+            del given
             if side is not None:
                 current = own.stream()
                 # compute waits for the copy, on the device
-                current.wait_event(ready.events[-1])
+                current.wait_event(events[-1])
                 # and the memory is not reused before compute is through
-                own.keep_for(current, ready.images)
-                own.keep_for(current, ready.labels)
-            if move.clock is not None:
+                own.keep_for(current, batch[0])
+                own.keep_for(current, batch[1])
+            if transfer.clock is not None:
                 if own.has_streams:
-                    move.clock.copied(*ready.events)
-                move.clock.arrived(ready.stamps, ready.there_s)
-            yield ready.images, ready.labels
+                    transfer.clock.copied(*events)
+                transfer.clock.arrived(*arrival)
+            yield batch
             # or two batches would stay on the device while the next one is awaited
-            del ready
+            del batch
     finally:
-        if pull is not None:
-            pull.stop()
-        move.let_go(most=0)
-
-
-class _Pull:
-    """The thread of one pass: moves a batch, and stops until that batch is taken.
-
-    The permit keeps the thread exactly one batch ahead: it is given back when a batch is handed
-    out, before the step is launched.
-    """
-
-    def __init__(self, loader: Iterable[Any], move: Mover) -> None:
-        self._loader = loader
-        self._move = move
-        self._ready = move.own.queue()
-        self._permit = move.own.queue()
-        self._permit.put(True)
-        self._thread = move.own.start(self._work, "prefetch")
-
-    def take(self) -> Ready | None:
-        """Returns the next batch, or None at the end; raises what the loader raised."""
-        ready: Ready | BaseException | None = self._ready.get()
-        if isinstance(ready, BaseException):
-            try:
-                raise ready
-            finally:
-                # the error's traceback keeps this frame: the two would keep each other
-                del ready
-        self._permit.put(True)
-        return ready
-
-    def stop(self) -> None:
-        """Ends the thread; waits for the loader's current ``next()`` to come back."""
-        self._permit.put(False)
-        self._thread.join()
-
-    def _work(self) -> None:
-        try:
-            self._move.own.make_current()
-            batches = iter(self._loader)
-            try:
-                while self._permit.get():
-                    ready = self._move(batches, plain=False)
-                    self._ready.put(ready)
-                    if ready is None:
-                        break
-                    del ready
-            finally:
-                if hasattr(batches, "close"):
-                    batches.close()
-        except BaseException as error:
-            # handed to the consumer, who raises it
-            self._ready.put(error)
+        if transfer.ahead:
+            permit.put(False)
+            # waits for the loader's current ``next()`` to come back
+            thread.join()
+        transfer.let_go(most=0)

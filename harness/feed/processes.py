@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import repeat
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
@@ -25,7 +24,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from harness.config import ConfigError
 from harness.feed.fill import Filler
 from harness.feed.interface import (
-    Feed,
+    PROCESSES,
+    Backend,
     FeedSettings,
     FillableDataset,
     HostBatch,
@@ -56,7 +56,7 @@ def _check_files(num_workers: int) -> None:
         )
 
 
-class ProcessFeed(Feed):
+class ProcessFeed(Backend):
     """Batches of ``dataset`` in the order of ``order``.
 
     Every sample is a function of (seed, epoch, index), failures come back as text in the batch, and
@@ -70,18 +70,23 @@ class ProcessFeed(Feed):
         ConfigError: from ``next()``, for a data set that cannot be pickled.
     """
 
+    name = PROCESSES
+
     def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings) -> None:
         super().__init__(order, settings)
         self._dataset = dataset
-        self._keys = _Keys(order)
+        self._keys = _Keys()
         # without shared memory the feed does without a meter
         with suppress(RuntimeError, OSError):
             self.meter = StageMeter(stages_of(dataset), settings.num_workers)
         self._loader: Loader | None = None
         # torch's iterator of this pass, or of the last with persistent workers
         self._pass: Any = None
-        # the iterator of a pass that has begun, once its workers have started
-        self._started: Future[Any] | None = None
+        # the start of the workers for a pass that has begun
+        self._started: Future[None] | None = None
+        # batches taken
+        self._taken = 0
+        self._watchdog: Watchdog
         self._workers: list[BaseProcess] = []
         # at exit too: Python waits for them, and they are deaf to SIGTERM
         weakref.finalize(self, _kill, self._workers)
@@ -92,69 +97,71 @@ class ProcessFeed(Feed):
         return tuple(worker.pid for worker in self._workers if worker.pid and worker.is_alive())
 
     def prime(self, epoch: int) -> None:
-        """As in ``Feed``, but does nothing without workers, and forks none.
+        """As in ``Backend``, but does nothing without workers, and forks none.
 
         A lock that the step holds at that moment would be held in a forked worker for ever.
         """
         if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
             super().prime(epoch)
 
-    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
-        """As in ``Feed``."""
-        given = 0
-        with Watchdog(self.settings.timeout_s, self._free) as watchdog:
-            try:
-                # closed while the pass began
-                if self._started is None:
-                    return
-                # without a name for the future: an error's traceback keeps this frame
-                batches = self._started.result()
-                self._started = None
-                # torch looks for dead workers only when a wait is over: waits are short ones
-                batches._timeout = min(poll_s, self._poll_s)
-                watchdog.wait = 0
-                for batch in self.polls(batches):
-                    if batch is None:
-                        if watchdog.fired:
-                            raise TimeoutError
-                        watchdog.wait = given
-                    else:
-                        given += 1
-                        # the consumer has the batch: nothing waits
-                        watchdog.wait = None
-                    yield batch
-                    watchdog.wait = given
-            except (RuntimeError, OSError, EOFError) as error:
-                if not self.settings.num_workers:
-                    raise
-                if watchdog.fired or isinstance(error, TimeoutError):
-                    signals.check()
-                    raise too_slow(self.settings) from error
-                # a worker's own error comes behind its traceback
-                lines = (str(error) or type(error).__name__).splitlines()
-                text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")
-                raise LoaderError(
-                    f"{text}: a worker died, or its batch could not be handed over (out of memory, "
-                    "full /dev/shm, too many open files); lower loader.num_workers or "
-                    "loader.batch_size"
-                ) from error
+    def guard(self) -> Watchdog:
+        """As in ``Backend``: ends a wait in a read from a worker."""
+        self._watchdog = Watchdog(self.settings.timeout_s, self._free)
+        return self._watchdog
 
-    def polls(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch | None]:
-        """Iterates over ``batches``, and yields None for each of torch's waits that was in vain."""
-        while True:
-            try:
-                if (batch := next(batches, None)) is None:
-                    return
-            except RuntimeError as error:
-                if not _is_timeout(error):
-                    signals.check()
-                    raise
-                signals.check_wait()
-                batch = None
-            yield batch
+    def take(self, poll_s: float) -> HostBatch | None:
+        """As in ``Backend``."""
+        watchdog = self._watchdog
+        try:
+            if self._started is not None:
+                # without a name for the future: an error's traceback keeps this frame
+                self._started.result()
+                self._started = None
+            # closed while the pass began
+            if self._pass is None:
+                raise StopIteration
+            # torch looks for dead workers only when a wait is over: waits are short ones
+            self._pass._timeout = min(poll_s, self._poll_s)
+            watchdog.wait = self._taken
+            batch = self.fetch()
+            if batch is not None:
+                self._taken += 1
+                # the consumer has the batch: nothing waits
+                watchdog.wait = None
+            elif watchdog.fired:
+                raise TimeoutError
+            return batch
+        except (RuntimeError, OSError, EOFError) as error:
+            if not self.settings.num_workers:
+                raise
+            if watchdog.fired or isinstance(error, TimeoutError):
+                signals.check()
+                raise too_slow(self.settings) from error
+            # a worker's own error comes behind its traceback
+            lines = (str(error) or type(error).__name__).splitlines()
+            text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")
+            raise LoaderError(
+                f"{text}: a worker died, or its batch could not be handed over (out of memory, "
+                "full /dev/shm, too many open files); lower loader.num_workers or "
+                "loader.batch_size"
+            ) from error
+
+    def fetch(self) -> HostBatch | None:
+        """Returns torch's next batch, or None if torch's wait was in vain."""
+        try:
+            batch: HostBatch = next(self._pass)
+            return batch
+        except RuntimeError as error:
+            if not _is_timeout(error):
+                signals.check()
+                raise
+            signals.check_wait()
+            return None
 
     def begin(self, epoch: int, first: int = 0) -> None:
         """Starts the workers, or wakes persistent ones, for ``epoch`` in the background."""
+        super().begin(epoch, first)
+        self._keys.coming = self._coming
         device: tuple[Any, ...] = ()
         if self.settings.pin_memory:
             # a new thread is on the first device, and torch's pinning thread takes over the device
@@ -162,11 +169,11 @@ class ProcessFeed(Feed):
             own = torch.accelerator
             device = (own.set_device_index, (own.current_device_index(),))
         pool = ThreadPoolExecutor(1, "begin", *device)
-        self._started = pool.submit(self._start, epoch, first)
+        self._started = pool.submit(self._start)
         pool.shutdown(wait=False)
 
-    def _start(self, epoch: int, first: int) -> Any:
-        """Returns torch's iterator over ``epoch`` from ``first`` on, with its workers started."""
+    def _start(self) -> None:
+        """Makes torch's iterator over the batches to come, with its workers started."""
         s = self.settings
         _check_files(s.num_workers)
         if self._loader is None:
@@ -187,8 +194,6 @@ class ProcessFeed(Feed):
         if self._pass is not None:
             # the pass before may have looked more often than persistent workers can answer
             self._pass._timeout = self._poll_s
-        self._keys.epoch = epoch
-        self._keys.first = first
         before = multiprocessing.active_children()
         limit_s = s.timeout_s and max(s.timeout_s, _START_S)
         try:
@@ -201,7 +206,8 @@ class ProcessFeed(Feed):
                 raise
             # workers of an earlier pass that cannot answer at once, on a machine that was asleep
             self._end_workers()
-            return self._start(epoch, first)
+            self._start()
+            return
         except (PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"num_workers={s.num_workers}: the data set cannot be sent to worker processes "
@@ -215,7 +221,6 @@ class ProcessFeed(Feed):
                 raise TimeoutError from error
             raise
         self._workers[:] = getattr(self._pass, "_workers", ())
-        return self._pass
 
     @property
     def _poll_s(self) -> float:
@@ -232,7 +237,7 @@ class ProcessFeed(Feed):
             queue._writer.close()
 
     def end(self) -> None:
-        """As in ``Feed``."""
+        """As in ``Backend``."""
         if self._started is not None:
             # waits until there are workers to end
             self._started.exception()
@@ -300,16 +305,13 @@ class _Iterator(_MultiProcessingDataLoaderIter):
             super().__del__()
 
 
-@dataclass(slots=True)
 class _Keys:
     """The batch sampler: the epoch and the indices of each batch, sent with every request."""
 
-    order: AnyOrder
-    epoch: int = 0
-    first: int = 0
+    coming: Iterator[tuple[int, np.ndarray]]
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        return zip(repeat(self.epoch), self.order.batches(self.epoch, self.first))
+        return self.coming
 
 
 @dataclass(eq=False)
@@ -333,13 +335,11 @@ class _Batches(Dataset[HostBatch]):
         timers = self._filler.timer.begin(count)
         size = self.dataset.image_size
         self._filler.timer.share()
-        shape = (count, 3, size, size)
-        strides = (3 * size * size, 1, 3 * size, 3)
         # a worker's are shared from the start, as in torch's own collate: handing them over copies
         # nothing
         new = torch.UntypedStorage._new_shared if worker else torch.UntypedStorage
-        storage = new(count * 3 * size * size)
-        images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
+        memory = torch.empty(0, dtype=torch.uint8).set_(new(count * 3 * size * size))
+        images = memory.view(count, size, size, 3).permute(0, 3, 1, 2)
         labels = torch.zeros(count, dtype=torch.int64)
         failures, stamps = self._filler.fill(timers, epoch, indices, images.numpy(), labels.numpy())
         return HostBatch(images, labels, torch.from_numpy(indices), tuple(failures), epoch, stamps)

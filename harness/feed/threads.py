@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -22,8 +22,9 @@ import torch
 from harness.feed.buffers import BufferPool
 from harness.feed.fill import Filler
 from harness.feed.interface import (
+    THREADS,
+    Backend,
     Failure,
-    Feed,
     FeedSettings,
     FillableDataset,
     HostBatch,
@@ -40,13 +41,11 @@ from harness.watch.stages import StageMeter, Stamps
 MOST_THREADS = 512
 # how soon a signal to the trainer ends a wait
 _POLL_S = 0.5
-# wake-up interval of an idle thread, in case a notification was missed
-_IDLE_S = 5.0
 # how long ``close`` waits for threads that are busy
 _JOIN_S = 1.0
 
 
-class ThreadFeed(Feed):
+class ThreadFeed(Backend):
     """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` backend.
 
     ``settings.num_workers`` is the number of threads (0: samples are filled when the batch is asked
@@ -56,8 +55,11 @@ class ThreadFeed(Feed):
     Raises:
         BadSample: from ``next()``, for a sample that cannot be read.
         LoaderError: from ``next()``, if no batch came within ``settings.timeout_s``.
-        MemoryError: from ``next()``.
+        RuntimeError, MemoryError: from ``next()``, without memory.
     """
+
+    name = THREADS
+    shares_interpreter = True
 
     def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings) -> None:
         super().__init__(order, settings)
@@ -75,24 +77,25 @@ class ThreadFeed(Feed):
             threads = self._threads.resize(threads)
         self.settings = replace(self.settings, num_workers=threads)
 
-    def batches_of(self, epoch: int, poll_s: float) -> Iterator[HostBatch | None]:
-        """As in ``Feed``."""
-        threads = self._threads
-        # closed while the pass began
-        if threads is None:
-            return iter(())
-        return threads.batches(poll_s)
-
     def begin(self, epoch: int, first: int = 0) -> None:
-        """As in ``Feed``."""
+        """As in ``Backend``."""
+        super().begin(epoch, first)
         if self._threads is None:
-            self._threads = BatchThreads(
-                self, self._dataset, self.meter, self.settings, self.times_samples
+            filler = partial(
+                Filler, self._dataset, meter=self.meter, times_samples=self.times_samples
             )
-        self._threads.begin(epoch, self.order.batches(epoch, first))
+            self._threads = BatchThreads(self, filler, self._dataset.image_size, self.settings)
+        self._threads.begin(self._coming)
+
+    def take(self, poll_s: float) -> HostBatch | None:
+        """As in ``Backend``."""
+        # closed while the pass began
+        if self._threads is None:
+            raise StopIteration
+        return self._threads.take(poll_s)
 
     def end(self) -> None:
-        """As in ``Feed``."""
+        """As in ``Backend``."""
         if self._threads is not None:
             self._threads.close()
         self._threads = None
@@ -133,10 +136,9 @@ class BatchThreads:
 
     Args:
         owner: its end ends the threads.
-        dataset: gives the samples.
-        meter: of the feed.
+        filler: makes the filler of a slot.
+        image_size: side of an image in pixels.
         settings: of the feed.
-        times_samples: as the feed has it.
 
     Attributes:
         close: ends the threads; safe to call twice.
@@ -145,45 +147,43 @@ class BatchThreads:
     def __init__(
         self,
         owner: object,
-        dataset: FillableDataset,
-        meter: StageMeter | None,
+        filler: Callable[[int], Filler],
+        image_size: int,
         settings: FeedSettings,
-        times_samples: bool = False,
     ) -> None:
         # with the owner, and at exit too: a thread must not be cut off in C code
         self.close = weakref.finalize(owner, self._close)
-        # makes that of a slot
-        self._filler = partial(Filler, dataset, meter=meter, times_samples=times_samples)
-        self._image_size = dataset.image_size
+        self._filler = filler
+        self._shape = image_size, image_size, 3
         self._settings = settings
         self._device: int | None = None
         if settings.pin_memory:
             self._device = torch.accelerator.current_device_index()
         self._ahead = 1 + (settings.prefetch_factor or 0)
         # the consumer holds two: one in use or on its way, and the one that it is given
-        pool = partial(BufferPool, self._ahead + 2, pin_memory=settings.pin_memory)
-        self._images = pool(slot_bytes=settings.batch_size * 3 * dataset.image_size**2)
-        self._labels = pool(slot_bytes=settings.batch_size * 8)
+        size = settings.batch_size * math.prod(self._shape)
+        self._memory = BufferPool(self._ahead + 2, size, settings.pin_memory)
         # the consumer's, without threads
-        self._own: Filler | None = None
-        if not settings.num_workers:
-            self._own = self._filler(0)
-        self._epoch = 0
-        # the indices of each batch to come
-        self._requests: Iterator[np.ndarray] | None = None
+        self._own = None if settings.num_workers else filler(0)
+        # the epoch and the indices of each batch to come
+        self._requests: Iterator[tuple[int, np.ndarray]] | None = None
         self._pending: deque[_PendingBatch] = deque()
+        # raised when no batch is pending
+        self._errors: list[BaseException] = []
         self._wanted = settings.num_workers
         self._threads: dict[int, threading.Thread] = {}
+        # how long the consumer has waited for the oldest batch
+        self._waited_s = 0.0
         # the collector may close this in the middle of a call of its own
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
 
-    def begin(self, epoch: int, requests: Iterator[np.ndarray]) -> None:
+    def begin(self, requests: Iterator[tuple[int, np.ndarray]]) -> None:
         """Begins a pass; all batches of the pass before have been taken."""
         with self._lock:
-            self._epoch = epoch
             self._requests = requests
+            self._waited_s = 0.0
             self.resize(self._wanted)
 
     def resize(self, threads: int) -> int:
@@ -214,41 +214,34 @@ class BatchThreads:
             self._work.notify_all()
             return self._wanted
 
-    def batches(self, poll_s: float) -> Iterator[HostBatch | None]:
-        """Iterates over the pass, and yields None after each ``poll_s`` seconds without a batch.
+    def take(self, poll_s: float) -> HostBatch | None:
+        """Returns the oldest batch, or None after ``poll_s`` seconds without it.
 
         Raises:
+            StopIteration: no batch will come.
             LoaderError: no batch came within ``settings.timeout_s``.
+            Whatever failed in place of the batch.
         """
         timeout_s = self._settings.timeout_s
-        wait_s = min(poll_s, _POLL_S, timeout_s or _POLL_S)
-        waited_s = 0.0
-        while True:
-            begin_s = time.monotonic()
-            batch = None
-            with self._lock:
-                while self._own is not None and not self._settled():
-                    if (chunk := self._hand_out()) is not None:
-                        self._fill(self._own, *chunk)
-                    del chunk
-                settled = self._done.wait_for(self._settled, wait_s)
-                if settled:
-                    if not self._pending:
-                        return
-                    batch = self._take()
-                    waited_s = 0.0
-            if not settled:
-                signals.check_wait()
-                waited_s += time.monotonic() - begin_s
-                if 0 < timeout_s <= waited_s:
-                    raise too_slow(self._settings)
-            yield batch
-            # the memory of the batch must be free while the next one is awaited
-            del batch
+        began_s = time.monotonic()
+        with self._lock:
+            while self._own is not None and not self._settled():
+                if (chunk := self._hand_out()) is not None:
+                    self._fill(self._own, *chunk)
+                del chunk
+            if self._done.wait_for(self._settled, min(poll_s, _POLL_S, timeout_s or _POLL_S)):
+                self._waited_s = 0.0
+                return self._oldest()
+        signals.check_wait()
+        self._waited_s += time.monotonic() - began_s
+        if 0 < timeout_s <= self._waited_s:
+            raise too_slow(self._settings)
+        return None
 
-    def _take(self) -> HostBatch:
-        """Returns the oldest batch, or raises what failed in its place."""
-        # without a name for the error or its batch: the traceback keeps this frame and its names
+    def _oldest(self) -> HostBatch:
+        # without names for errors and their batch: the traceback keeps this frame and its names
+        if not self._pending:
+            raise self._errors.pop(0) if self._errors else StopIteration
         if self._pending[0].failures:
             raise self._pending.popleft().failures.pop(0)
         first = self._pending.popleft()
@@ -272,8 +265,7 @@ class BatchThreads:
 
     def _fail(self, error: BaseException) -> None:
         """Begins no further batch, and has ``error`` raised after those that were begun."""
-        none = np.empty(0, np.int64)
-        self._pending.append(_PendingBatch(self._epoch, none, none, none, failures=[error]))
+        self._errors.append(error)
         self._requests = None
         self._done.notify_all()
 
@@ -306,7 +298,7 @@ class BatchThreads:
                             self._threads.pop(slot, None)
                             return
                         if (chunk := self._hand_out()) is None:
-                            self._work.wait(_IDLE_S)
+                            self._work.wait()
                 self._fill(filler, *chunk)
                 # or the last batch of this thread would never be free
                 del chunk
@@ -321,16 +313,17 @@ class BatchThreads:
         if not pending or pending[-1].handed == len(pending[-1].indices):
             if len(pending) == self._ahead or self._requests is None:
                 return None
-            indices = next(self._requests, None)
+            epoch, indices = next(self._requests, (0, None))
             if indices is None:
                 self._requests = None
                 self._done.notify_all()
                 return None
-            # a new batch, in buffers that no tensor views any more
-            shape = (len(indices), self._image_size, self._image_size, 3)
-            images = self._images.acquire(math.prod(shape)).view(shape).permute(0, 3, 1, 2)
-            labels = self._labels.acquire(len(indices) * 8).view(torch.int64)
-            pending.append(_PendingBatch(self._epoch, indices, images.numpy(), labels.numpy()))
+            # a new batch, in a buffer that no tensor views any more
+            count = len(indices)
+            images = self._memory.acquire(count * math.prod(self._shape)).view(count, *self._shape)
+            labels = torch.empty(count, dtype=torch.int64, pin_memory=self._settings.pin_memory)
+            images = images.permute(0, 3, 1, 2)
+            pending.append(_PendingBatch(epoch, indices, images.numpy(), labels.numpy()))
         last = pending[-1]
         # Several chunks for each thread, so that threads end a batch together. At most 8 samples:
         # between two chunks a thread looks whether it is still needed.
@@ -343,7 +336,7 @@ class BatchThreads:
         """Fills the samples of ``pending`` at ``rows``."""
         count = rows.stop - rows.start
         try:
-            failed, stamps = filler.fill(
+            chunk = filler.fill(
                 filler.timer.begin(count),
                 pending.epoch,
                 pending.indices[rows],
@@ -356,7 +349,7 @@ class BatchThreads:
             pending.failures.append(error)
         with self._lock:
             if not pending.failures:
-                pending.chunks.append((rows.start, failed, stamps))
+                pending.chunks.append((rows.start, *chunk))
                 pending.made += count
             if pending.due:
                 self._done.notify_all()

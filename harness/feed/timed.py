@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from harness.config import ConfigError
-from harness.feed.interface import Feed, HostBatch
+from harness.feed.interface import Backend, HostBatch
 from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.watch.clock import StepClock
@@ -77,7 +77,7 @@ class TimedSteps(ABC):
         """Gives ``batch`` to one step after another, and its labels."""
 
     @abstractmethod
-    def fed(self, feed: Feed, clock: StepClock) -> Batches:
+    def fed(self, feed: Backend, clock: StepClock) -> Batches:
         """Gives the batches of ``feed`` and their labels, without end."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class TimedSteps(ABC):
         first_s = max(0.0, first_s - step_s)
         return StepRun((size * steps,) * len(groups), seconds, 0.0, cpu_s, first_s, launch_s)
 
-    def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
+    def deliver(self, feed: Backend, skip: int, limit_s: float) -> StepRun:
         """Times steps on the endless ``feed`` for ``limit_s`` seconds and at least two.
 
         Left out before them are the first batch, which holds the workers' start, and then ``skip``

@@ -17,7 +17,7 @@ from harness.config import Config
 from harness.data.datasets import Splits, as_evaluated
 from harness.data.images import ImageDataset
 from harness.data.storage import FolderSource
-from harness.feed.forms import Feeds
+from harness.feed.feeds import Feeds
 from harness.feed.interface import Failure
 from harness.inference.loaded import network
 from harness.runtime import limits, signals

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from harness.config import Config, Mode
-from harness.feed.interface import Feed
+from harness.feed.interface import Backend
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
@@ -66,8 +66,8 @@ class Engine:
         config: Config,
         world: World,
         step: Step,
-        feed: Feed,
-        val_feed: Feed,
+        feed: Backend,
+        val_feed: Backend,
         watch: Watch,
         place: Place,
     ) -> None:

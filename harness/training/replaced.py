@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from harness.config import DataConfig, OnError
-from harness.feed.interface import Failure, Feed
+from harness.feed.interface import Backend, Failure
 from harness.feed.order import Order
 from harness.runtime.distributed import World
 from harness.runtime.errors import DataError
@@ -36,7 +36,7 @@ class Replaced:
         world: World,
         folder: Path,
         board: Board | None,
-        feeds: Mapping[str, Feed],
+        feeds: Mapping[str, Backend],
     ) -> None:
         self._data = data
         self._world = world

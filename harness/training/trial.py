@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.config import Config
-from harness.feed.interface import Feed, HostBatch
+from harness.feed.interface import Backend, HostBatch
 from harness.feed.timed import Batches, TimedSteps
 from harness.runtime.distributed import World
 from harness.runtime.snapshot import Snapshot
@@ -85,7 +85,7 @@ class StepTrials(TimedSteps):
         with closing(self._step.batches(itertools.repeat(placed))) as batches:
             yield from batches
 
-    def fed(self, feed: Feed, clock: StepClock) -> Batches:
+    def fed(self, feed: Backend, clock: StepClock) -> Batches:
         """As in ``TimedSteps``; once ``feed`` has failed, black batches, unless a rank is alone."""
         with closing(self._step.batches(feed, clock)) as batches:
             try:

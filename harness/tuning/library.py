@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from harness.config import TunerConfig
-from harness.feed.interface import Feed, FeedSettings, HostBatch, with_workers
+from harness.feed.interface import Backend, FeedSettings, HostBatch, with_workers
 from harness.feed.order import Cursor, Order, ProbeOrder
-from harness.feed.prefetcher import Lead
+from harness.feed.prefetcher import HostLeadLimiter
 from harness.feed.processes import ProcessFeed
 from harness.feed.timed import Batches, TimedSteps
 from harness.runtime import limits, workers
@@ -133,7 +133,7 @@ class _Probes(Probes):
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return sum(tensor.nbytes for tensor in _tensors(self.last)) or None
 
-    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
         order = Order(len(self.dataset), settings.batch_size, drop_last=True)
         feed = _Feed(self.dataset, ProbeOrder(order, self.cursor, again), settings)
         feed.probes = self
@@ -148,14 +148,16 @@ class _Feed(ProcessFeed):
 
     probes: _Probes
 
-    def polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
+    def fetch(self) -> HostBatch | None:
         none = torch.zeros(self.settings.batch_size, dtype=torch.int64)
         try:
-            for batch in super().polls(batches):
-                if batch is not None:
-                    self.probes.last = batch
-                    batch = HostBatch(next(iter(_tensors(batch)), none), none, none)
-                yield batch
+            batch = super().fetch()
+            if batch is None:
+                return None
+            self.probes.last = batch
+            return HostBatch(next(iter(_tensors(batch)), none), none, none)
+        except StopIteration:
+            raise
         except Exception as error:
             text = f"{type(error).__name__}: {words(error)}".strip()
             if self.settings.num_workers:
@@ -232,8 +234,8 @@ class _Trainee(TimedSteps):
             )
             yield copied, batch.labels
 
-    def fed(self, feed: Feed, clock: StepClock) -> Batches:
-        lead = Lead(self._own, clock) if self.overlaps else None
+    def fed(self, feed: Backend, clock: StepClock) -> Batches:
+        lead = HostLeadLimiter(self._own, clock) if self.overlaps else None
         with contextlib.closing(iter(feed)) as batches:  # type: ignore[type-var]
             while True:
                 # or the time would be over before the device has begun

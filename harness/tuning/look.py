@@ -12,7 +12,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings, in_form, with_workers
+from harness.feed.interface import (
+    ARRAYS,
+    PROCESSES,
+    THREADS,
+    FeedSettings,
+    with_backend,
+    with_workers,
+)
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.model import BUSY, Model, undisturbed
 from harness.tuning.search import DEEP, Ask, Choice, Search, cost_of, in_flight
@@ -36,7 +43,7 @@ class Look:
         own: the user's settings.
         calibration: the probes so far: of ``own``, or of one worker where it has none or failed;
             the last succeeded.
-        forms: the names of the backends, ``own``'s among them.
+        backends: the names of the backends, ``own``'s among them.
         demand: images/s that the step takes with a batch at hand, on the slowest rank.
         step_cpu_s: processor seconds of the step per image, in this process.
         cores: processors that one rank may use.
@@ -50,7 +57,7 @@ class Look:
 
     own: FeedSettings
     calibration: tuple[Trial, ...]
-    forms: tuple[str, ...]
+    backends: tuple[str, ...]
     demand: Rate
     step_cpu_s: float
     cores: float
@@ -70,12 +77,12 @@ class Look:
         for trial in self.calibration:
             self._note(trial)
         probed = self.calibration[-1].settings
-        self.form = probed.backend
+        self.backend = probed.backend
         # the setting to beat: the user's, else what fits of the one that was probed
         self.have = self.own
         if self._refused(self.own):
-            workers = min(probed.num_workers, self._most(self.form))
-            self.have = with_workers(self._base(self.form), workers)
+            workers = min(probed.num_workers, self._most(self.backend))
+            self.have = with_workers(self._base(self.backend), workers)
 
     def run(self) -> Search:
         """Asks for what has to be measured, and returns the choice."""
@@ -92,15 +99,15 @@ class Look:
             if (self.takes / max(supply, self.takes)) ** in_flight(self.have) <= 1 - FED:
                 return self._choice(self.have)
             # rule 6: no short run can judge a few slow samples; the queue must outlast them
-            base = self._base(self.form)
+            base = self._base(self.backend)
             enough = self.model.workers_for(1.15 * self.model.reachable)
-            workers = min(max(enough, self.have.num_workers), self._most(self.form))
-            depth = max(DEEP.get(self.form, 2), self.have.prefetch_factor or 0)
+            workers = min(max(enough, self.have.num_workers), self._most(self.backend))
+            depth = max(DEEP.get(self.backend, 2), self.have.prefetch_factor or 0)
             depth = self._largest(depth, lambda k: with_workers(base, workers, k))
             deep = with_workers(base, workers, depth)
             yield from self._measure("supply", deep)
             return self._choice(self.have if self._refused(deep) else deep)
-        if supply >= FED * self.takes or self.form == ARRAYS:
+        if supply >= FED * self.takes or self.backend == ARRAYS:
             yield from self._measure("steps", self.have)
         if not self._is_fed(self.have):
             yield from self._search()
@@ -127,9 +134,9 @@ class Look:
 
     def _search(self) -> Asking:
         """Asks for more workers (rule 3), then for the other backends (rule 4)."""
-        base = self._base(self.form)
+        base = self._base(self.backend)
         cost = self.model.cost
-        beside = self.form == THREADS or bool(self._of("steps"))
+        beside = self.backend == THREADS or bool(self._of("steps"))
         # where a sample waits, for storage or for the interpreter, one worker alone may take less
         waits = cost.cpu_s < 0.8 * cost.wall_s
         # where it does little else, and there is time for one of both, more are tried at once
@@ -138,19 +145,19 @@ class Look:
             waits = self.complete = False
         if waits and self.calibration[-1].settings.num_workers > 1:
             yield from self._measure("supply", with_workers(base, 1))
-        more = with_workers(base, self._wanted(self.form))
+        more = with_workers(base, self._wanted(self.backend))
         if more.num_workers > self.have.num_workers:
             yield from self._try(more, beside=beside)
-        for form in sorted(self.forms, key=lambda form: form != ARRAYS):
+        for backend in sorted(self.backends, key=lambda backend: backend != ARRAYS):
             best = self._best()
             # a backend that needs less time to be tried is not to win by that
             if self._is_fed(best) or not self.complete:
                 return
             # processes hand batches over besides
             full = self._got(best) >= BUSY * self.model.roofline
-            if form != self.form and not (form == PROCESSES and full):
-                other = with_workers(self._base(form), self._wanted(form))
-                yield from self._try(other, beside=form != PROCESSES)
+            if backend != self.backend and not (backend == PROCESSES and full):
+                other = with_workers(self._base(backend), self._wanted(backend))
+                yield from self._try(other, beside=backend != PROCESSES)
 
     # What is measured
 
@@ -191,10 +198,10 @@ class Look:
         self.trials.append(trial)
         if trial.cost is None:
             return
-        form = trial.settings.backend
+        backend = trial.settings.backend
         cost = undisturbed(trial.cost, trial.settings.num_workers, self.cores)
-        if form not in self.models or cost.wall_s < self.models[form].cost.wall_s:
-            self.models[form] = Model(
+        if backend not in self.models or cost.wall_s < self.models[backend].cost.wall_s:
+            self.models[backend] = Model(
                 demand=self.takes,
                 cost=cost,
                 cores=self.cores,
@@ -207,7 +214,7 @@ class Look:
     @property
     def model(self) -> Model:
         """The model of the user's backend, or of the one that was probed in its place."""
-        return self.models[self.form]
+        return self.models[self.backend]
 
     def _of(self, kind: Kind, settings: FeedSettings | None = None) -> list[Trial]:
         """Returns the trials of a kind that gave a rate, of one setting or of all."""
@@ -225,33 +232,33 @@ class Look:
         """Returns the largest number up to ``most`` whose setting fits; at least 1."""
         return next((n for n in range(most, 1, -1) if self.fits(make(n)) is None), 1)
 
-    def _base(self, form: str) -> FeedSettings:
+    def _base(self, backend: str) -> FeedSettings:
         """Returns the user's settings for a backend, pinned if that pays.
 
         As many batches are in flight as fit with one worker.
         """
-        base = replace(in_form(self.own, form), pin_memory=self.pin_memory)
+        base = replace(with_backend(self.own, backend), pin_memory=self.pin_memory)
         depth = 2
         if not self._refused(self.own):
             depth = self.own.prefetch_factor or 2
         depth = self._largest(depth, lambda k: with_workers(base, 1, k))
         return replace(base, prefetch_factor=depth)
 
-    def _most(self, form: str) -> int:
+    def _most(self, backend: str) -> int:
         """Returns the most workers that may be tried and that fit; at least 1."""
-        base = self._base(form)
+        base = self._base(backend)
         # what was refused before it ran is for ``fits`` to say
         failed = [
             trial.settings.num_workers - 1
             for trial in self.trials
-            if trial.refused and trial.seconds and trial.settings.backend == form
+            if trial.refused and trial.seconds and trial.settings.backend == backend
         ]
         return self._largest(min([self.most, *failed]), lambda n: with_workers(base, n))
 
-    def _wanted(self, form: str) -> int:
+    def _wanted(self, backend: str) -> int:
         """Returns the workers that demand asks for by the model, or that fill the processors."""
         goal = min(MET * self.takes, self.model.roofline)
-        return min(self.model.workers_for(goal), self._most(form))
+        return min(self.model.workers_for(goal), self._most(backend))
 
     def _is_uneven(self) -> bool:
         """Returns whether a few samples take so long that whole batches differ much."""

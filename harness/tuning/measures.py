@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from harness.feed.interface import PROCESSES, Feed, FeedSettings
+from harness.feed.interface import PROCESSES, Backend, FeedSettings
 from harness.feed.order import Cursor
 
 # Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
@@ -153,7 +153,7 @@ class Probes(Protocol):
     cursor: Cursor
 
     @property
-    def forms(self) -> tuple[str, ...]:
+    def backends(self) -> tuple[str, ...]:
         """The names of the backends that can serve the data set."""
         return (PROCESSES,)
 
@@ -168,7 +168,7 @@ class Probes(Protocol):
         """Returns the validation feed's settings beside a training feed of ``train``."""
         return train
 
-    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
         """Returns an endless feed over samples that no probe has asked for.
 
         With ``again`` it goes round the samples that ``cursor`` has seen.

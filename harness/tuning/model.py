@@ -13,7 +13,7 @@ BUSY = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What a feed of one form can give to the steps.
+    """What one backend can give to the steps.
 
     Attributes:
         demand: images/s that the step takes with a batch at hand.

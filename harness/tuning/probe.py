@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import torch
 
-from harness.feed.interface import PROCESSES, Feed, FeedSettings, HostBatch, with_workers
+from harness.feed.interface import PROCESSES, Backend, FeedSettings, HostBatch, with_workers
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
@@ -122,7 +122,7 @@ class Supply:
 
 
 def measure_supply(
-    feed: Feed,
+    feed: Backend,
     ranks: World,
     ask: Ask,
     now: Clock = time.perf_counter,

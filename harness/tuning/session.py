@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.config import Config, TunerName
-from harness.feed.forms import Feeds
-from harness.feed.interface import Feed, FeedSettings
+from harness.feed.feeds import Feeds
+from harness.feed.interface import Backend, FeedSettings
 from harness.feed.threads import ThreadFeed
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator
@@ -56,7 +56,7 @@ class Tuned:
         watch.course.mark("tuning")
         return self.report.settings, self.report.val
 
-    def follow(self, feed: Feed, val_feed: Feed, watch: Watch, step: int) -> None:
+    def follow(self, feed: Backend, val_feed: Backend, watch: Watch, step: int) -> None:
         """Checks while training what was predicted, and lets threads follow the run.
 
         ``step`` updates of the run are done.
@@ -206,7 +206,7 @@ def _recalled(
     )
     most = max(own.num_workers, most_workers(feeds.config.tuner, limits))
     # more are of a run whose own setting it was
-    if settings.num_workers > most or settings.backend not in feeds.forms:
+    if settings.num_workers > most or settings.backend not in feeds.backends:
         return None
     # private memory of one worker, as it was measured
     lab = Lab(feeds, trainee, limits, feeds.world, worker_bytes=0)

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from harness.config import TunerConfig, TunerName
-from harness.feed.interface import FeedSettings, in_form, with_workers
+from harness.feed.interface import FeedSettings, with_backend, with_workers
 from harness.feed.threads import MOST_THREADS
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator
@@ -98,8 +98,10 @@ def automatic(
     # one worker where the user has none, and a modest one of any backend where that fails
     modest = with_workers(own, 1, 1)
     first = with_workers(own, own.num_workers or 1)
-    forms = lab.probes.forms
-    for settings in dict.fromkeys((first, modest, *(in_form(modest, form) for form in forms))):
+    backends = lab.probes.backends
+    for settings in dict.fromkeys(
+        (first, modest, *(with_backend(modest, backend) for backend in backends))
+    ):
         # a setting that ran has died or hung, and threads that hang cannot be ended
         if settings.backend != own.backend and any(trial.seconds for trial in trials):
             break
@@ -125,7 +127,7 @@ def automatic(
     look = Look(
         own=own,
         calibration=tuple(trials),
-        forms=forms,
+        backends=backends,
         demand=demand,
         step_cpu_s=step_cpu_s,
         cores=lab.limits.cores,

@@ -16,7 +16,7 @@ from harness.config import Config
 from harness.data import datasets
 from harness.diagnose import phases
 from harness.diagnose.diagnosis import Diagnosis, diagnose, fitting_batch
-from harness.feed.forms import Feeds
+from harness.feed.feeds import Feeds
 from harness.feed.interface import HostBatch
 from harness.runtime import seeding
 from harness.runtime.distributed import World

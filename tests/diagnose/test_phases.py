@@ -21,7 +21,7 @@ from harness.config import Config
 from harness.data import datasets
 from harness.diagnose.fetch import Fetch, UnmeasuredError
 from harness.diagnose.phases import FirstReads, Runs, Session
-from harness.feed.forms import Feeds
+from harness.feed.feeds import Feeds
 from harness.feed.interface import HostBatch
 from harness.runtime.distributed import World
 from harness.runtime.errors import LoaderError

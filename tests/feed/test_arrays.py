@@ -1,6 +1,4 @@
-"""The arrays form: the batches of the processes form, from images that are read once and lie in
-memory.
-"""
+"""The arrays backend: the batches of processes, from images that lie in memory."""
 
 from __future__ import annotations
 
@@ -17,24 +15,22 @@ import torch
 from emulated import Gpu
 from emulator import emulated
 from PIL import Image, ImageOps
-from samples import random_states
 
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import TrainTransform
-from harness.feed import pixels
-from harness.feed.arrays import ArrayFeed
-from harness.feed.interface import HostBatch, in_form
+from harness.feed.arrays import ArrayFeed, InMemoryImages, SyntheticFeed, pixel_bytes
+from harness.feed.interface import HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
-from harness.feed.pixels import InMemoryImages, has_one_form, pixel_bytes
 from harness.feed.processes import ProcessFeed
-from harness.runtime.errors import BadSample, LoaderError
+from harness.runtime.errors import BadSample
 from harness.runtime.seeding import SampleRng
 
 LENGTH = 19
 SIDE = 8
 ORDER = Order(LENGTH, 4, seed=3)
+READING = samples.settings(2)
 
 
 def arrays(side: int = SIDE, length: int = LENGTH) -> ArraySource:
@@ -75,8 +71,10 @@ def dataset(source: Source, transform: TrainTransform | None = None) -> ImageDat
     )
 
 
-def feed(images: ImageDataset, order: Order = ORDER, **more: object) -> ArrayFeed:
-    return ArrayFeed(images, order, samples.settings(batch_size=order.batch_size), **more)
+def feed(
+    images: ImageDataset, pixels: InMemoryImages | None = None, order: Order = ORDER
+) -> ArrayFeed:
+    return ArrayFeed(images, order, samples.settings(batch_size=order.batch_size), pixels)
 
 
 def epochs(made: ArrayFeed | ProcessFeed, *chosen: int) -> list[HostBatch]:
@@ -158,8 +156,8 @@ def test_a_device_s_way_makes_the_same_batches(source: Callable[[], Source]) -> 
     images = dataset(source())
     expected = epochs(feed(images), 0, 3)
     with emulated(Gpu()) as gpu:
-        made = feed(images, pixels=InMemoryImages(images, gpu.device))
-        assert made.on_device
+        made = feed(images, InMemoryImages(images, READING, gpu.device))
+        assert made.made_on_device
         assert_same(epochs(made, 0, 3), expected)
     assert gpu.pinned
 
@@ -176,16 +174,10 @@ def test_the_device_holds_what_half_of_its_free_memory_takes(
         emulated(Gpu(free=2 * pixel_bytes(images) - less)) as gpu,
         caplog.at_level("INFO", "wellfed"),
     ):
-        made = feed(images, pixels=InMemoryImages(images, gpu.device))
-        assert made.on_device is there
+        made = feed(images, InMemoryImages(images, READING, gpu.device))
+        assert made.made_on_device is there
         assert_same(epochs(made, 0), epochs(feed(images), 0))
     assert ("arrays lie on the host: 0.0 GB are more than half" in caplog.text) is not there
-
-
-def test_a_feed_s_own_images_are_the_host_s() -> None:
-    """Without pixels that were made for a device nothing is put there."""
-    with emulated(Gpu()):
-        assert not feed(dataset(arrays())).on_device
 
 
 @pytest.mark.skipif(torch.get_num_threads() < 2, reason="torch has no team of threads here")
@@ -198,187 +190,13 @@ def test_making_batches_starts_no_threads() -> None:
 
     def make() -> None:
         before = len(os.listdir("/proc/self/task"))
-        epochs(feed(images, Order(256, 128)), 0)
+        epochs(feed(images, order=Order(256, 128)), 0)
         started.append(len(os.listdir("/proc/self/task")) - before)
 
     maker = threading.Thread(target=make)
     maker.start()
     maker.join()
     assert started == [0]
-
-
-def test_files_are_read_once() -> None:
-    """By the first pass that asks for them; those that its last short batch left out, by a later
-    one.
-    """
-    source = Files()
-    made = feed(dataset(source), Order(LENGTH, 4, seed=3, drop_last=True))
-    epochs(made, 0)
-    assert sorted(source.reads) == [0] * 3 + [1] * 16
-    epochs(made, 1, 2, 3)
-    assert source.reads == [1] * LENGTH
-
-
-def test_what_is_there_is_no_matter_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank sees its share of the set alone; a later pass over what it has seen needs no thread,
-    and never waits.
-    """
-    source = Files()
-    made = feed(dataset(source), Order(LENGTH, 4, shuffle=False, world_size=2))
-    first = epochs(made, 0)
-    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("a thread was started"))
-    assert [batch is not None for batch in made.polled(0.01)] == [True] * len(first)
-    assert sum(source.reads) == sum(len(batch.labels) for batch in first) < LENGTH
-
-
-def test_of_a_batch_only_what_is_missing_is_read() -> None:
-    """Batches that are partly there come in their turn, between those that are there and those that
-    are not.
-    """
-    source = Files()
-    images = dataset(source)
-    shared = InMemoryImages(images)
-    epochs(feed(images, Order(LENGTH, 7, seed=3, drop_last=True, world_size=2), pixels=shared), 0)
-    assert_same(
-        epochs(feed(images, pixels=shared), 1),
-        epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 1),
-    )
-    assert source.reads == [1] * LENGTH
-
-
-def test_a_feed_that_is_closed_amid_a_pass_tells() -> None:
-    """What is not there can no longer be read."""
-    made = feed(dataset(Files()))
-    batches = iter(made)
-    next(batches)
-    made.close()
-    with pytest.raises(LoaderError, match="ended after 1 of 5 batches"):
-        list(batches)
-
-
-def test_readers_that_cannot_start_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a way out that arrays allow."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    text = (
-        r"^0 threads load, and not 3: can't start new thread; allow more \(ulimit -u\), or set "
-        r"loader.backend=processes loader.num_workers=0$"
-    )
-    with pytest.raises(LoaderError, match=text):
-        epochs(feed(dataset(Files()), readers=3), 0)
-
-
-def test_a_read_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a way to find the sample that arrays allow."""
-    gate = threading.Event()
-    source = Files()
-    monkeypatch.setattr("harness.feed.threads._JOIN_S", 0.05)
-    monkeypatch.setattr(source, "read", lambda _: gate.wait(10.0))
-    made = ArrayFeed(dataset(source), ORDER, samples.settings(timeout_s=0.05))
-    with pytest.raises(
-        LoaderError, match="find the sample with loader.backend=processes loader.num_workers=0$"
-    ):
-        epochs(made, 0)
-    gate.set()
-    assert samples.comes_true(lambda: samples.at_work() == [])
-
-
-def test_a_read_that_hangs_once_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With loader.restart_workers what was read stays, and new threads read on."""
-    gate = threading.Event()
-    source = Files()
-    read = source.read
-
-    def hangs_once(i: int) -> tuple[bytes, int]:
-        first = not source.reads[i]
-        given = read(i)
-        if i == 7 and first:
-            gate.wait(30.0)
-        return given
-
-    monkeypatch.setattr("harness.feed.threads._JOIN_S", 0.05)
-    monkeypatch.setattr(source, "read", hangs_once)
-    made = ArrayFeed(dataset(source), ORDER, samples.settings(timeout_s=1.0))
-    made.restarts = True
-    assert_same(epochs(made, 0), epochs(feed(dataset(Files())), 0))
-    assert source.reads[7] == 2
-    gate.set()
-    assert samples.comes_true(lambda: samples.at_work() == [])
-
-
-def test_feeds_may_share_what_was_read() -> None:
-    """A second feed over the same pixels reads nothing."""
-    source = Files()
-    images = dataset(source)
-    shared = InMemoryImages(images)
-    first, second = (epochs(feed(images, pixels=shared), 0) for _ in range(2))
-    assert_same(second, first)
-    assert source.reads == [1] * LENGTH
-
-
-def test_a_sample_that_cannot_be_read_is_told_when_it_is_due() -> None:
-    """With the text of the other forms, after the batches before it, and again in the next pass."""
-    bad = int(ORDER.indices(0)[9])
-    images = dataset(Files((bad,)))
-    made = feed(images)
-    for _ in range(2):
-        batches = iter(made)
-        assert len(list(islice(batches, 2))) == 2
-        with pytest.raises(BadSample, match=f"^{bad}.png: empty file$"):
-            next(batches)
-
-
-def test_a_pass_may_be_left_and_begun_anew() -> None:
-    """What came before is kept; the next pass is whole."""
-    source = Files()
-    made = feed(dataset(source))
-    batches = iter(made)
-    next(batches)
-    batches.close()  # type: ignore[attr-defined]
-    made.close()
-    assert_same(
-        epochs(made, 0), epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 0)
-    )
-    assert all(count in (1, 2) for count in source.reads)
-
-
-def test_a_primed_pass_has_begun() -> None:
-    """Threads read ahead of the first batch that is asked for; there is nothing to do for arrays,
-    or once all was read.
-    """
-    source = Files()
-    made = feed(dataset(source))
-    made.prime(1)
-    assert samples.comes_true(lambda: sum(source.reads) > 0)
-    primed = epochs(made, 1)
-    made.prime(2)
-    assert_same(primed, epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 1))
-    assert source.reads == [1] * LENGTH
-    feed(dataset(arrays())).prime(0)
-
-
-def test_nothing_but_files_is_waited_for() -> None:
-    """polled() gives batches alone where the images lie in arrays."""
-    assert [batch is not None for batch in feed(dataset(arrays())).polled(0.01)] == [True] * 5
-
-
-def test_a_probes_order_goes_on_without_an_end() -> None:
-    """Samples come in the order of the cursor, from files as from arrays."""
-    for source in (arrays(), Files()):
-        images = dataset(source)
-        cursor = Cursor()
-        made = ArrayFeed(images, ProbeOrder(ORDER, cursor), samples.settings())
-        batches = iter(made)
-        given = [batch.indices.numpy() for batch in islice(batches, 12)]
-        batches.close()  # type: ignore[attr-defined]
-        wanted = islice(ProbeOrder(ORDER, Cursor()).batches(0), 12)
-        assert all(
-            np.array_equal(found, expected) for found, expected in zip(given, wanted, strict=True)
-        )
-        assert 12 <= cursor.asked <= 12 + 4
 
 
 def test_samples_are_counted_one_by_one_and_by_stage() -> None:
@@ -399,26 +217,6 @@ def test_samples_are_counted_one_by_one_and_by_stage() -> None:
     assert totals.stages["gather"].wall_s > 0.5 * totals.busy_s
 
 
-def test_the_meter_knows_what_reading_took() -> None:
-    """Each sample counts once, read or not, and a pass that reads shows what that takes."""
-    made = feed(dataset(Files()), readers=2)
-    epochs(made, 0)
-    assert made.meter is not None
-    first = made.meter.read()
-    assert (first.samples, first.batches) == (LENGTH, 5)
-    assert first.stages["decode"].wall_s > 0 and first.stages["gather"].wall_s > 0
-    epochs(made, 1)
-    later = made.meter.read().since(first)
-    assert (later.samples, later.batches, later.stages["decode"].wall_s) == (LENGTH, 5, 0.0)
-
-
-def test_a_pass_leaves_the_global_generators_alone() -> None:
-    """Python's, numpy's and torch's random states are after a pass what they were before."""
-    before = random_states()
-    epochs(feed(dataset(arrays())), 0)
-    assert random_states() == before
-
-
 def test_batches_are_in_memory_of_their_own() -> None:
     """A consumer may keep them, and change them."""
     made = feed(dataset(arrays()))
@@ -434,71 +232,87 @@ def test_neighbours_share_the_zeros_between_them() -> None:
     assert pixel_bytes(dataset(arrays(), samples.eval_transform(SIDE))) == 3 * LENGTH * SIDE**2
 
 
-def test_what_is_cut_from_whole_images_cannot_be_served() -> None:
-    """Neither can what is no data set of images."""
-    assert not has_one_form(dataset(arrays(), TrainTransform(SIDE)))
-    assert not has_one_form(samples.Noise(4))
+def test_images_are_read_once_and_may_be_shared() -> None:
+    """Each image of the files is read once, whatever feeds there are and wherever they begin."""
+    source = Files()
+    images = dataset(source)
+    shared = InMemoryImages(images, READING)
+    batches = iter(feed(images, shared))
+    next(batches)
+    assert_same(epochs(feed(images, shared), 3, 0), epochs(feed(dataset(Files())), 3, 0))
+    assert source.reads == [1] * LENGTH
 
 
-def test_settings_of_arrays_have_no_workers() -> None:
-    """Whatever they were in another form; they have what they had otherwise."""
-    settings = in_form(samples.settings(3, persistent_workers=True), "arrays")
-    assert (
-        settings.backend,
-        settings.num_workers,
-        settings.prefetch_factor,
-        settings.persistent_workers,
-    ) == (
-        "arrays",
-        0,
-        None,
-        False,
-    )
-    assert settings == in_form(samples.settings(0), "arrays")
+def test_an_image_that_cannot_be_read_is_told() -> None:
+    """As by the other backends, when the images are read."""
+    with pytest.raises(BadSample, match=r"^9.png: empty file$"):
+        feed(dataset(Files((9,))))
 
 
-def test_too_little_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of any other allocation, with the size."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(pixels.mmap, "mmap", refuse)
-    with pytest.raises(MemoryError, match=r"images of 0\.0 MB \(Cannot allocate memory\)"):
-        next(iter(feed(dataset(arrays()))))
-
-
-def test_a_gpu_that_is_full_after_all_leaves_it_to_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its memory is taken when the room is checked, not at the first batch."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    images = dataset(arrays())
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", refuse)
-        with emulated(Gpu()) as gpu:
-            shared = InMemoryImages(images, gpu.device)
-    assert not shared.on_device
-    assert_same(epochs(feed(images, pixels=shared), 0), epochs(feed(images), 0))
+def test_a_probe_s_order_goes_on_without_an_end() -> None:
+    """Samples come in the order of the cursor, and are asked for when they are wanted."""
+    cursor = Cursor()
+    made = ArrayFeed(dataset(arrays()), ProbeOrder(ORDER, cursor), samples.settings())
+    given = [batch.indices.numpy() for batch in islice(made, 12)]
+    wanted = islice(ProbeOrder(ORDER, Cursor()).batches(0), 12)
+    assert all(np.array_equal(one, other) for one, other in zip(given, wanted, strict=True))
+    assert cursor.asked == 12
 
 
 def test_images_and_labels_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of a batch, where both are copied."""
     pinned: list[torch.dtype] = []
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(tensor.dtype)
-        return tensor
-
+    pin = lambda tensor: (pinned.append(tensor.dtype), tensor)[1]
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    pixels = InMemoryImages(dataset(arrays()))
-    pixels.batch(0, np.arange(4), pin_memory=False)
-    assert pinned == []
-    pixels.batch(0, np.arange(4), pin_memory=True)
-    assert pinned == [torch.uint8, torch.int64]
+    for wanted in (False, True):
+        settings = samples.settings(pin_memory=wanted)
+        images = dataset(arrays())
+        next(iter(ArrayFeed(images, ORDER, settings, InMemoryImages(images, READING))))
+        assert pinned == [torch.uint8, torch.int64] * wanted
+
+
+def synthetic() -> SyntheticFeed:
+    order = Order(10, 4)
+    return SyntheticFeed(
+        order, samples.settings(), image_size=6, classes=3, device=torch.device("cpu")
+    )
+
+
+def test_batches_have_the_shapes_of_a_real_feed() -> None:
+    """uint8 images [N, 3, S, S] and int64 labels below the number of classes, the last batch as
+    short as it would be.
+    """
+    batches = list(synthetic())
+    assert [tuple(batch.images.shape) for batch in batches] == [
+        (4, 3, 6, 6),
+        (4, 3, 6, 6),
+        (2, 3, 6, 6),
+    ]
+    assert {(batch.images.dtype, batch.labels.dtype) for batch in batches} == {
+        (torch.uint8, torch.int64)
+    }
+    assert all(0 <= label < 3 for batch in batches for label in batch.labels.tolist())
+    assert sorted(torch.cat([batch.indices for batch in batches]).tolist()) == list(range(10))
+
+
+def test_the_same_memory_serves_every_batch() -> None:
+    """Nothing is made or copied per batch."""
+    feed = synthetic()
+    assert {batch.images.data_ptr() for _ in range(2) for batch in feed} == {
+        next(iter(feed)).images.data_ptr()
+    }
+    assert feed.made_on_device
+
+
+def test_there_is_nothing_to_wait_for() -> None:
+    """A polled pass is a plain one, primed or not, and no worker ever lives."""
+    feed = synthetic()
+    feed.prime(0)
+    polled = [batch for batch in feed.polled(0.001) if batch is not None]
+    assert [batch.indices.tolist() for batch in polled] == [
+        batch.indices.tolist() for batch in feed
+    ]
+    assert feed.worker_pids == ()
 
 
 @pytest.mark.gpu
@@ -512,9 +326,9 @@ class TestOnAGpu:
         """They lie on the device, labels too, and hold the same pixels."""
         images = dataset(source(), TrainTransform(SIDE, crop=crop, pad=2))
         device = torch.device("cuda", 0)
-        made = feed(images, pixels=InMemoryImages(images, device))
+        made = feed(images, InMemoryImages(images, READING, device))
         found = epochs(made, 0, 3)
-        assert made.on_device and all(
+        assert made.made_on_device and all(
             batch.images.device == batch.labels.device == device for batch in found
         )
         assert_same(
@@ -526,18 +340,13 @@ class TestOnAGpu:
         """So that a second set sees what the first one leaves."""
         images = dataset(arrays())
         before = torch.cuda.memory_allocated()
-        kept = InMemoryImages(images, torch.device("cuda", 0))
+        kept = InMemoryImages(images, READING, torch.device("cuda", 0))
         assert kept.on_device and torch.cuda.memory_allocated() - before >= pixel_bytes(images)
-
-    def test_batches_of_the_host_are_pinned(self) -> None:
-        """Images and labels."""
-        images, labels = InMemoryImages(dataset(arrays())).batch(0, np.arange(4), pin_memory=True)
-        assert images.is_pinned() and labels.is_pinned()
 
     def test_no_step_waits_for_the_device(self) -> None:
         """Making batches of images that are there is a matter of launches alone."""
         images = dataset(arrays())
-        made = feed(images, pixels=InMemoryImages(images, torch.device("cuda", 0)))
+        made = feed(images, InMemoryImages(images, READING, torch.device("cuda", 0)))
         epochs(made, 0)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -553,4 +362,4 @@ class TestOnAGpu:
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda _: (2 * pixel_bytes(images) - 1, 10**9)
         )
-        assert not feed(images, pixels=InMemoryImages(images, torch.device("cuda", 0))).on_device
+        assert not feed(images, InMemoryImages(images, READING, torch.device("cuda", 0))).on_device

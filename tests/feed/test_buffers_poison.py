@@ -1,4 +1,4 @@
-"""Poisoned memory: whoever takes batches of the threads form, and however late the device copies
+"""Poisoned memory: whoever takes batches of the threads backend, and however late the device copies
 them, never sees any.
 """
 
@@ -161,9 +161,9 @@ def test_ahead_no_more_than_two_copies_are_under_way(
         feed, torch.device("cuda", 0), dtype=torch.uint8, channels_last=True, ahead=True
     )
     count = sum(1 for _ in batches)
-    assert count == len(poisoned) / 2 == len(feed)
-    # images and labels of batches ahead, of the one in the making, and of two that are handed over
-    assert len(set(poisoned)) <= 2 * (2 + 1 + 2)
+    assert count == len(poisoned) == len(feed)
+    # of batches ahead, of the one in the making, and of two that are handed over
+    assert len(set(poisoned)) <= 2 + 1 + 2
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3, 8, 1000])

@@ -1,6 +1,4 @@
-"""What every form that makes batches with workers promises: the same batches under every setting,
-typed ends, a next pass.
-"""
+"""The promises of each backend with workers: the same batches, typed ends, a next pass."""
 
 from __future__ import annotations
 
@@ -21,11 +19,10 @@ from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
 from harness.runtime.errors import BadSample, LoaderError
-from harness.watch.stages import Work
 
 LENGTH = 19
 ORDER = Order(LENGTH, 4, seed=3)
-FORMS = {"processes": ProcessFeed, "threads": ThreadFeed}
+BACKENDS = {"processes": ProcessFeed, "threads": ThreadFeed}
 AnyFeed = ProcessFeed | ThreadFeed
 MakeFeed = Callable[..., AnyFeed]
 
@@ -35,7 +32,7 @@ persistent_or_not = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=BACKENDS)
 def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
     made: list[AnyFeed] = []
 
@@ -48,7 +45,7 @@ def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
         dataset = samples.Noise(LENGTH) if dataset is None else dataset
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
         settings = samples.settings(num_workers, **more)  # type: ignore[arg-type]
-        made.append(FORMS[request.param](dataset, order, settings))
+        made.append(BACKENDS[request.param](dataset, order, settings))
         made[-1].times_samples = times_samples
         return made[-1]
 
@@ -99,7 +96,7 @@ def test_no_setting_changes_the_pixels(
     make_feed: MakeFeed, num_workers: int, prefetch_factor: int, persistent_workers: bool
 ) -> None:
     """Two epochs are bitwise those that the trainer makes by itself, whatever the loader settings
-    and the form.
+    and the backend.
     """
     feed = make_feed(
         num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers
@@ -260,14 +257,6 @@ def test_a_closed_feed_serves_again(make_feed: MakeFeed) -> None:
     assert_same(list(feed), reference())
 
 
-@with_and_without_workers
-def test_polled_batches_are_those_of_a_plain_pass(make_feed: MakeFeed, num_workers: int) -> None:
-    """polled() gives every batch of the epoch once, and None only where none was ready."""
-    polled = list(make_feed(num_workers).polled(0.001))
-    assert_same([batch for batch in polled if batch is not None], reference())
-    assert num_workers or None not in polled
-
-
 def test_polled_comes_back_without_a_batch(make_feed: MakeFeed, tmp_path: Path) -> None:
     """While a sample takes its time, polled() gives None, again and again, and then the batch."""
     gate = tmp_path / "open"
@@ -279,34 +268,6 @@ def test_polled_comes_back_without_a_batch(make_feed: MakeFeed, tmp_path: Path) 
     assert [next(batches) for _ in range(5)] == [None] * 5
     gate.touch()
     assert_same([*given, *(batch for batch in batches if batch is not None)], expected)
-
-
-@with_and_without_workers
-def test_the_meter_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers: int) -> None:
-    """After a pass every sample has been counted once, by the workers
-    that made it, with some time.
-    """
-    feed = make_feed(num_workers, times_samples=True)
-    list(feed)
-    work = feed.meter.work()
-    assert work.samples == LENGTH and 1 <= work.moved <= (num_workers or 1)
-    assert work.wall_s > 0 and work.cpu_s > 0 and 0 < work.wall_sq_s2 <= work.wall_s**2
-
-
-def test_the_meter_times_the_sample_alone(
-    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wall time is perf_counter's and processor time thread_time's, around fill; a bad sample is
-    not counted.
-    """
-    ticks = itertools.count(0, 2)
-    cpu_ticks = itertools.count(0, 0.5)
-    monkeypatch.setattr("harness.watch.stages.time.perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr("harness.watch.stages.time.thread_time", lambda: float(next(cpu_ticks)))
-    feed = make_feed(0, samples.Troubled(4, 2, samples.refuse), times_samples=True)
-    with pytest.raises(BadSample):
-        list(feed)
-    assert feed.meter.work() == Work(samples=3, moved=1, wall_s=6.0, wall_sq_s2=12.0, cpu_s=1.5)
 
 
 @pytest.mark.parametrize(
@@ -329,15 +290,6 @@ def test_the_meter_counts_what_each_worker_makes(
     assert totals.stages["draw"].wall_s > 0 and totals.stages["draw"].cpu_s > 0
 
 
-def test_a_data_set_without_stages_has_one(make_feed: MakeFeed) -> None:
-    """What a data set does that names no stages is the stage sample."""
-    feed = make_feed(0)
-    list(feed)
-    assert feed.meter is not None
-    assert list(feed.meter.read().stages) == ["sample", "collate"]
-    assert feed.meter.read().stages["sample"].wall_s > 0
-
-
 @pytest.mark.parametrize(
     "dataset",
     [samples.Staged(8, bad=5), samples.Troubled(8, 5, samples.refuse)],
@@ -354,15 +306,6 @@ def test_the_time_of_a_sample_that_fails_is_not_lost(
     totals = feed.meter.read()
     assert (totals.samples, totals.batches) == (8, 1)
     assert sum(cost.wall_s for cost in totals.stages.values()) == pytest.approx(totals.busy_s)
-
-
-def test_samples_and_stages_go_together(make_feed: MakeFeed) -> None:
-    """A probe's feed, which times samples, knows the stages all the same."""
-    feed = make_feed(1, samples.Staged(LENGTH), times_samples=True)
-    assert_same(list(feed), reference())
-    assert feed.meter is not None
-    assert feed.meter.work().samples == feed.meter.read().samples == LENGTH
-    assert feed.meter.read().stages["draw"].wall_s > 0
 
 
 def test_a_feed_does_without_shared_memory_for_its_meter(
@@ -417,31 +360,12 @@ def test_a_pass_primed_for_another_epoch_is_dropped(make_feed: MakeFeed) -> None
     assert_same(passes(feed), reference(2))
 
 
-def test_priming_amid_a_pass_does_nothing(make_feed: MakeFeed) -> None:
-    """The pass goes on with its workers, and the next one is whole."""
-    feed = make_feed(2, persistent_workers=True)
-    batches = iter(feed)
-    given = [next(batches)]
-    feed.prime(1)
-    given += batches
-    feed.set_epoch(1)
-    assert_same([*given, *feed], reference(2))
-
-
 def test_without_workers_priming_does_nothing(make_feed: MakeFeed) -> None:
     """There is nobody to begin; the pass comes all the same."""
     feed = make_feed(0)
     feed.prime(0)
     assert samples.at_work() == []
     assert_same(list(feed), reference())
-
-
-def test_a_primed_pass_that_nobody_takes_leaves_nothing(make_feed: MakeFeed) -> None:
-    """close() ends primed workers."""
-    feed = primed(make_feed(1, times_samples=True), 0)
-    assert len(samples.at_work()) == 1
-    feed.close()
-    assert samples.at_work() == []
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from harness.config import LoaderConfig, StartMethod, ValLoaderConfig
-from harness.feed.interface import THREADS, FeedSettings, HostBatch, train_settings, val_settings
+from harness.feed.interface import FeedSettings, HostBatch, train_settings, val_settings
 from harness.runtime.limits import Limits
 from harness.watch.stages import Stamps
 
@@ -69,18 +69,6 @@ def test_explicit_settings_are_kept() -> None:
     }
 
 
-def test_with_workers_the_rest_is_derived() -> None:
-    """Workers stay between epochs and have torch's two batches in flight."""
-    settings = train(LoaderConfig(num_workers=2))
-    assert (settings.prefetch_factor, settings.persistent_workers) == (2, True)
-
-
-def test_without_workers_there_is_nothing_to_prefetch_or_keep() -> None:
-    """num_workers=0 has no prefetch_factor and no persistent workers, as torch demands."""
-    settings = train(LoaderConfig(num_workers=0))
-    assert (settings.prefetch_factor, settings.persistent_workers) == (None, False)
-
-
 def test_validation_follows_the_training_feed() -> None:
     """Left null, the validation feed has the training feed's settings, but its workers live for one
     evaluation.
@@ -89,12 +77,6 @@ def test_validation_follows_the_training_feed() -> None:
     settings = train(loader)
     val = val_settings(loader, settings)
     assert asdict(val) == {**asdict(settings), "persistent_workers": False}
-
-
-def test_validation_has_the_training_feed_s_form() -> None:
-    """What serves the training set serves the validation set."""
-    loader = LoaderConfig(num_workers=3)
-    assert val_settings(loader, replace(train(loader), backend=THREADS)).backend == THREADS
 
 
 def test_validation_has_settings_of_its_own() -> None:
@@ -107,9 +89,7 @@ def test_validation_has_settings_of_its_own() -> None:
 
 
 def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own pinning leaves indices where they are, keeps the rest, and stamps the batch after
-    the last tensor.
-    """
+    """Torch's own pinning keeps what is no tensor, and stamps the batch after the last tensor."""
     times = itertools.count(10.0)
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     monkeypatch.setattr("torch.Tensor.pin_memory", lambda tensor: tensor + next(times))
@@ -119,9 +99,9 @@ def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch)
     )
     pinned = pin_memory(batch)
     assert type(pinned) is HostBatch
-    assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 0.0]
+    assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 12.0]
     assert (pinned.failures, pinned.epoch) == (batch.failures, 7)
-    assert pinned.stamps == Stamps(1.0, 2.0, 3.0, 12.0)
+    assert pinned.stamps == Stamps(1.0, 2.0, 3.0, 13.0)
     assert pin_memory(batch._replace(stamps=None)).stamps is None
 
 

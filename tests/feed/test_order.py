@@ -40,11 +40,6 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
     assert batches(Order(50, 8, seed=2), 0) != batches(one, 0)
 
 
-def test_a_batch_is_int64() -> None:
-    """A batch holds int64 indices."""
-    assert {batch.dtype for batch in Order(10, 4).batches(0)} == {np.dtype(np.int64)}
-
-
 def test_without_shuffle_the_order_is_the_data_sets() -> None:
     """shuffle=False gives 0, 1, 2, ... in every epoch."""
     order = Order(7, 3, shuffle=False)
@@ -86,14 +81,6 @@ def test_drop_last_leaves_full_batches_and_equal_ranks(world_size: int) -> None:
     orders = ranks(29, 6, world_size, drop_last=True)
     assert [len(batches(order)) for order in orders] == [4] * world_size
     assert {len(batch) for order in orders for batch in batches(order)} == {6 // world_size}
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("length", [0, 1, 5, 6, 7, 12])
-def test_the_length_is_the_number_of_batches(length: int, drop_last: bool) -> None:
-    """len() of each rank's order is what batches() gives."""
-    for order in ranks(length, 6, 2, drop_last):
-        assert len(order) == len(batches(order))
 
 
 def test_of_a_whole_epoch_batches_take_one_global_batch_after_the_other() -> None:
@@ -259,15 +246,6 @@ def test_probes_share_out_the_set() -> None:
     assert sorted(chain(*first, *rest)) == list(range(20))
     assert cursor.asked == 5
     assert sorted(chain(*asked(ProbeOrder(order, cursor), 5))) == list(range(20))
-
-
-def test_a_batch_counts_when_it_is_asked_for() -> None:
-    """Nothing is drawn ahead: the cursor is where the requests are."""
-    cursor = Cursor()
-    batches = ProbeOrder(Order(20, 4), cursor).batches(0)
-    assert cursor.asked == 0
-    next(batches)
-    assert cursor.asked == 1
 
 
 def test_again_goes_round_what_was_seen() -> None:

@@ -72,14 +72,14 @@ def test_one_side_stream_for_life() -> None:
     """Twenty epochs use the same stream and reserve no more memory after the fifth."""
     own = accelerator.of("cuda")
     batches = DataPrefetcher(Loader(6, 64), "cuda", mean=MEAN, std=STD)
-    stream = batches._mover.stream
+    stream = batches._transfer.stream
     reserved = []
     for _ in range(20):
         for images, _ in batches:
             images.mean()
         own.synchronize()
         reserved.append(own.memory().reserved)  # type: ignore[union-attr]
-    assert batches._mover.stream is stream
+    assert batches._transfer.stream is stream
     assert len(set(reserved[5:])) == 1
 
 

@@ -1,4 +1,4 @@
-"""The processes form: the same pixels under every setting, typed
+"""The processes backend: the same pixels under every setting, typed
 ends, and no worker left behind.
 """
 
@@ -220,14 +220,6 @@ def test_workers_give_way_to_the_step(make_feed: MakeFeed) -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_a_batch_may_take_longer_than_one_look(
-    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A wait longer than the time between two looks at the workers gives the batch in the end."""
-    monkeypatch.setattr("harness.feed.processes._POLL_S", 0.001)
-    assert_same(list(make_feed(1)), list(make_feed(0)))
-
-
 def test_persistent_workers_serve_every_epoch(make_feed: MakeFeed) -> None:
     """Persistent workers are the same processes in the second epoch; close() ends them, and iter()
     starts new ones.
@@ -314,17 +306,6 @@ def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
     assert_same(list(feed), list(make_feed(0, many)))
 
 
-def test_workers_that_stop_in_a_primed_pass_are_a_loader_error(
-    make_feed: MakeFeed, quick: None
-) -> None:
-    """What was begun ahead of time has the same limit."""
-    feed = make_feed(2, times_samples=True, timeout_s=1.0)
-    primed(feed, 0)
-    queued(feed, 2)
-    stop()
-    ends_in_time(iter(feed))
-
-
 def test_workers_that_stop_at_their_start_are_a_loader_error(
     make_feed: MakeFeed, quick: None
 ) -> None:
@@ -358,16 +339,6 @@ def test_a_worker_that_stops_in_a_batch_is_a_loader_error(make_feed: MakeFeed, q
     time.sleep(0.5)  # the pipe is full, and the rest of the batch's long error waits
     stop()
     ends_in_time(batches)
-
-
-def test_polled_ends_with_a_stopped_worker(make_feed: MakeFeed, quick: None) -> None:
-    """A pass of the tuner's, which looks more often, has the limit as well."""
-    feed = make_feed(1, times_samples=True, timeout_s=1.0)
-    batches = feed.polled(0.05)
-    assert comes_true(lambda: next(batches) is not None)
-    queued(feed, 2)
-    stop()
-    ends_in_time(batches)  # type: ignore[arg-type]
 
 
 DEAF = """
@@ -498,77 +469,6 @@ def test_the_workers_are_known_by_their_pids(make_feed: MakeFeed) -> None:
     assert make_feed(0).worker_pids == ()
 
 
-def test_polled_ends_with_a_dead_worker_and_with_the_timeout(
-    make_feed: MakeFeed, quick: None
-) -> None:
-    """A worker's death, and a wait over loader.timeout_s, end a polled pass as they end a plain
-    one.
-    """
-    with pytest.raises(LoaderError, match="exited unexpectedly"):
-        list(make_feed(1, samples.Troubled(LENGTH, 5, samples.die)).polled(0.05))
-    with pytest.raises(LoaderError, match="no batch within loader.timeout_s=0.3"):
-        list(make_feed(1, samples.Troubled(LENGTH, 5, samples.hang), timeout_s=0.3).polled(0.05))
-
-
-def test_polling_as_a_second_pass_is_as_fine_as_asked_for(make_feed: MakeFeed) -> None:
-    """Persistent workers of a plain pass serve polled(), which looks more often."""
-    feed = make_feed(1, samples.Noise(LENGTH), persistent_workers=True)
-    assert_same(list(feed), [batch for batch in feed.polled(0.02) if batch is not None])
-    assert_same(list(feed), list(make_feed(0)))
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")]
-)
-def test_the_meter_counts_each_worker_s_samples(
-    make_feed: MakeFeed, num_workers: int, start_method: str
-) -> None:
-    """After a pass every sample has been counted once, by the workers
-    that made it, with some time.
-    """
-    feed = make_feed(num_workers, times_samples=True, start_method=start_method)
-    list(feed)
-    work = feed.meter.work()
-    assert (work.samples, work.moved) == (LENGTH, num_workers or 1)
-    assert work.wall_s > 0 and work.cpu_s > 0 and 0 < work.wall_sq_s2 <= work.wall_s**2
-
-
-def test_stamps_follow_a_batch_from_its_worker(make_feed: MakeFeed) -> None:
-    """A batch is begun, made, received and given out in this order, on one clock."""
-    for batch in make_feed(2):
-        now_s = time.perf_counter()
-        stamps = batch.stamps
-        assert stamps is not None
-        assert stamps.begun_s < stamps.made_s < stamps.received_s == stamps.pinned_s < now_s
-
-
-def test_what_is_made_here_is_received_when_it_is_made(make_feed: MakeFeed) -> None:
-    """Without workers nothing is transported."""
-    stamps = next(iter(make_feed(0))).stamps
-    assert stamps is not None
-    assert stamps.begun_s < stamps.made_s == stamps.received_s == stamps.pinned_s
-
-
-@pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
-def test_a_primed_pass_gives_the_same_batches(
-    make_feed: MakeFeed, persistent_workers: bool
-) -> None:
-    """Workers begin before iter(), which takes their batches over: bitwise those of an epoch that
-    was not primed.
-    """
-    given = []
-    feed = make_feed(2, times_samples=True, persistent_workers=persistent_workers)
-    for epoch in (0, 1):
-        primed(feed, epoch).prime(epoch)  # a second time changes nothing
-        started = feed.worker_pids
-        feed.set_epoch(epoch)
-        batches = iter(feed)
-        given.append(next(batches))
-        assert feed.worker_pids == started and len(started) == 2
-        given += batches
-    assert_same(given, passes(make_feed(0)))
-
-
 @pytest.mark.parametrize(
     ("num_workers", "start_method"), [(0, "forkserver"), (2, "fork")], ids=["no workers", "forked"]
 )
@@ -625,18 +525,6 @@ def test_closing_waits_for_a_start_under_way(
     threading.Timer(0.05, go.set).start()
     feed.close()
     assert go.is_set() and workers() == []
-
-
-@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
-def test_an_error_of_a_primed_start_comes_with_the_first_batch(make_feed: MakeFeed) -> None:
-    """prime() is silent about what next() raises in the end."""
-    feed = make_feed(1, samples.Troubled(LENGTH, 0, lambda: None))
-    feed.prime(0)
-    batches = iter(feed)
-    with pytest.raises(
-        ConfigError, match="^num_workers=1: the data set cannot be sent .*lambda.*; define its"
-    ):
-        next(batches)
 
 
 def test_signals_to_a_worker_are_ignored(make_feed: MakeFeed) -> None:

@@ -1,6 +1,4 @@
-"""A feed that begins within an epoch: in every form it gives what
-is left of it, then whole epochs.
-"""
+"""A feed that begins within an epoch gives what is left of it, then whole epochs."""
 
 from __future__ import annotations
 
@@ -16,17 +14,16 @@ from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
-from harness.feed.arrays import ArrayFeed
-from harness.feed.interface import Feed, HostBatch
+from harness.feed.arrays import ArrayFeed, SyntheticFeed
+from harness.feed.interface import Backend, HostBatch
 from harness.feed.order import Order, Rest
 from harness.feed.processes import ProcessFeed
-from harness.feed.synthetic import SyntheticFeed
 from harness.feed.threads import ThreadFeed
 
 LENGTH = 19
 EPOCH = 1
 ORDER = Order(LENGTH, 4, seed=3)
-MakeFeed = Callable[[Order], Feed]
+MakeFeed = Callable[[Order], Backend]
 
 
 def images(side: int) -> ImageDataset:
@@ -38,11 +35,9 @@ def images(side: int) -> ImageDataset:
     )
 
 
-def make(form: str, order: Order) -> Feed:
-    """A feed of the form and with the number of workers, or the side of its images, that ``form``
-    names.
-    """
-    name, number = form.split()
+def make(named: str, order: Order) -> Backend:
+    """A feed of a backend, with so many workers, or images of such a side."""
+    name, number = named.split()
     if name == "synthetic":
         return SyntheticFeed(order, samples.settings(), int(number), 10, torch.device("cpu"))
     if name == "arrays":
@@ -65,9 +60,9 @@ def make(form: str, order: Order) -> Feed:
     ]
 )
 def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
-    made: list[Feed] = []
+    made: list[Backend] = []
 
-    def make_one(order: Order) -> Feed:
+    def make_one(order: Order) -> Backend:
         made.append(make(request.param, order))
         return made[-1]
 
@@ -76,7 +71,7 @@ def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
         feed.close()
 
 
-def passed(feed: Feed, epoch: int, primed: bool = False) -> list[HostBatch]:
+def passed(feed: Backend, epoch: int, primed: bool = False) -> list[HostBatch]:
     """One pass, as long as the feed says; maybe begun ahead of time."""
     if primed:
         feed.prime(epoch)

@@ -15,7 +15,7 @@ import pytest
 import samples
 from samples import assert_same, comes_true, passes
 
-from harness.feed.interface import Feed
+from harness.feed.interface import Backend
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
@@ -42,12 +42,12 @@ def hang(tmp_path: Path) -> Iterator[Callable[[], object]]:
 
 
 @pytest.fixture
-def lasting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Feed]]:
-    made: list[Feed] = []
+def lasting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Backend]]:
+    made: list[Backend] = []
 
-    def make(form: type[Feed], dataset: samples.Noise, **settings: object) -> Feed:
+    def make(kind: type[Backend], dataset: samples.Noise, **settings: object) -> Backend:
         own = samples.settings(2, **settings)  # type: ignore[arg-type]
-        feed = form(dataset, ORDER, own)  # type: ignore[call-arg]
+        feed = kind(dataset, ORDER, own)  # type: ignore[call-arg]
         feed.restarts = True
         made.append(feed)
         return feed
@@ -67,7 +67,7 @@ def lasting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Feed]]:
     "index", [pytest.param(0, marks=pytest.mark.slow), 21, pytest.param(42, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
-    ("form", "trouble"),
+    ("kind", "trouble"),
     [
         pytest.param(ProcessFeed, samples.die, id="a process dies"),
         pytest.param(ProcessFeed, samples.die_with_lock, id="a process dies with a lock"),
@@ -76,40 +76,40 @@ def lasting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Feed]]:
     ],
 )
 def test_the_epoch_goes_on_after_a_loss(
-    lasting: Callable[..., Feed],
+    lasting: Callable[..., Backend],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     hang: Callable[[], object],
-    form: type[Feed],
+    kind: type[Backend],
     trouble: Callable[[], object] | None,
     index: int,
     persistent: bool,
 ) -> None:
     """Two epochs are bitwise those without a loss, and one warning tells what happened."""
     dataset = samples.Troubled(LENGTH, index, partial(once, tmp_path / "seen", trouble or hang))
-    feed = lasting(form, dataset, persistent_workers=persistent, timeout_s=1.0)
+    feed = lasting(kind, dataset, persistent_workers=persistent, timeout_s=1.0)
     assert_same(passes(feed), passes(ProcessFeed(samples.Noise(LENGTH), ORDER, samples.settings())))
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("loader.restart_workers: ")
     assert ". New workers go on with batch " in line
 
 
-@pytest.mark.parametrize("form", [ProcessFeed, ThreadFeed])
+@pytest.mark.parametrize("kind", [ProcessFeed, ThreadFeed])
 def test_a_sample_that_takes_every_worker_along_ends_the_run(
-    lasting: Callable[..., Feed],
+    lasting: Callable[..., Backend],
     caplog: pytest.LogCaptureFixture,
     hang: Callable[[], object],
-    form: type[Feed],
+    kind: type[Backend],
 ) -> None:
     """The third loss at one batch is an error, as the first is without restarts."""
-    trouble = samples.die if form is ProcessFeed else hang
+    trouble = samples.die if kind is ProcessFeed else hang
     index = int(ORDER.indices(0)[21])
-    feed = lasting(form, samples.Troubled(LENGTH, index, trouble), timeout_s=0.5)
+    feed = lasting(kind, samples.Troubled(LENGTH, index, trouble), timeout_s=0.5)
     given: list[int] = []
     with pytest.raises(LoaderError, match="worker"):
         given.extend(len(batch.labels) for batch in feed)
     # a process takes along what it has made and the trainer has not fetched
-    assert len(given) == 5 or (form is ProcessFeed and len(given) < 5)
+    assert len(given) == 5 or (kind is ProcessFeed and len(given) < 5)
     assert 2 <= len(caplog.records) <= 6
 
 
@@ -120,7 +120,7 @@ def test_a_sample_that_takes_every_worker_along_ends_the_run(
         pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
     ],
 )
-def test_workers_that_are_hit_again_and_again(lasting: Callable[..., Feed], sent: int) -> None:
+def test_workers_that_are_hit_again_and_again(lasting: Callable[..., Backend], sent: int) -> None:
     """Whichever worker is hit at whichever batch, every index comes once."""
     feed = lasting(ProcessFeed, samples.Noise(LENGTH), prefetch_factor=1, timeout_s=0.5)
     draw = random.Random(5)

@@ -1,4 +1,4 @@
-"""The threads form: batches that threads share, elastic threads, ends that leave nothing behind."""
+"""The threads backend: shared batches, elastic threads, ends that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
-import torch
 from samples import assert_same, comes_true
 
-from harness.data.transforms import resize_into
 from harness.feed.buffers import BufferPool
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
@@ -118,14 +116,6 @@ def test_a_few_batches_are_made_ahead(make_feed: MakeFeed, prefetch_factor: int)
         next(batches)
 
 
-def test_memory_is_used_again(make_feed: MakeFeed) -> None:
-    """A pass whose batches are not kept stays in the ring: as much memory as is ahead, and two
-    batches.
-    """
-    batches = iter(make_feed(3, samples.Noise(400), prefetch_factor=2))
-    assert len({batch.images.data_ptr() for batch in batches}) <= 3 + 2
-
-
 def test_the_feed_holds_nothing_of_its_own_while_it_waits(
     make_feed: MakeFeed, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +143,8 @@ def test_the_feed_holds_nothing_of_its_own_while_it_waits(
         lambda: feed.meter.work().samples == 8 * 4 - 1
     )  # three are ahead, the first of which lacks a sample
     assert feed._threads is not None
-    for pool in (feed._threads._images, feed._threads._labels):
-        assert comes_true(lambda pool=pool: made[pool] - len(pool._free) == 3)  # type: ignore[misc]
+    pool = feed._threads._memory
+    assert comes_true(lambda: made[pool] - len(pool._free) == 3)
     gate.set()
     taker.join(WAIT_S)
 
@@ -237,19 +227,6 @@ class TestEnds:
         assert time.monotonic() - begin < WAIT_S / 2
         gate.set()
         assert comes_true(lambda: samples.at_work() == [])
-
-    def test_a_second_pass_ends_the_first(self, make_feed: MakeFeed) -> None:
-        """iter() amid a pass begins anew; the pass before it ends with an error, and does not
-        disturb.
-        """
-        feed = make_feed(2, samples.Noise(40), persistent_workers=True)
-        first = iter(feed)
-        second = iter(feed)
-        next(first)
-        given = [next(second)]
-        with pytest.raises(LoaderError, match="ended after 1 of 10 batches"):
-            next(first)
-        assert_same([*given, *second], reference(samples.Noise(40)))
 
     def test_closing_while_a_pass_begins_leaves_a_feed_that_can_be_primed(
         self, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
@@ -387,25 +364,6 @@ def test_a_failure_comes_in_the_place_of_its_batch(
         list(batches)
 
 
-def test_an_order_that_fails_comes_out_of_next(
-    make_feed: MakeFeed, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads ask for indices; an error there comes after the batches before it."""
-
-    def fail(order: Order, epoch: int, first: int) -> Iterator[np.ndarray]:
-        yield np.arange(4)
-        raise KeyError("second")
-
-    monkeypatch.setattr(Order, "batches", fail)
-    feed = make_feed(2, samples.Troubled(19, 0, lambda: gate.wait(WAIT_S)))
-    batches = feed.polled(0.01)
-    assert [next(batches) for _ in range(20)] == [None] * 20
-    gate.set()
-    assert len(next(filter(None, batches)).labels) == 4
-    with pytest.raises(KeyError, match="second"):
-        list(batches)
-
-
 @pytest.mark.parametrize("prime", [False, True], ids=["iter", "prime"])
 def test_a_thread_that_cannot_start_is_a_loader_error(
     make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch, prime: bool
@@ -472,76 +430,11 @@ class TestResize:
         assert_same(given, reference(samples.Noise(200)))
         assert "3 threads load, and not 6: can't start new thread" in caplog.text
 
-    @pytest.mark.parametrize("threads", [1, 6])
-    @pytest.mark.parametrize("trouble", ["memory", "hang"])
-    def test_trouble_in_the_moment_of_a_change_is_told_as_ever(
-        self, make_feed: MakeFeed, gate: threading.Event, threads: int, trouble: str
-    ) -> None:
-        """No memory for a sample, or a read that does not come back, while threads come and go: the
-        same error.
-        """
-        changed = threading.Event()
-
-        def befall() -> None:
-            changed.wait(WAIT_S)
-            if trouble == "memory":
-                raise MemoryError("no memory")
-            gate.wait(WAIT_S)
-
-        feed = make_feed(3, samples.Troubled(40, 5, befall), times_samples=True, timeout_s=0.5)
-
-        def change(_: HostBatch) -> None:
-            feed.resize(threads)
-            changed.set()
-
-        with pytest.raises(
-            MemoryError if trouble == "memory" else LoaderError,
-            match="no memory|loader.timeout_s=0.5",
-        ):
-            list(map(change, feed))
-
     def test_before_a_pass_it_is_a_setting(self, make_feed: MakeFeed) -> None:
         """The first pass begins with the new number."""
         feed = make_feed(1, Together(8, 3), times_samples=True)
         feed.resize(3)
         assert len(list(feed)) == 2
-
-    @pytest.mark.parametrize(("num_workers", "threads"), [(0, 2), (2, 0), (2, 10_000)])
-    def test_what_cannot_be_is_not_asked_for(
-        self, make_feed: MakeFeed, num_workers: int, threads: int
-    ) -> None:
-        """Neither no threads, nor more than there are rows to count in, nor any where the trainer
-        fills.
-        """
-        with pytest.raises(AssertionError):
-            make_feed(num_workers, samples.Noise(8)).resize(threads)
-
-
-def test_torch_s_threads_are_left_alone(make_feed: MakeFeed) -> None:
-    """Resizing in a thread of the feed starts no team of torch's own, and how many threads torch
-    has stays as it was.
-    """
-
-    class Resized(samples.Noise):
-        image_size = 224
-
-        def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
-            resize_into(
-                np.full((300, 400, 3), index, np.uint8),
-                (10, 20, 250, 200),
-                out,
-                flip=index % 2 == 0,
-            )
-            return 0
-
-    feed = make_feed(3, Resized(40), persistent_workers=True)
-    before = (torch.get_num_threads(), native_threads())
-    list(feed)
-    assert (torch.get_num_threads(), native_threads()) == (before[0], before[1] + 3)
-
-
-def native_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 SCRIPT = """

@@ -17,7 +17,7 @@ from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import FolderSource
 from harness.data.transforms import TrainTransform
-from harness.feed.interface import Feed, FeedSettings
+from harness.feed.interface import Backend, FeedSettings
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed
@@ -27,7 +27,7 @@ PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="
 TEXT = PAGE[PAGE.index("## The way of one image") : PAGE.index("## The way of a setting")]
 THREADS, PROCESSES = TEXT[TEXT.index("### By threads") :].split("### By processes")
 # needs a GPU, a worker process or a whole run
-ELSEWHERE = {"Engine._one_step", "Step.__call__", "HostBatch.pin_memory"}
+ELSEWHERE = {"Engine._one_step", "Step.__call__"}
 
 
 def rows(text: str) -> list[tuple[str, str, str]]:
@@ -63,14 +63,14 @@ def test_the_counts_are_those_of_the_tables(text: str, ways: list[tuple[str, str
 
 
 @pytest.mark.parametrize(
-    ("form", "ways"),
+    ("kind", "ways"),
     [
         pytest.param(ThreadFeed, rows(THREADS), id="threads"),
         pytest.param(ProcessFeed, SHARED + rows(PROCESSES), id="processes"),
     ],
 )
 def test_an_image_goes_that_way(
-    form: type[Feed],
+    kind: type[Backend],
     ways: list[tuple[str, str, str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,7 +84,7 @@ def test_an_image_goes_that_way(
         FolderSource(tmp_path / "set"), TrainTransform(32, hflip=0.0), DecodeOptions(), 32, 0
     )
     # the trainer itself stands for the worker process
-    settings = FeedSettings(1, int(form is ThreadFeed), False, None, False, 0.0, "fork")
+    settings = FeedSettings(1, int(kind is ThreadFeed), False, None, False, 0.0, "fork")
     called = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -93,7 +93,7 @@ def test_an_image_goes_that_way(
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        list(DataPrefetcher(form(images, Order(2, 1), settings), "cpu", ahead=True))  # type: ignore
+        list(DataPrefetcher(kind(images, Order(2, 1), settings), "cpu", ahead=True))  # type: ignore
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

@@ -18,7 +18,7 @@ from harness.config import Config, DataConfig, Interpolation, to_plain
 from harness.data.datasets import as_evaluated
 from harness.data.images import ImageDataset
 from harness.data.storage import FolderSource
-from harness.feed.mover import Normalise
+from harness.feed.normalise import Normalise
 from harness.inference.loaded import Transform, network
 from harness.runtime.errors import CheckpointError
 from harness.training.models import small

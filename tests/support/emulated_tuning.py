@@ -43,7 +43,7 @@ class Machine:
     device: EmulatedDevice
     wall_s: float
     cap: float = math.inf
-    forms: tuple[str, ...] = ("processes",)
+    backends: tuple[str, ...] = ("processes",)
     last: Any = None
     workers_seen: list[int] = field(default_factory=list)
     cursor: Cursor = field(default_factory=Cursor)

@@ -112,7 +112,7 @@ def look(
     """What is known of ``machine`` before a search, with a probe of ``own``, or of one worker."""
     first = machine.answer(Ask(own if own.num_workers else with_workers(own, 1), "supply"))
     return Look(
-        own=own, calibration=(first,), forms=tuple(machine.form_speed),
+        own=own, calibration=(first,), backends=tuple(machine.form_speed),
         demand=Rate(machine.demand, machine.demand, machine.demand), step_cpu_s=machine.step_cpu_s,
         cores=machine.cores,
         most=most, pin_memory=False, alone_s=1 / machine.demand, fits=fits or (lambda _: None),

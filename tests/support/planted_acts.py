@@ -38,7 +38,7 @@ from planted_data import (
 
 from harness.data.datasets import Splits
 from harness.data.transforms import TrainTransform
-from harness.feed.mover import Normalise
+from harness.feed.normalise import Normalise
 from harness.training.engine import Engine
 from harness.training.step import Step, StepFigures
 from harness.watch.board import Board

@@ -51,6 +51,7 @@ class Noise:
     """Samples of 3 x 4 x 4 pixels drawn for (epoch, index), labelled ``index % 10``."""
 
     image_size = 4
+    skips = False
 
     def __init__(self, length: int) -> None:
         self.length = length

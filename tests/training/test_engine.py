@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from harness.config import AugmentConfig, Config
-from harness.feed.interface import Failure, Feed, HostBatch
+from harness.feed.interface import Backend, Failure, HostBatch
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
 from harness.runtime.distributed import World
@@ -78,7 +78,7 @@ class Recorded:
 @pytest.fixture
 def make_engine(tmp_path: Path) -> MakeEngine:
     def make(
-        feed: Feed, val_feed: Feed, augment: AugmentConfig | None = None, **trainer: int
+        feed: Backend, val_feed: Backend, augment: AugmentConfig | None = None, **trainer: int
     ) -> Engine:
         config = Config(augment=augment or AugmentConfig())
         config.checkpoint.enabled = False

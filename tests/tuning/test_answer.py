@@ -19,7 +19,7 @@ from reports import OPEN, rate, report, workers
 from torch.utils.data import DataLoader
 
 from harness.config import Config, LoaderConfig
-from harness.feed.interface import FeedSettings, in_form, train_settings, val_settings
+from harness.feed.interface import FeedSettings, train_settings, val_settings, with_backend
 from harness.runtime.files import typed
 from harness.runtime.limits import Limits
 from harness.tuning.answer import Side, TuningReport
@@ -89,14 +89,14 @@ def test_the_override_gives_the_choice(
     ("chosen", "expected"),
     [
         pytest.param(
-            in_form(workers(3), "threads"),
+            with_backend(workers(3), "threads"),
             "loader.backend=threads loader.num_workers=3 loader.prefetch_factor=2 "
             "loader.pin_memory=false "
             "loader.persistent_workers=true",
             id="threads",
         ),
         pytest.param(
-            in_form(workers(3), "arrays"),
+            with_backend(workers(3), "arrays"),
             "loader.backend=arrays loader.pin_memory=false",
             id="arrays, which have no workers",
         ),
@@ -120,7 +120,7 @@ def test_the_override_names_the_form(
 @pytest.mark.parametrize("form", ["threads", "arrays"])
 def test_a_form_that_torch_has_not_has_no_line_in_code(form: str) -> None:
     """It has the words of the command line alone."""
-    own = report(settings=in_form(workers(3), form))
+    own = report(settings=with_backend(workers(3), form))
     assert own.dataloader == ""
     assert [line.partition(":")[0] for line in own.lines() if line.startswith("the same")] == [
         "the same without tuning"

@@ -18,8 +18,8 @@ from emulator import EmulatedDevice, WallClock, emulated
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
-from harness.feed.forms import FORMS
-from harness.feed.interface import Feed, FeedSettings
+from harness.feed.feeds import BACKENDS
+from harness.feed.interface import Backend, FeedSettings
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.tuning import capacity
@@ -101,7 +101,7 @@ class Moved(WallClock):
             self._changed.notify_all()
 
 
-def made(settings: FeedSettings, side: int, batches: int) -> Feed:
+def made(settings: FeedSettings, side: int, batches: int) -> Backend:
     """A feed over so many batches of small images."""
     count = batches * settings.batch_size
     source = ArraySource(
@@ -110,11 +110,11 @@ def made(settings: FeedSettings, side: int, batches: int) -> Feed:
     dataset = ImageDataset(
         source, samples.eval_transform(side), DecodeOptions(False, (255, 255, 255), 10**9), side, 0
     )
-    return FORMS[settings.backend](dataset, Order(count, settings.batch_size), settings)
+    return BACKENDS[settings.backend](dataset, Order(count, settings.batch_size), settings)
 
 
 @contextlib.contextmanager
-def prefetched(feed: Feed, device: EmulatedDevice) -> Iterator[DataPrefetcher]:
+def prefetched(feed: Backend, device: EmulatedDevice) -> Iterator[DataPrefetcher]:
     """Its batches on ``device``; no worker is left."""
     batches = DataPrefetcher(feed, device.device)
     try:

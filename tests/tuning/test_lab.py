@@ -14,7 +14,7 @@ import pytest
 import samples
 import torch
 
-from harness.feed.interface import Feed, FeedSettings, HostBatch, in_form
+from harness.feed.interface import Backend, FeedSettings, HostBatch, with_backend
 from harness.feed.order import Cursor
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
@@ -47,7 +47,7 @@ class Ranks:
 class Feeds:
     """Feeds that are never iterated; notes what was asked for."""
 
-    forms = ("processes",)
+    backends = ("processes",)
 
     def __init__(self) -> None:
         self.asked: list[tuple[FeedSettings, bool]] = []
@@ -63,7 +63,7 @@ class Feeds:
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return train
 
-    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
         self.asked.append((settings, again))
         return self  # type: ignore[return-value]  # only closed
 
@@ -88,7 +88,7 @@ class Step:
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         return StepRun((10,) * 20, (0.05,) * 20, 0.0, 2.0)
 
-    def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
+    def deliver(self, feed: Backend, skip: int, limit_s: float) -> StepRun:
         self.skipped.append(skip)
         return self.delivers()
 
@@ -204,7 +204,7 @@ def test_arrays_are_probed_on_what_was_seen() -> None:
     seen nothing yet.
     """
     own = lab()
-    arrays = in_form(OWN, "arrays")
+    arrays = with_backend(OWN, "arrays")
     for settings in (arrays, OWN, arrays):
         own.attempt(Ask(settings, "supply"))
     assert [again for _, again in asked(own)] == [False, False, True]
@@ -217,10 +217,10 @@ def test_held_images_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     own = lab()
     assert "the feed would take 10.0 GB of memory" in (
-        own.attempt(Ask(in_form(OWN, "arrays"), "supply")).refused or ""
+        own.attempt(Ask(with_backend(OWN, "arrays"), "supply")).refused or ""
     )
     assert (asked(own), own.refusal(OWN)) == ([], None)
-    assert own.needs(in_form(OWN, "arrays")).memory == 10**10 + 2 * 10**6
+    assert own.needs(with_backend(OWN, "arrays")).memory == 10**10 + 2 * 10**6
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 from machines import Machine, look, own, search
 
-from harness.feed.interface import FeedSettings, in_form, with_workers
+from harness.feed.interface import FeedSettings, with_backend, with_workers
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.search import Ask, follow
 
@@ -85,16 +85,16 @@ def made_up(seed: int) -> Machine:
     """A machine of any kind with two or three forms."""
     rng = random.Random(seed)
     wall_s = 10 ** rng.uniform(-4, -1.5)
-    forms = {"processes": 1.0, "threads": rng.choice([0.7, 1.0, 1.15, 1.5])}
+    backends = {"processes": 1.0, "threads": rng.choice([0.7, 1.0, 1.15, 1.5])}
     if rng.random() < 0.3:
-        forms["arrays"] = wall_s / rng.choice([2e-6, 5e-6])
+        backends["arrays"] = wall_s / rng.choice([2e-6, 5e-6])
     return Machine(
         wall_s,
         wall_s * rng.choice([0.02, 0.5, 0.99]),
         demand=10 ** rng.uniform(2.2, 4),
         cores=rng.choice([1.0, 2.0, 8.0, 64.0]),
         ceiling=rng.choice([math.inf, math.inf, 300.0]),
-        form_speed=forms,
+        form_speed=backends,
         form_ceiling={"threads": rng.choice([math.inf, 500.0, 2000.0])},
         form_slows={"threads": rng.choice([1.0, 1.0, 0.8])},
         noise=0.01,
@@ -105,7 +105,7 @@ def made_up(seed: int) -> Machine:
 def best(machine: Machine, workers: int) -> float:
     """The most images/s that any setting of any form delivers."""
     tried = (
-        with_workers(in_form(own(workers), form), n)
+        with_workers(with_backend(own(workers), form), n)
         for form, n in product(machine.form_speed, range(MOST + 1))
     )
     return max(map(machine.delivered, tried))
@@ -117,9 +117,9 @@ def best(machine: Machine, workers: int) -> float:
 def test_the_choice_is_the_best_or_near_it(seed: int, before: int, form: str) -> None:
     """On machines of all kinds, by a few measurements; never slower than the user's own setting."""
     machine = made_up(seed)
-    chosen = search(machine, in_form(own(before), form)).settings
+    chosen = search(machine, with_backend(own(before), form)).settings
     assert machine.delivered(chosen) >= 0.92 * best(machine, before)
-    assert machine.delivered(chosen) >= 0.97 * machine.delivered(in_form(own(before), form))
+    assert machine.delivered(chosen) >= 0.97 * machine.delivered(with_backend(own(before), form))
     assert len(machine.asked) <= 7
 
 
@@ -146,9 +146,9 @@ def test_a_disturbed_measurement_of_the_users_own_does_not_replace_it(
     """Two workers fill both processors: neither one alone, nor another form, is better, whatever
     the first figure says.
     """
-    forms = {before: 1.0, "processes" if before == "threads" else "threads": 0.95}
-    machine = Disturbed(0.0015, 0.0015, demand=1700, form_speed=forms)
-    have = in_form(own(2), before)
+    backends = {before: 1.0, "processes" if before == "threads" else "threads": 0.95}
+    machine = Disturbed(0.0015, 0.0015, demand=1700, form_speed=backends)
+    have = with_backend(own(2), before)
     assert search(machine, have, budget_s=budget_s).settings == have
 
 
@@ -249,7 +249,7 @@ def test_the_form_that_delivers_is_chosen(
     name but that arrays have no workers.
     """
     machine = dataclasses.replace(machine, noise=noise, asked=[])
-    chosen = search(machine, in_form(own(8), before)).settings
+    chosen = search(machine, with_backend(own(8), before)).settings
     assert chosen.backend in expected
     assert machine.delivered(chosen) >= 0.95 * best(machine, 8)
 
@@ -257,7 +257,7 @@ def test_the_form_that_delivers_is_chosen(
 def test_processes_are_not_tried_where_the_processors_are_full() -> None:
     """They hand batches over besides."""
     machine = Machine(0.0014, 0.0014, demand=5000, form_speed=FORMS)
-    search(machine, in_form(own(2), "threads"))
+    search(machine, with_backend(own(2), "threads"))
     assert {ask.settings.backend for ask in machine.asked} == {"threads"}
 
 
@@ -285,7 +285,7 @@ def test_a_form_that_fails_is_not_chosen() -> None:
 def test_a_form_that_the_user_named_is_the_only_one(form: str) -> None:
     """The look stays in it; of arrays there is nothing to choose."""
     machine = Machine(0.002, 0.0019, demand=700, form_speed={form: DECODED[form]})
-    choice = search(machine, in_form(own(1), form))
+    choice = search(machine, with_backend(own(1), form))
     assert {ask.settings.backend for ask in machine.asked} == {choice.settings.backend} == {form}
 
 
@@ -299,7 +299,7 @@ def test_arrays_that_the_user_named_are_seen_beside_real_steps() -> None:
         return real(ask)
 
     machine.answer = answer  # type: ignore[method-assign]
-    choice = search(machine, in_form(own(0), "arrays"))
+    choice = search(machine, with_backend(own(0), "arrays"))
     assert choice.after is not None and choice.after.images_per_s == pytest.approx(2000, rel=0.01)
 
 
@@ -309,7 +309,9 @@ def test_uneven_samples_get_a_deeper_queue() -> None:
         Machine(0.01, demand=640, variation=v, form_speed={"threads": 1.0}, **SLEEPS)
         for v in (0.1, 7.0)
     )
-    chosen = [search(machine, in_form(own(1), "threads")).settings for machine in (even, uneven)]
+    chosen = [
+        search(machine, with_backend(own(1), "threads")).settings for machine in (even, uneven)
+    ]
     assert chosen[0].prefetch_factor == 2
     assert chosen[1].prefetch_factor == 16
     assert asked(uneven) == [("supply", 1), ("supply", 8)], "real steps could not tell more"
@@ -318,7 +320,7 @@ def test_uneven_samples_get_a_deeper_queue() -> None:
 @pytest.mark.parametrize("form", ["processes", "threads"])
 def test_uneven_samples_change_nothing_where_demand_is_met(form: str) -> None:
     """A loader that is 24 times as fast keeps its setting; one that hardly leads gets a queue."""
-    before = in_form(own(2), form)
+    before = with_backend(own(2), form)
     fast, close = (
         Machine(0.01, demand=200 / times, variation=7.0, form_speed={form: 1.0}, **SLEEPS)
         for times in (24, 1.05)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import samples
 
-from harness.feed.interface import FeedSettings, in_form, with_workers
+from harness.feed.interface import FeedSettings, with_backend, with_workers
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.search import Ask, Choice, cost_of, follow, grid, in_flight
 
@@ -123,8 +123,8 @@ def test_costs_are_told_by_workers_then_batches_in_flight_then_pinned_memory() -
 
 def test_of_forms_with_as_many_workers_the_one_that_takes_least_is_cheaper() -> None:
     """Arrays before threads, these before processes; fewer workers come before any of that."""
-    arrays = in_form(samples.settings(0), "arrays")
-    threads = in_form(samples.settings(2), "threads")
+    arrays = with_backend(samples.settings(0), "arrays")
+    threads = with_backend(samples.settings(2), "threads")
     order = [
         arrays,
         samples.settings(0),
@@ -147,10 +147,10 @@ def test_of_forms_with_as_many_workers_the_one_that_takes_least_is_cheaper() -> 
 )
 def test_batches_that_are_made_before_one_is_taken(form: str, workers: int, expected: int) -> None:
     """Each process makes its own ahead; threads make one together, beside those that are ready."""
-    assert in_flight(in_form(samples.settings(workers, prefetch_factor=2), form)) == expected
+    assert in_flight(with_backend(samples.settings(workers, prefetch_factor=2), form)) == expected
 
 
 def test_arrays_stay_without_workers() -> None:
     """Whatever number of them is asked for."""
-    arrays = in_form(samples.settings(0), "arrays")
+    arrays = with_backend(samples.settings(0), "arrays")
     assert with_workers(arrays, 3, 2) == arrays

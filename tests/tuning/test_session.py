@@ -15,7 +15,7 @@ import torch
 
 from harness.config import Config
 from harness.data import datasets
-from harness.feed.forms import Feeds
+from harness.feed.feeds import Feeds
 from harness.feed.interface import FeedSettings
 from harness.feed.timed import TimedSteps
 from harness.runtime import seeding

@@ -20,8 +20,8 @@ import torch
 from machines import Machine, own
 
 from harness.config import TunerConfig, TunerName
-from harness.feed.forms import FORMS
-from harness.feed.interface import Feed, FeedSettings, HostBatch
+from harness.feed.feeds import BACKENDS
+from harness.feed.interface import Backend, FeedSettings, HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample
@@ -57,8 +57,8 @@ class Pair(World):
 class Feeds:
     """Feeds over a small data set."""
 
-    def __init__(self, dataset: samples.Noise, forms: tuple[str, ...] = ("processes",)) -> None:
-        self.dataset, self.forms, self.cursor = dataset, forms, Cursor()
+    def __init__(self, dataset: samples.Noise, backends: tuple[str, ...] = ("processes",)) -> None:
+        self.dataset, self.backends, self.cursor = dataset, backends, Cursor()
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return settings.batch_size * (3 * 16 + 16)
@@ -69,9 +69,9 @@ class Feeds:
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return dataclasses.replace(train, persistent_workers=False)
 
-    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
         order = ProbeOrder(Order(len(self.dataset), settings.batch_size), self.cursor, again)
-        return FORMS[settings.backend](self.dataset, order, settings)
+        return BACKENDS[settings.backend](self.dataset, order, settings)
 
 
 class Step:
@@ -96,7 +96,7 @@ class Step:
         assert self.open == 1
         return StepRun((len(batch.labels),) * 10, (self.seconds,) * 10)
 
-    def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
+    def deliver(self, feed: Backend, skip: int, limit_s: float) -> StepRun:
         assert self.open == 1
         done = []
         end = time.perf_counter()
@@ -306,7 +306,7 @@ def test_where_not_one_worker_fits_the_trainer_loads(
 def test_where_no_process_fits_threads_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share a few batches, and need no shared memory."""
     monkeypatch.setattr(Feeds, "batch_bytes", lambda *_: 10**9)
-    report = real(samples.Noise(40), 1, forms=FORMS_HERE)
+    report = real(samples.Noise(40), 1, backends=FORMS_HERE)
     assert report.settings.backend == "threads"
     assert [(trial.settings.backend, trial.rate is None) for trial in report.trials][:3] == [
         ("processes", True),
@@ -379,11 +379,11 @@ def real(
     workers: int = 1,
     step: Step | None = None,
     budget_s: float = 3.0,
-    forms: tuple[str, ...] = ("processes",),
+    backends: tuple[str, ...] = ("processes",),
 ) -> TuningReport:
     config = TunerConfig(budget_s=budget_s, max_workers=2)
     return tune(
-        Feeds(dataset, forms), step or Step(), samples.settings(workers), config, LIMITS, ALONE
+        Feeds(dataset, backends), step or Step(), samples.settings(workers), config, LIMITS, ALONE
     )
 
 
@@ -392,9 +392,9 @@ def test_a_real_search_leaves_no_trace() -> None:
     left or used up.
     """
     samples.start_server()
-    real(samples.Noise(40), forms=FORMS_HERE)  # whatever is opened once for good
+    real(samples.Noise(40), backends=FORMS_HERE)  # whatever is opened once for good
     before = traces()
-    report = real(samples.Noise(40), forms=FORMS_HERE)
+    report = real(samples.Noise(40), backends=FORMS_HERE)
     assert report.trials and all(
         trial.rate is not None and trial.images > 0 for trial in report.trials
     )

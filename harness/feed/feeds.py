@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from harness.config import Backend, Config, ConfigError, Mode, TunerName, form_asked_for
+from harness.config import BackendName, Config, ConfigError, Mode, TunerName, named_backend
 from harness.data.datasets import AnyDataset, FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
-from harness.feed.arrays import ArrayFeed
+from harness.feed.arrays import (
+    ArrayFeed,
+    InMemoryImages,
+    SyntheticFeed,
+    has_fixed_size,
+    noise,
+    pixel_bytes,
+    stored,
+)
 from harness.feed.interface import (
     ARRAYS,
-    PROCESSES,
     THREADS,
-    Feed,
+    Backend,
     FeedSettings,
-    FillableDataset,
     HostBatch,
-    in_form,
     train_settings,
     val_settings,
+    with_backend,
 )
 from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder, Rest
-from harness.feed.pixels import InMemoryImages, has_one_form, pixel_bytes
 from harness.feed.processes import ProcessFeed
-from harness.feed.synthetic import SyntheticFeed, noise
 from harness.feed.threads import ThreadFeed
 from harness.runtime import accelerator, limits
 from harness.runtime.distributed import World
-from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 
-# the backends by name
-FORMS: dict[str, Callable[[FillableDataset, AnyOrder, FeedSettings], Feed]] = {
-    PROCESSES: ProcessFeed,
-    THREADS: ThreadFeed,
-    ARRAYS: ArrayFeed,
-}
+# the backends by name, to choose from
+BACKENDS: dict[str, Any] = {kind.name: kind for kind in (ProcessFeed, ThreadFeed, ArrayFeed)}
 
 
 @dataclass(slots=True)
@@ -52,23 +51,20 @@ class Feeds:
     # shared by all feeds of one data set
     _pixels: dict[ImageDataset, InMemoryImages] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        if self.config.loader.pin_memory and not accelerator.of(self.world.device).has_streams:
-            # accepted, so that a sweep over pin_memory runs anywhere
-            log.warning(
-                "loader.pin_memory=true has no effect on %s: there is no copy to a device",
-                self.world.device.type,
-            )
-
     @property
-    def forms(self) -> tuple[str, ...]:
-        """The backends to choose from: the one that the user named, or all that can serve."""
+    def backends(self) -> tuple[str, ...]:
+        """The backends to choose from: the one that the user named, or all that suit the data.
+
+        Arrays suit images that lie in memory already.
+        """
         named = self.config.loader.backend
-        if named not in (None, Backend.auto):
+        if named not in (None, BackendName.auto):
             return (named.name,)
-        if isinstance(self.splits.train, OwnDataset):
-            return (PROCESSES,)
-        return tuple(name for name in FORMS if name != ARRAYS or has_one_form(self.splits.train))
+        train = self.splits.train
+        found = [name for name in BACKENDS if name != ARRAYS or stored(train) is not None]
+        if isinstance(train, OwnDataset):
+            found = [name for name in found if not BACKENDS[name].shares_interpreter]
+        return tuple(found)
 
     def settings(self, limits: Limits) -> FeedSettings:
         """Returns the training feed's settings before any tuning.
@@ -79,22 +75,22 @@ class Feeds:
         loader = self.config.loader
         train = self.splits.train
         settings = train_settings(loader, limits, accelerator.of(self.world.device).has_streams)
-        if asked := form_asked_for(loader):
-            settings = in_form(settings, asked.name)
+        if named := named_backend(loader):
+            settings = with_backend(settings, named.name)
         elif isinstance(train, ImageDataset) and not (
             loader.autotune and self.config.tuner.name is TunerName.grid
         ):
             # Threads start at once and hand nothing over, and decoding leaves the interpreter to
             # others. A data set that is not ours may keep the interpreter.
-            settings = in_form(settings, THREADS)
+            settings = with_backend(settings, THREADS)
 
-        if isinstance(train, OwnDataset) and settings.backend != PROCESSES:
+        if isinstance(train, OwnDataset) and BACKENDS[settings.backend].shares_interpreter:
             raise ConfigError(
                 f"loader.backend={settings.backend}: {self.splits.name} gives a Dataset, whose "
                 "random numbers threads would share; use loader.backend=processes, or give a source"
             )
         if settings.backend == ARRAYS and isinstance(train, ImageDataset):
-            if not has_one_form(train):
+            if not has_fixed_size(train):
                 raise ConfigError(
                     "loader.backend=arrays: crops are cut from whole images, which have no common "
                     "size (augment.crop=random_resized); choose augment.crop=pad or center, or "
@@ -103,10 +99,9 @@ class Feeds:
             held = self.held_bytes(settings)
             if held > 0.8 * limits.memory_bytes:
                 raise ConfigError(
-                    f"loader.backend=arrays: {len(train) + len(self.splits.val)} images of "
-                    f"{train.image_size}x{train.image_size} pixels take {held / 1e9:.1f} GB of "
-                    f"memory, of which {limits.memory_bytes / 1e9:.1f} GB are free (a fifth is "
-                    "kept back); lower data.image_size or use loader.backend=threads"
+                    f"loader.backend=arrays: the images take {held / 1e9:.1f} GB of memory, of "
+                    f"which {limits.memory_bytes / 1e9:.1f} GB are free (a fifth is kept back); "
+                    "lower data.image_size or use loader.backend=threads"
                 )
         return settings
 
@@ -118,7 +113,7 @@ class Feeds:
         """Returns the optimizer updates of one epoch."""
         return math.ceil(len(self._train_order()) / self.config.trainer.accumulate_steps)
 
-    def train(self, settings: FeedSettings, rest: Rest | None = None) -> Feed:
+    def train(self, settings: FeedSettings, rest: Rest | None = None) -> Backend:
         """Returns the training feed; of one epoch only the ``rest``.
 
         Frees the images that probes of the arrays backend have left, if another one was chosen.
@@ -126,18 +121,18 @@ class Feeds:
         if settings.backend != ARRAYS:
             self._pixels.clear()
         order = replace(self._train_order(), rest=rest)
-        return self._with_restarts(self._make(self.splits.train, order, settings))
+        return self._make(self.splits.train, order, settings, self.config.loader.restart_workers)
 
-    def val(self, settings: FeedSettings) -> Feed:
+    def val(self, settings: FeedSettings) -> Backend:
         """Returns the validation feed: every sample once, on one of the ranks."""
         return self.whole(self.splits.val, settings)
 
-    def whole(self, dataset: AnyDataset, settings: FeedSettings) -> Feed:
+    def whole(self, dataset: AnyDataset, settings: FeedSettings) -> Backend:
         """Returns a feed of every sample of ``dataset`` once, in order, on one of the ranks."""
         order = self._whole_order(dataset, settings.batch_size)
-        return self._with_restarts(self._make(dataset, order, settings))
+        return self._make(dataset, order, settings, self.config.loader.restart_workers)
 
-    def probe(self, settings: FeedSettings, *, again: bool = False) -> Feed:
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
         """Returns an endless training feed without short batches, over samples new to probes.
 
         Args:
@@ -199,35 +194,33 @@ class Feeds:
             balance=balance,
         )
         if len(order) == 0:
-            advice = "lower it"
-            if order.parts > 1:
-                advice += " or trainer.accumulate_steps"
-            if self.world.size == 1:
-                advice += " or set loader.drop_last=false"
             images = self.world.size * order.parts * loader.batch_size
             raise ConfigError(
                 f"loader.batch_size={loader.batch_size}: an update takes {images} images, and "
-                f"there are {order.length} for training; {advice}"
+                f"there are {order.length} for training; lower it or trainer.accumulate_steps, or "
+                "with one rank set loader.drop_last=false"
             )
         return order
 
-    def _with_restarts(self, feed: Feed) -> Feed:
-        feed.restarts = self.config.loader.restart_workers
-        return feed
-
     def _make(
-        self,
-        dataset: AnyDataset,
-        order: AnyOrder,
-        settings: FeedSettings,
-    ) -> Feed:
+        self, dataset: AnyDataset, order: AnyOrder, settings: FeedSettings, restarts: bool = False
+    ) -> Backend:
         if isinstance(dataset, FakeDataset):
             return SyntheticFeed(
                 order, settings, dataset.image_size, dataset.num_classes, self.world.device
             )
         if settings.backend == ARRAYS and isinstance(dataset, ImageDataset):
             if dataset not in self._pixels:
-                self._pixels[dataset] = InMemoryImages(dataset, self.world.device)
-            readers = max(1, int(limits.measure(self.world.local_size).cores))
-            return ArrayFeed(dataset, order, settings, self._pixels[dataset], readers)
-        return FORMS[settings.backend](dataset, order, settings)
+                readers = max(1, int(limits.measure(self.world.local_size).cores))
+                reading = replace(
+                    settings,
+                    backend=THREADS,
+                    num_workers=readers,
+                    prefetch_factor=2,
+                    pin_memory=False,
+                )
+                self._pixels[dataset] = InMemoryImages(dataset, reading, self.world.device)
+            return ArrayFeed(dataset, order, settings, self._pixels[dataset])
+        feed: Backend = BACKENDS[settings.backend](dataset, order, settings)
+        feed.restarts = restarts
+        return feed
