@@ -12,8 +12,8 @@ import torch
 from emulated import Gpu
 from emulator import emulated
 
-from harness.config import AugmentConfig, BackendName, Config, ConfigError, Crop, LoaderConfig
-from harness.data.datasets import Splits, load
+from harness.config import BackendName, Config, ConfigError, Crop, LoaderConfig
+from harness.data.datasets import Splits
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
@@ -247,11 +247,3 @@ def test_a_data_set_without_labels_is_refused(given: Labelled) -> None:
     """The line names the setting and the way out."""
     with pytest.raises(ConfigError, match="data.balance=1: needs the label .* attribute targets"):
         own_feeds(given).steps_per_epoch()
-
-
-def test_a_made_up_set_has_nothing_to_balance(composed) -> None:  # type: ignore[no-untyped-def]
-    """data=fake reads no image."""
-    with pytest.raises(ConfigError, match="data.balance=1.0: has no effect with data=fake"):
-        composed("data=fake", "data.balance=1")
-    digits = load(composed("data=digits", "data.balance=1").data, AugmentConfig(), 0)
-    assert digits.labels is not None and len(digits.labels) == len(digits.train)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import samples
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from harness.config import (
     BackendName,
@@ -17,6 +19,7 @@ from harness.config import (
     ConfigError,
     Crop,
     LoaderConfig,
+    StartMethod,
     TunerName,
     ValLoaderConfig,
 )
@@ -27,12 +30,19 @@ from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
 from harness.feed.arrays import ArrayFeed, SyntheticFeed
 from harness.feed.feeds import BACKENDS, Feeds
-from harness.feed.interface import Backend
+from harness.feed.interface import (
+    Backend,
+    FeedSettings,
+    HostBatch,
+    train_settings,
+    val_settings,
+)
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
 from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
+from harness.watch.stages import Stamps
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 SETTINGS = samples.settings()  # batches of 4
@@ -229,16 +239,6 @@ def test_validation_takes_the_backend_of_training(
     assert indices(made[1]) == list(range(6))
 
 
-def test_arrays_have_no_validation_workers() -> None:
-    """Whatever was said of them: the tuner may choose arrays where
-    the user had thought of workers.
-    """
-    feeds = small(None)
-    feeds.config.loader.val.num_workers, feeds.config.loader.val.prefetch_factor = 2, 3
-    val = feeds.val_settings(replace(SETTINGS, backend="arrays"))
-    assert (val.num_workers, val.prefetch_factor) == (0, None)
-
-
 @pytest.mark.parametrize(
     ("crop", "memory_bytes", "other"),
     [
@@ -296,18 +296,81 @@ def test_files_are_read_by_as_many_threads_as_there_are_processors(
     assert [settings.num_workers for settings in read] == [3]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_no_backend_changes_the_batches(num_workers: int) -> None:
-    """Two epochs are bitwise the same by every backend."""
-    seen = []
-    for backend in (BackendName.processes, BackendName.threads, BackendName.arrays):
-        feeds = small(backend)
-        settings = samples.settings(num_workers if backend is not BackendName.arrays else 0)
-        feed = feeds.train(replace(settings, backend=backend.name))
-        batches = []
-        for epoch in (0, 1):
-            feed.set_epoch(epoch)
-            batches += [batch.images.clone() for batch in feed]
-        feed.close()
-        seen.append(torch.cat(batches))
-    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+def machine(cores: float) -> Limits:
+    return Limits(cores=cores, memory_bytes=2**30, shm_bytes=None, open_files=1024)
+
+
+def derived(loader: LoaderConfig, cores: float = 4.0, pinnable: bool = True) -> FeedSettings:
+    return train_settings(loader, machine(cores), pinnable)
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(0.5, 1), (1.0, 1), (2.0, 2), (3.7, 3), (64.0, 16)])
+def test_workers_are_derived_from_the_cores(cores: float, workers: int) -> None:
+    """num_workers=null is one worker a usable core, at least one and at most 16."""
+    assert derived(LoaderConfig(), cores).num_workers == workers
+
+
+@pytest.mark.parametrize(
+    ("pin_memory", "pinnable", "pinned"),
+    [
+        (None, True, True),
+        (None, False, False),
+        (True, True, True),
+        (True, False, False),
+        (False, True, False),
+    ],
+)
+def test_memory_is_pinned_where_that_has_a_use(
+    pin_memory: bool | None, pinnable: bool, pinned: bool
+) -> None:
+    """pin_memory=null pins where there is a CUDA device; nothing pins without one."""
+    assert derived(LoaderConfig(pin_memory=pin_memory), pinnable=pinnable).pin_memory is pinned
+
+
+def test_explicit_settings_are_kept() -> None:
+    """What the user set is what the feed gets."""
+    loader = LoaderConfig(
+        batch_size=7,
+        num_workers=3,
+        pin_memory=False,
+        prefetch_factor=5,
+        persistent_workers=False,
+        timeout_s=9.0,
+        start_method=StartMethod.spawn,
+    )
+    assert asdict(derived(loader)) == {
+        "batch_size": 7,
+        "num_workers": 3,
+        "pin_memory": False,
+        "prefetch_factor": 5,
+        "persistent_workers": False,
+        "timeout_s": 9.0,
+        "start_method": "spawn",
+        "backend": "processes",
+    }
+
+
+def test_validation_has_settings_of_its_own() -> None:
+    """loader.val.* replaces what the training feed has."""
+    loader = LoaderConfig(
+        num_workers=3, val=ValLoaderConfig(batch_size=100, num_workers=1, prefetch_factor=4)
+    )
+    val = val_settings(loader, derived(loader))
+    assert (val.batch_size, val.num_workers, val.prefetch_factor) == (100, 1, 4)
+
+
+def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own pinning keeps what is no tensor, and stamps the batch after the last tensor."""
+    times = itertools.count(10.0)
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("torch.Tensor.pin_memory", lambda tensor: tensor + next(times))
+    images, labels, indices = torch.zeros(3, 1).unbind()
+    batch = HostBatch(
+        images, labels, indices, (("cats/7.jpg", "empty file"),), 7, Stamps(1.0, 2.0, 3.0, 3.0)
+    )
+    pinned = pin_memory(batch)
+    assert type(pinned) is HostBatch
+    assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 12.0]
+    assert (pinned.failures, pinned.epoch) == (batch.failures, 7)
+    assert pinned.stamps == Stamps(1.0, 2.0, 3.0, 13.0)
+    assert pin_memory(batch._replace(stamps=None)).stamps is None

@@ -40,12 +40,6 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
     assert batches(Order(50, 8, seed=2), 0) != batches(one, 0)
 
 
-def test_without_shuffle_the_order_is_the_data_sets() -> None:
-    """shuffle=False gives 0, 1, 2, ... in every epoch."""
-    order = Order(7, 3, shuffle=False)
-    assert batches(order, 0) == batches(order, 9) == [[0, 1, 2], [3, 4, 5], [6]]
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("length", [0, 5, 12, 35, 36, 37, 41])
 def test_any_number_of_ranks_sees_the_same_global_batches(length: int, drop_last: bool) -> None:

@@ -102,32 +102,6 @@ def test_after_a_primed_rest_of_nothing_the_next_epoch_is_whole(make_feed: MakeF
     samples.assert_same(passed(feed, EPOCH + 1), passed(make_feed(ORDER), EPOCH + 1))
 
 
-def test_a_rest_of_a_rest_in_each_feed_gives_every_sample_once(make_feed: MakeFeed) -> None:
-    """A pass that is left twice goes on each time in a feed of
-    its own, as it would have without.
-    """
-    order = ORDER
-    given = []
-    for _ in range(2):
-        feed = make_feed(order)
-        feed.set_epoch(EPOCH)
-        batches = iter(feed)
-        given += [next(batches) for _ in range(2)]
-        feed.close()
-        order = replace(order, rest=Rest(EPOCH, order.taken(EPOCH, 2), order.stop(EPOCH)))
-    samples.assert_same(given + passed(make_feed(order), EPOCH), passed(make_feed(ORDER), EPOCH))
-
-
-def test_the_length_is_that_of_the_chosen_epoch(make_feed: MakeFeed) -> None:
-    """len() counts the rest's batches in its epoch, and those of a whole epoch in any other."""
-    feed = make_feed(replace(ORDER, rest=Rest(EPOCH, 12, LENGTH)))
-    lengths = []
-    for epoch in (0, EPOCH, 2):
-        feed.set_epoch(epoch)
-        lengths.append(len(feed))
-    assert lengths == [5, 2, 5]
-
-
 def test_an_epoch_that_is_chosen_during_a_pass_is_the_next_one(make_feed: MakeFeed) -> None:
     """The pass ends where it would have, whatever the length of the epoch that comes after it."""
     feed = make_feed(replace(ORDER, rest=Rest(EPOCH, 12, LENGTH)))

@@ -290,18 +290,6 @@ class TestEnds:
         gc.collect()
         assert samples.at_work() == []
 
-    @pytest.mark.parametrize("persistent_workers", [False, True], ids=["own", "persistent"])
-    def test_persistent_threads_serve_every_epoch(
-        self, make_feed: MakeFeed, persistent_workers: bool
-    ) -> None:
-        """Threads outlive their pass where they are to."""
-        feed = make_feed(2, samples.Noise(40), persistent_workers=persistent_workers)
-        list(feed)
-        first = samples.at_work()
-        assert len(first) == (2 if persistent_workers else 0)
-        list(feed)
-        assert samples.at_work() == first
-
     def test_a_signal_ends_a_wait(
         self,
         make_feed: MakeFeed,
