@@ -22,7 +22,7 @@ from harness.runtime.folder import log
 from harness.runtime.seeding import uniforms
 from harness.watch.stages import START, StageMeter, StageTimer
 
-# the one stage of a batch besides its own
+# the stage of cropping and mirroring a batch
 _GATHER = "gather"
 
 
@@ -176,7 +176,7 @@ class InMemoryImages:
 
 
 class ArrayFeed(Backend):
-    """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` backend.
+    """Batches of ``dataset`` in the order of ``order``, bitwise as by ``processes``.
 
     With ``InMemoryImages`` on a GPU the batches are there too, and nothing is copied.
 

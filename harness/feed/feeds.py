@@ -158,7 +158,7 @@ class Feeds:
         return settings.backend == ARRAYS and accelerator.of(self.world.device).has_streams
 
     def held_bytes(self, settings: FeedSettings) -> int:
-        """Returns the bytes that feeds hold besides their batches: for arrays, both sets."""
+        """Returns the bytes that feeds hold in addition to batches: for arrays, both sets."""
         if settings.backend != ARRAYS:
             return 0
         # a prediction has one set

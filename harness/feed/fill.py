@@ -24,8 +24,8 @@ class Filler:
     Args:
         dataset: gives the samples.
         slot: the worker's row of ``meter``.
-        meter: is told what each chunk took, by stage; None times chunks all the same.
-        times_samples: whether it is also told what each sample took that could be read.
+        meter: counts what each chunk took, by stage; None: chunks are timed all the same.
+        times_samples: whether it also counts what each readable sample took.
 
     Attributes:
         timer: times the chunk.
@@ -80,7 +80,7 @@ class Filler:
                         laps.lap(SAMPLE)
             except Exception as error:
                 if laps is not None:
-                    # what was not told yet counts for the first stage, most often reading
+                    # time without a lap counts for the first stage, most often reading
                     laps.lap(self._stages[0])
                 if is_out_of_memory(error):
                     raise MemoryError(str(error)) from error

@@ -273,7 +273,7 @@ class FillableDataset(Protocol):
     Attributes:
         image_size: side of an image in pixels.
         skips: whether ``fill`` is called again for a sample that raised an error, with the keyword
-            ``instead``: another place to read, while random numbers stay those of ``index``.
+            ``instead``: another place to read, with the random numbers of ``index``.
     """
 
     image_size: int
@@ -348,7 +348,7 @@ def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> Feed
 
 
 def val_settings(loader: LoaderConfig, train: FeedSettings) -> FeedSettings:
-    """Returns the validation feed's settings: those of training, with workers for one pass."""
+    """Returns the validation feed's settings: as in training, with workers for one pass."""
     val = loader.val
     workers = val.num_workers
     if workers is None:

@@ -84,7 +84,7 @@ class Normalise:
 
         They lie in memory of earlier results that nothing holds any more, if there is any.
 
-        By NumPy, in this thread alone: torch would wait in each operation for threads whose cores
+        By NumPy, in this thread only: torch would wait in each operation for threads whose cores
         the loader has.
         """
         size = 4 * images.numel()

@@ -120,7 +120,7 @@ class Order:
         left = self._left(epoch)
         samples = left.stop - left.start
         if left is not self.rest:
-            # of the last, short batch of a whole epoch the first ranks alone may have a part
+            # of the last, short batch of a whole epoch only the first ranks may have a part
             samples -= self.rank * self.batch_size
         return math.ceil(samples / self._step)
 
@@ -205,11 +205,11 @@ class Cursor:
 class ProbeOrder:
     """Endless batches of ``order``, from epochs that training never sees; moves ``cursor``.
 
-    Probes that share a cursor go on with its epochs where the one before has stopped: they ask for
+    Probes that share a cursor continue its epochs where the last one has stopped: they ask for
     every sample once before they ask for any sample again, if ``order`` does.
 
     Attributes:
-        again: repeat what the cursor has seen, and leave the cursor alone.
+        again: repeat what the cursor has seen, and do not move it.
     """
 
     order: Order

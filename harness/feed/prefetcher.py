@@ -3,7 +3,7 @@
 After Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. The host never
 waits for the next batch before it hands out one that is ready: a thread of the prefetcher's own
 waits. One side stream serves the whole life (a stream per epoch makes the allocator reserve more
-memory, timm #2781). Errors and early exits are those of a plain loop.
+memory, timm #2781). Errors and early exits are as in a plain loop.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DataPrefetcher:
         std: each channel's standard deviation as fractions of 255.
         dtype: the type of floats on the device (float32, bfloat16 or float16).
         channels_last: lay images out as NHWC.
-        clock: is told the two events around each copy, and when each batch was made, if given.
+        clock: gets the two events around each copy, and when each batch was made, if given.
         ahead: None for what the device wants; False to do without the thread and the side stream.
         augment: called with the images on the device, as the loader has them, and its batch; gives
             others in their place.
@@ -133,7 +133,7 @@ class DataPrefetcher:
 
 
 class HostLeadLimiter:
-    """Bounds how far the host is ahead of the device; ``clock`` is told of each sleep, if given."""
+    """Bounds how far the host is ahead of the device; ``clock`` gets each sleep, if given."""
 
     def __init__(self, own: Accelerator, clock: StepClock | None) -> None:
         self._own = own

@@ -61,7 +61,7 @@ class ProcessFeed(Backend):
 
     Every sample is a function of (seed, epoch, index), failures come back as text in the batch, and
     the workers' base seed is drawn from a generator of the feed's own: no setting changes what the
-    model sees, and iterating leaves the global generators alone.
+    model sees, and iterating does not touch the global generators.
 
     Raises:
         BadSample: from ``next()``, for a sample that cannot be read.
@@ -290,7 +290,7 @@ class Loader(DataLoader[HostBatch]):
 class _Iterator(_MultiProcessingDataLoaderIter):
     """Torch's, which may be half made where a worker cannot be started.
 
-    The event by which it ends its workers is its own alone: a worker that is killed in a look at a
+    The event by which it ends its workers is not shared: a worker that is killed in a look at a
     shared one takes the lock along, and torch would wait for that.
     """
 
@@ -331,7 +331,7 @@ class _Batches(Dataset[HostBatch]):
         if self._filler is None:
             slot = worker.id if worker else 0
             self._filler = Filler(self.dataset, slot, self.meter, self.times_samples)
-        # what the batch takes besides its samples begins here
+        # the batch's own time, without its samples, begins here
         timers = self._filler.timer.begin(count)
         size = self.dataset.image_size
         self._filler.timer.share()

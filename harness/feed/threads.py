@@ -1,7 +1,7 @@
 """The feed's ``threads`` backend: threads of the trainer fill batches together, in reused memory.
 
 Decoders release the interpreter lock while they work. Nothing is copied or handed over.
-``prefetch_factor`` alone says how many batches there are in memory, however many threads there are.
+``prefetch_factor`` sets how many batches are in memory, however many threads there are.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _JOIN_S = 1.0
 
 
 class ThreadFeed(Backend):
-    """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` backend.
+    """Batches of ``dataset`` in the order of ``order``, bitwise as by ``processes``.
 
     ``settings.num_workers`` is the number of threads (0: samples are filled when the batch is asked
     for). Ahead of the consumer are ``prefetch_factor`` batches and the one in the making. The

@@ -212,7 +212,7 @@ class TimedSteps(ABC):
             self._one_step(batch, labels, parts)
             # or two batches would be on the device while the next one is made
             del batch, labels
-            # of the first step alone: before later ones the host may wait for the device
+            # of the first step only: before later ones the host may wait for the device
             launch_s = launch_s or self._now() - begin
         self._own.synchronize()
         return self._now() - begin, launch_s
