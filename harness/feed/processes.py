@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
@@ -106,7 +107,9 @@ class ProcessFeed(Backend):
 
     def guard(self) -> Watchdog:
         """As in ``Backend``: ends a wait in a read from a worker."""
-        self._watchdog = Watchdog(self.settings.timeout_s, self._free)
+        # that does not keep this object: its end ends the workers
+        free = partial(ProcessFeed._free, weakref.proxy(self))
+        self._watchdog = Watchdog(self.settings.timeout_s, free)
         return self._watchdog
 
     def take(self, poll_s: float) -> HostBatch | None:
