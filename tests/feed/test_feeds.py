@@ -28,7 +28,7 @@ from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
-from harness.feed.arrays import ArrayFeed, SyntheticFeed
+from harness.feed.arrays import ArrayFeed, InMemoryImages, SyntheticFeed
 from harness.feed.feeds import BACKENDS, Feeds
 from harness.feed.interface import (
     Backend,
@@ -286,14 +286,16 @@ def test_files_are_read_by_as_many_threads_as_there_are_processors(
     """Those of this rank, whatever torch's own threads are."""
     monkeypatch.setattr(limits, "measure", lambda ranks: replace(LIMITS, cores=7.5 / ranks))
     read = []
-    begin = ThreadFeed.begin
-    monkeypatch.setattr(
-        ThreadFeed, "begin", lambda feed, *given: (read.append(feed.settings), begin(feed, *given))
-    )
+
+    def noted(images: ImageDataset, settings: FeedSettings, device: torch.device) -> InMemoryImages:
+        read.append(settings)
+        return InMemoryImages(images, settings, device)
+
+    monkeypatch.setattr("harness.feed.feeds.InMemoryImages", noted)
     feeds = small(BackendName.arrays)
     feeds.world = replace(CPU, local_size=2)
     feeds.train(feeds.settings(LIMITS))
-    assert [settings.num_workers for settings in read] == [3]
+    assert [(one.backend, one.num_workers) for one in read] == [("threads", 3)]
 
 
 def machine(cores: float) -> Limits:
