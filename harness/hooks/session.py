@@ -26,7 +26,7 @@ from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.device import GpuSource, Source
 from harness.watch.evidence import Evidence, RankFigures
-from harness.watch.figures import Window, by_tag
+from harness.watch.figures import Window, by_tag, told
 from harness.watch.goodput import Course
 from harness.watch.host import HostSource, Sampler
 from harness.watch.report import closing, report
@@ -70,19 +70,16 @@ class Session:
         self._board: Board | None = None
         self._sampler: Sampler | None = None
         self._has_children = False
-        # say a line at the end of each pass
+        # say how fast training is at the end of each pass
         self.tells_passes = False
         # by a signal that the script itself handles
         self.interrupted = False
 
     def _passed(self, clock: StepClock) -> None:
         """Tells how training went so far."""
-        total = clock.total()
-        if self.tells_passes and total.steps and not self.loops.rank:
-            _say(
-                f"{total.steps} steps, {total.images_per_s or 0:.0f} samples/s, waiting for data "
-                f"{total.data_wait_fraction or 0:.0%} of the time"
-            )
+        if self.tells_passes and not self.loops.rank:
+            for line in closing(told(clock.total(), self.loops.world_size), "samples"):
+                _say(line)
 
     def _window(self, clock: StepClock) -> None:
         """Writes a window of steps."""

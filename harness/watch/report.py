@@ -51,8 +51,7 @@ def report(
 
 def closing(report: Mapping[str, Any], unit: str) -> Iterator[str]:
     """Iterates over the lines on a run's speed; ``unit`` is what is counted, such as images."""
-    if "step_ms" in report:
-        step = report["step_ms"]
+    if step := report.get("step_ms"):
         yield (
             f"speed          {report['images_per_s']:.0f} {unit}/s while training, "
             f"{step.median:.1f} ms (p95 {step.p95:.1f}, max {step.max:.1f}) a step"
