@@ -15,9 +15,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
-from harness.data import drawing
 from harness.data.download import make_once
+from harness.data.shapes import class_name, draw
 from harness.runtime import limits
 
 CLASSES = 10
@@ -45,7 +46,7 @@ def _write_jpegs(root: Path) -> None:
     ]
     for split in ("train", "val"):
         for label in range(CLASSES):
-            (root / split / drawing.look(label, CLASSES).name).mkdir(parents=True)
+            (root / split / class_name(label, CLASSES)).mkdir(parents=True)
     with ProcessPoolExecutor(
         max(1, int(limits.measure().cores)), get_context("forkserver")
     ) as pool:
@@ -57,10 +58,10 @@ def _write_jpeg(root: Path, image: tuple[str, int]) -> None:
     split, index = image
     rng = np.random.default_rng((len(split), index))
     width, height = _SIZES[int(len(_SIZES) * rng.random())]
-    look = drawing.look(index % CLASSES, CLASSES)
+    label = index % CLASSES
     quality = int(rng.integers(92, 97))
-    data = drawing.encode(drawing.draw(look, width, height, rng), quality)
-    (root / split / look.name / f"{index:05d}.jpg").write_bytes(data)
+    picture = Image.fromarray(draw(label, CLASSES, width, height, rng))
+    picture.save(root / split / class_name(label, CLASSES) / f"{index:05d}.jpg", quality=quality)
 
 
 @contextmanager

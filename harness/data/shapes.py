@@ -1,41 +1,57 @@
-"""The generated data set: a tree of JPEG files, shared by every run.
+"""The generated data set: a tree of JPEG files of shapes, shared by every run.
 
-A file's bytes follow from the settings and its index alone, so that the number of processes and the
-order in which they write change nothing. Other versions of numpy or Pillow may round or compress
-differently.
+A file's bytes follow from the settings and its index, so that the number of processes and their
+order change nothing. Other versions of numpy or Pillow may round or compress differently.
+
+A picture has a photograph's power spectrum, near 1/f^2 (Field 1987, https://doi.org/10.1364/
+JOSAA.4.002379), and its bytes a pixel: the cost of decoding is a photograph's.
 """
 
 from __future__ import annotations
 
-import functools
+import colorsys
 import hashlib
-import itertools
 import json
 import math
 import multiprocessing
-import shutil
+import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from PIL import Image, ImageDraw
 
 from harness.config import ConfigError, DataConfig, GenerateConfig
-from harness.data import drawing
 from harness.data.download import make_once
 from harness.data.storage import Source, cache_root, open_folder_splits
 from harness.runtime import limits, signals, workers
-from harness.runtime.errors import DataError, DiskError
-from harness.runtime.files import read_json, set_aside
-from harness.runtime.folder import log
+from harness.runtime.errors import DataError
+from harness.runtime.files import read_json
 from harness.watch.console import progress, say
 
-# Of the pictures: raise it when a pixel changes, so that old trees are left alone.
+# Of the tree's form. Trees with earlier pictures are used as they are.
 _VERSION = 2
 _MARKER = "shapes.json"
-# 0.1 to 0.2 s of one core: how long a signal waits
+# 0.1 s of one core: how long a signal waits
 _CHUNK_PIXELS = 1_000_000
+
+# A figure is a polygon whose points lie at radius 1 and at its second number in turn.
+_FIGURES = {
+    "circle": (24, 1.0),
+    "square": (4, math.cos(math.pi / 4)),
+    "triangle": (3, math.cos(math.pi / 3)),
+    "blade": (2, 0.35),
+    "propeller": (3, 0.15),
+    "cross": (4, 0.3),
+    "star": (5, 0.42),
+    "sun": (9, 0.7),
+    "splash": (7, 0.25),
+    "pentagon": (5, math.cos(math.pi / 5)),
+}
 
 
 def open_shapes(data: DataConfig) -> tuple[Source, Source]:
@@ -59,19 +75,24 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     facts = {"version": _VERSION, **asdict(generate)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     tree = Path(data.root or cache_root() / f"shapes-{digest}").expanduser().absolute()
-    made = False
-    # A damaged tree of ours gives way; one that the user named never does.
-    try:
-        made = _is_made(tree, facts)
-    except DataError:
-        if data.root:
-            raise
-        log.warning("%s: damaged: made again", tree)
-        set_aside(tree)
-    if not made and not data.download:
-        raise DataError(f"{tree}: not there, and data.download=false; set data.download=true")
-    if not made:
-        _make(tree, generate, counts, facts)
+    is_made = partial(_is_made, tree, facts)
+    if not is_made():
+        with suppress(OSError):
+            # an empty folder is no loss
+            tree.rmdir()
+        if data.root and os.path.lexists(tree):
+            raise DataError(
+                f"{tree}: holds something else, or shapes of other settings; set data.root to a "
+                "folder that does not exist yet"
+            )
+        if not data.download:
+            raise DataError(f"{tree}: not there, and data.download=false; set data.download=true")
+        try:
+            make_once(tree, is_made, partial(_draw_all, generate, counts, facts))
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"{tree}: a process that draws was killed, perhaps for want of memory; start again"
+            ) from error
     sources = open_folder_splits(tree, None, 0)
     for (split, count), source in zip(counts.items(), sources, strict=True):
         if len(source) != count:
@@ -83,90 +104,91 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
 
 
 def _is_made(tree: Path, facts: dict[str, int]) -> bool:
-    """Whether ``tree`` is there with these ``facts``.
-
-    Raises:
-        DataError: something else is in its place.
-    """
+    """Whether ``tree`` is whole, and has these ``facts``."""
     try:
-        found = read_json(tree / _MARKER)
-        if found == facts:
-            return True
-        other = ", ".join(
-            f"{key}={found.get(key)}" for key in facts if found.get(key) != facts[key]
-        )
-        reason = f"was generated with {other}"
-    except FileNotFoundError:
-        if not tree.is_dir() or not any(tree.iterdir()):
-            return False
-        reason = "holds something else"
-    # AttributeError: of a marker that is no object
-    except (OSError, ValueError, AttributeError) as error:
-        reason = f"cannot be used ({error})"
-    raise DataError(f"{tree}: {reason}; set data.root to a folder that does not exist yet")
+        return bool(read_json(tree / _MARKER) == facts)
+    except (OSError, ValueError):
+        return False
 
 
-def _make(
-    tree: Path, generate: GenerateConfig, counts: dict[str, int], facts: dict[str, int]
+def _draw_all(
+    generate: GenerateConfig, counts: dict[str, int], facts: dict[str, int], part: Path
 ) -> None:
+    """Fills the new folder ``part``, in as many processes as pay."""
     images = [(split, i) for split, count in counts.items() for i in range(count)]
     pixels = generate.width * generate.height
-    # a little more than the largest of a few, in whole blocks of a file system
-    most = max(len(_picture(generate, *image)[1]) for image in images[:4])
-    needed_mb = len(images) * math.ceil(1.1 * most / 4096) * 4096 / 1e6
-    advice = f"about {needed_mb:.0f} MB are needed; free space, or set data.root to another disk"
-
-    def write(part: Path) -> None:
-        free_mb = shutil.disk_usage(part).free / 1e6
-        if free_mb < needed_mb:
-            raise DiskError(f"{tree}: {free_mb:.0f} MB are free, {advice}")
-        for split, label in itertools.product(counts, range(generate.classes)):
-            (part / split / drawing.look(label, generate.classes).name).mkdir(parents=True)
-        chunk = max(1, min(128, _CHUNK_PIXELS // pixels))
-        processes = _processes(pixels * len(images))
-        context = multiprocessing.get_context("forkserver")
-        pool = ProcessPoolExecutor(processes, context, workers.enter_worker)
-        draw = functools.partial(_write, part, generate)
-        with progress("Generating shapes", total=len(images), unit="images") as bar:
-            try:
-                done = (
-                    pool.map(draw, images, chunksize=chunk) if processes > 1 else map(draw, images)
-                )
-                for _ in done:
-                    bar.advance()
-                    signals.check()
-            finally:
-                pool.shutdown(cancel_futures=True)  # waits: nobody writes after this
-        (part / _MARKER).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        say(f"Generated {generate.train_images} + {generate.val_images} images in {tree}")
-
-    try:
-        make_once(tree, lambda: _is_made(tree, facts), write, advice)
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"{tree}: a process that draws was killed, perhaps for want of memory; start again"
-        ) from error
+    processes = _processes(pixels * len(images))
+    context = multiprocessing.get_context("forkserver")
+    pool = ProcessPoolExecutor(processes, context, workers.enter_worker)
+    write = partial(_write, part, generate)
+    with progress("Generating shapes", total=len(images), unit="images") as bar:
+        try:
+            chunk = max(1, min(128, _CHUNK_PIXELS // pixels))
+            done = pool.map(write, images, chunksize=chunk) if processes > 1 else map(write, images)
+            for _ in done:
+                bar.advance()
+                signals.check()
+        finally:
+            pool.shutdown(cancel_futures=True)  # waits: nobody writes after this
+    (part / _MARKER).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    say(f"Generated {generate.train_images} + {generate.val_images} images of shapes")
 
 
 def _processes(pixels: int) -> int:
-    """Returns how many processes draw.
-
-    Not threads: the interpreter takes half the time of a picture of 80x80 pixels.
-    """
-    # of fewer pixels each, starting processes takes longer than drawing
+    """Returns how many processes draw: of fewer pixels each, their start takes longer."""
     return max(1, min(int(limits.measure().cores), pixels // 2_000_000))
 
 
 def _write(part: Path, generate: GenerateConfig, image: tuple[str, int]) -> None:
     """Writes one image of a split as a JPEG file; classes take turns."""
     split, index = image
-    name, content = _picture(generate, split, index)
-    (part / split / name / f"{index:07d}.jpg").write_bytes(content)
-
-
-def _picture(generate: GenerateConfig, split: str, index: int) -> tuple[str, bytes]:
-    """Returns the name of an image's class, and the JPEG file."""
     rng = np.random.default_rng((generate.seed, split == "val", index))
-    what = drawing.look(index % generate.classes, generate.classes)
-    pixels = drawing.draw(what, generate.width, generate.height, rng)
-    return what.name, drawing.encode(pixels, generate.quality)
+    label = index % generate.classes
+    pixels = draw(label, generate.classes, generate.width, generate.height, rng)
+    folder = part / split / class_name(label, generate.classes)
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(folder / f"{index:07d}.jpg", quality=generate.quality)
+
+
+def class_name(label: int, classes: int) -> str:
+    """Returns the name of a class: its figure, with the number of its hue beyond ten classes."""
+    hue, figure = divmod(label, len(_FIGURES))
+    name = [*_FIGURES][figure]
+    return name if classes <= len(_FIGURES) else f"{name}-{hue:03d}"
+
+
+def draw(label: int, classes: int, width: int, height: int, rng: np.random.Generator) -> np.ndarray:
+    """Draws a picture of class ``label`` from ``rng``, uint8 ``[height, width, 3]``.
+
+    A figure on a ground, both with the grain of 1/f noise. Its place, size, turn and all but its
+    hue are chance.
+    """
+    size = np.array([width, height])
+    side = size.min()
+    hue, figure = divmod(label, len(_FIGURES))
+    corners, notch = [*_FIGURES.values()][figure]
+    angles = rng.uniform(-0.6, 0.6) + np.arange(2 * corners) * np.pi / corners
+    radius = side * rng.uniform(0.25, 0.42)
+    radii = radius * np.resize([1, notch], 2 * corners)
+    centre = rng.uniform(0.8 * radius, size - 0.8 * radius)
+    points = centre + (radii * (np.sin(angles), -np.cos(angles))).T
+
+    figures = Image.new("L", (width, height))
+    ImageDraw.Draw(figures).polygon(points.ravel().tolist(), fill=1)
+
+    # hue, saturation and value of the ground and the figure
+    ground = rng.uniform((0, 0, 0.1), (1, 0.3, 0.9))
+    turn = (hue + rng.uniform(-0.25, 0.25)) / math.ceil(classes / len(_FIGURES))
+    # at least 0.2 brighter or darker than the ground
+    value = 0.1 + (ground[2] - 0.1 + rng.uniform(0.2, 0.6)) % 0.8
+    tint = turn, rng.uniform(0.2, 0.6), value
+    palette = np.array([colorsys.hsv_to_rgb(*ground), colorsys.hsv_to_rgb(*tint)], np.float32)
+
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
+    # no constant part
+    frequency[0, 0] = np.inf
+    white = rng.standard_normal((height, width), np.float32)
+    grain = np.fft.irfft2(np.fft.rfft2(white) * frequency**-1.1, (height, width))
+    luma = rng.uniform(0.05, 0.11) * grain / grain.std() + 0.01 * white
+    canvas: np.ndarray = palette[np.asarray(figures)] + luma[..., None]
+    return (canvas.clip(0, 1) * 255.5).astype(np.uint8)

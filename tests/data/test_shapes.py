@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import itertools
+import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import oddities
 import psutil
 import pytest
 from numpy.typing import NDArray
-from oddities import Plant
 from PIL import Image
 
 pytest.importorskip("sklearn", reason="needs sklearn (uv sync)")
@@ -28,7 +26,7 @@ from sklearn.datasets import load_sample_images
 from sklearn.linear_model import RidgeClassifier
 
 from harness.config import ConfigError, DataConfig, GenerateConfig
-from harness.data import drawing, shapes
+from harness.data import shapes
 from harness.data.storage import FolderSource
 from harness.runtime import limits, signals
 from harness.runtime.errors import DataError, DiskError, Interrupted
@@ -54,11 +52,14 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def pictures(count: int, width: int, height: int) -> list[Pixels]:
     """``count`` pictures of all figures in turn."""
-    kinds = len(drawing.FIGURES)
-    return [
-        drawing.draw(drawing.look(i % kinds, kinds), width, height, np.random.default_rng(i))
-        for i in range(count)
-    ]
+    return [shapes.draw(i % 10, 10, width, height, np.random.default_rng(i)) for i in range(count)]
+
+
+def encode(image: Pixels, quality: int) -> bytes:
+    """The JPEG file of ``image``."""
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()
 
 
 def photographs(width: int, height: int) -> list[Pixels]:
@@ -89,7 +90,7 @@ def statistics(pixels: list[Pixels]) -> Statistics:
             (
                 spectral_slope(image @ np.array([0.299, 0.587, 0.114])),
                 (together[0, 1] + together[1, 2]) / 2,
-                len(drawing.encode(image, 90)) / len(channels),
+                len(encode(image, 90)) / len(channels),
             )
         )
     return Statistics(*np.median(rows, axis=0))
@@ -123,53 +124,23 @@ def test_pictures_have_the_statistics_of_photographs(width: int, height: int) ->
 
 def test_imagenet_sized_files_weigh_what_imagenet_does() -> None:
     """At 500x375 and quality 94 the mean file has 90 to 130 KB."""
-    sizes = [len(drawing.encode(image, 94)) for image in pictures(24, 500, 375)]
+    sizes = [len(encode(image, 94)) for image in pictures(24, 500, 375)]
     assert 90_000 < np.mean(sizes) < 130_000
 
 
-@pytest.mark.parametrize("classes", [2, 10, 20, 21, 161, 1281, 10_000])
-def test_every_class_has_its_own_look_and_name(classes: int) -> None:
-    """No two classes share what they fix, and what tells them apart is in their names."""
-    looks = [drawing.look(label, classes) for label in range(classes)]
-    assert len(set(looks)) == len({what.name for what in looks}) == classes
-
-
-def test_ten_classes_are_told_apart_by_figure_alone() -> None:
-    """The default classes leave fill and colour to chance."""
-    names = [drawing.look(label, 10).name for label in range(10)]
-    assert names == [
-        "circle",
-        "square",
-        "triangle",
-        "pentagon",
-        "star",
-        "ring",
-        "cross",
-        "crescent",
-        "heart",
-        "arrow",
-    ]
-
-
-def test_every_figure_is_visible() -> None:
-    """A picture differs from the same picture with another figure over a good part of its area."""
-    kinds = len(drawing.FIGURES)
-    images = [
-        drawing.draw(drawing.look(k, kinds), 64, 64, np.random.default_rng(5)).astype(int)
-        for k in range(kinds)
-    ]
-    for k, image in enumerate(images):
-        changed = np.abs(image - images[k - 1]).max(axis=2) > 10
-        assert changed.mean() > 0.01, (
-            f"{drawing.look(k, kinds).name} looks like {drawing.look(k - 1, kinds).name}"
-        )
+@pytest.mark.parametrize("classes", [2, 10, 11, 100, 10_000])
+def test_every_class_has_its_own_name(classes: int) -> None:
+    """Ten classes are figures; more of them differ by hue too."""
+    names = [shapes.class_name(label, classes) for label in range(classes)]
+    assert len(set(names)) == classes
+    assert all(name.isalpha() == (classes <= 10) for name in names)
 
 
 def test_a_linear_classifier_fails() -> None:
     """Pixels alone do not give the class away: position, size, turn and colours are chance."""
     labels = np.arange(2500) % 10
     rows = [
-        drawing.draw(drawing.look(int(label), 10), 32, 32, np.random.default_rng(i))
+        shapes.draw(int(label), 10, 32, 32, np.random.default_rng(i))
         for i, label in enumerate(labels)
     ]
     pixels = np.stack(rows).reshape(len(rows), -1) / 255.0
@@ -257,8 +228,8 @@ def start_run(root: Path, images: int) -> subprocess.Popen[str]:
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:
-    """Return once ``condition`` holds; fail after 30 s."""
-    deadline = time.monotonic() + 30
+    """Return once ``condition`` holds; fail after 60 s."""
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
@@ -305,68 +276,58 @@ def test_a_signal_leaves_nothing_half_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_space_is_said_before_drawing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk without room is refused with what is free and what is needed."""
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    with pytest.raises(
-        DiskError,
-        match=r"tree: 0 MB are free, about 0 MB are needed; free space, or set data\.root",
-    ):
-        shapes.open_shapes(config(tmp_path / "tree"))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fills up ends in one line with the folder; nothing is left."""
 
-    def fail(path: Path, data: bytes) -> int:
+    def fail(image: Image.Image, path: Path, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    with pytest.raises(DiskError, match="tree: cannot be written: No space left on device; about"):
+    monkeypatch.setattr(Image.Image, "save", fail)
+    with pytest.raises(DiskError, match="tree: .*No space left on device"):
         shapes.open_shapes(config(tmp_path / "tree"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_settings_at_the_same_root_are_refused(tmp_path: Path) -> None:
-    """A tree of other settings is neither used nor overwritten; the message names what differs."""
-    shapes.open_shapes(config(tmp_path / "tree"))
-    before = contents(tmp_path / "tree")
-    other = GenerateConfig(classes=3, train_images=7, val_images=4, width=48, height=32)
-    with pytest.raises(
-        DataError,
-        match="tree: was generated with width=40; set data.root to a folder that",
-    ):
-        shapes.open_shapes(config(tmp_path / "tree", other))
-    assert contents(tmp_path / "tree") == before
+def test_an_earlier_drawing_is_used_as_it_is(tmp_path: Path) -> None:
+    """A whole tree of e818d66, whose pictures were others, is not drawn again."""
+    for split, count in (("train", 7), ("val", 4)):
+        for i in range(count):
+            folder = tmp_path / "tree" / split / ("arrow-plain", "ring", "star")[i % 3]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{i}.jpg").write_bytes(b"as it was drawn")
+    facts = {"classes": 3, "train_images": 7, "val_images": 4, "width": 40, "height": 32}
+    (tmp_path / "tree/shapes.json").write_text(
+        json.dumps({"version": 2, **facts, "quality": 90, "seed": 0})
+    )
+    before = contents(tmp_path)
+    train, _ = shapes.open_shapes(config(tmp_path / "tree"))
+    assert train.classes == ("arrow-plain", "ring", "star")
+    assert contents(tmp_path) == before
 
 
-def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
-    """A folder of the user's own is never written into."""
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(
-        DataError, match="holds something else; set data.root to a folder that does not exist yet"
-    ):
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"thesis.txt": "mine"},
+        {"shapes.json": "{"},
+        {"shapes.json": "[]"},
+        {"shapes.json": '{"version": 2, "width": 48}'},
+    ],
+    ids=["other files", "damaged", "no object", "other settings"],
+)
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, found: dict[str, str]) -> None:
+    """A folder that the user named is neither used nor overwritten."""
+    for name, text in found.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match="holds something else.* set data.root to a folder that"):
         shapes.open_shapes(config(tmp_path))
-    assert contents(tmp_path) == {"thesis.txt": b"mine"}
+    assert contents(tmp_path) == {name: text.encode() for name, text in found.items()}
 
 
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     """``data.root`` may be there already if nothing is in it."""
     (tmp_path / "tree").mkdir()
     assert len(shapes.open_shapes(config(tmp_path / "tree"))[0]) == 7
-
-
-def test_a_damaged_marker_is_refused(tmp_path: Path) -> None:
-    """A marker that is not what was written is named, not guessed at."""
-    (tmp_path / "shapes.json").write_text("{")
-    with pytest.raises(
-        DataError, match=r"cannot be used \(.*\); set data.root to a folder that does not exist yet"
-    ):
-        shapes.open_shapes(config(tmp_path))
 
 
 def test_missing_images_are_noticed(tmp_path: Path) -> None:
@@ -403,10 +364,9 @@ def test_processes_follow_cores_and_work(
     assert shapes._processes(80 * 80 * images) == processes
 
 
-@pytest.mark.timeout(60)
-@oddities.every
-def test_an_odd_marker_in_the_cache_is_made_again(
-    tmp_path: Path, plant: Plant, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("plant", ["text", "folder", "nothing"])
+def test_a_damaged_tree_in_the_cache_is_made_again(
+    tmp_path: Path, plant: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A tree in the program's own cache that nobody can vouch for gives way, with one warning."""
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path / "cache"))
@@ -414,23 +374,12 @@ def test_an_odd_marker_in_the_cache_is_made_again(
     shapes.open_shapes(settings)
     (marker,) = tmp_path.glob("cache/*/shapes.json")
     expected = contents(marker.parent)
-    oddities.put(plant, marker)
+    marker.unlink()
+    if plant == "text":
+        marker.write_text("{")
+    if plant == "folder":
+        marker.mkdir()
     for _ in range(2):
         assert len(shapes.open_shapes(settings)[0]) == 7
     assert contents(marker.parent) == expected
-    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warned == [f"{marker.parent}: damaged: made again"]
-
-
-@pytest.mark.timeout(20)
-@oddities.every
-def test_an_odd_marker_in_the_users_folder_is_refused(tmp_path: Path, plant: Plant) -> None:
-    """What the user named is never removed: one line says what to do."""
-    oddities.put(plant, tmp_path / "tree" / "shapes.json")
-    with pytest.raises(
-        DataError, match=r"tree: (cannot be used|was generated with) .*; .*set data\.root to "
-    ):
-        shapes.open_shapes(config(tmp_path / "tree"))
-    assert (tmp_path / "tree" / "shapes.json").exists() or (
-        tmp_path / "tree" / "shapes.json"
-    ).is_symlink()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
