@@ -1,169 +1,145 @@
-"""Keeps decoded pixels in one file, mapped by all workers and local ranks.
+"""Keeps decoded pixels in one file, in memory or on disk, mapped by all workers and local ranks.
 
-The file, in memory or on disk, has a head, a table with a column for each image, and room for
-entries: an image's sides, its checksum and its pixels. Entries are only appended, so views stay
-valid. Where an image's entry begins is one word, written last: a killed writer leaves no half
-entry, and a reader sees the old entry or the new one. Entries of earlier runs, or of other ones,
-are verified on first use by a checksum of the pixels and of the source's size and time of change,
-which finds files that have changed and pages that a power failure took away. Entries of this run
-need no check. Pages that the disk fails to read are damage like any other.
+The file has a head, a table with a column for each image, and room for pixels, which are only
+appended: views stay valid. The place of an image's pixels is written last, so that a killed writer
+leaves none half. Pixels of earlier runs are verified on first use, by a checksum with the
+size and time of change of their source. One run at a time has a file on disk.
 """
 
 from __future__ import annotations
 
 import fcntl
-import math
+import hashlib
+import json
 import os
-import struct
-import time
-from contextlib import suppress
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from harness.data.mapped import MappedFile, checksum
-from harness.data.storage import Source
+from harness.config import ConfigError, DataCache, DataConfig
+from harness.data.decode import DecodeOptions
+from harness.data.mapped import MappedFile, checksum, memory
+from harness.data.storage import FolderSource, Source, Subset, cache_root
 from harness.data.transforms import resized
+from harness.runtime import limits
+from harness.runtime.files import make_way, open_regular
+from harness.runtime.folder import log
+from harness.watch.console import say
+
+# every rank's value in the order of the ranks, on every rank
+Gathered = Callable[[Any], list[Any]]
 
 # raise it when the file's content changes
-FORMAT = 4
-_HEAD = np.dtype([("facts", "S64"), ("used", "<i8"), ("limit", "<i8")])
-_TABLE_START = 128
-# where its entry begins, 0: nowhere; the bytes of the entry
-_COLUMNS = 2
-# height, width; checksum of the pixels with the size and time of change of the source file
-_ENTRY = struct.Struct("<IIq")
-# a file changed so shortly before may change again without another time of change
-_RACY_S = 2.0
-# pages that a process has read so shortly before are still in the page cache: no disk is asked
-_STAYS_S = 60.0
+_FORMAT = 5
+_HEAD = np.dtype([("key", "S64"), ("used", "<i8"), ("limit", "<i8")])
+# Place (0: nowhere), height, width, and a checksum of pixels and source, all int64.
+_COLUMN_BYTES = 32
 
 
+@dataclass(eq=False)
 class PixelCache:
-    """The decoded images of ``source``: rows ``first`` onwards of ``file``.
+    """The decoded images of ``source``: columns ``first`` onwards of ``file``."""
 
-    Args:
-        file: as ``set_budget`` leaves it; read-only where another run fills it.
-        checked: a byte for each row, zero until a process of this run has written the row, or found
-            it to be right.
-        first: the row of the source's first image.
-        source: a folder's files, or a part of them.
-        max_side: most pixels of an image's longer side, larger ones are shrunk; None: any.
-        interpolation: the filter that shrinks them.
-    """
+    # as ``open_caches`` leaves it
+    file: MappedFile
+    # a byte for each column, zero until a process of this run wrote the image or found it right
+    checked: MappedFile
+    # the column of the source's first image
+    first: int
+    # a folder's files, or a part of them
+    source: Source
+    # most pixels of an image's longer side, larger ones are shrunk; None: any
+    max_side: int | None
+    # the filter that shrinks them
+    interpolation: str
 
-    def __init__(
-        self,
-        file: MappedFile,
-        checked: MappedFile,
-        first: int,
-        source: Source,
-        max_side: int | None,
-        interpolation: str = "bilinear",
-    ) -> None:
-        self._args = file, checked, first, source, max_side, interpolation
-        self._file = file
-        self._source = source
-        self._max_side = max_side
-        self._interpolation = interpolation
-        self._on_disk = os.fstat(file.fd).st_nlink > 0
-        self._head = np.frombuffer(file.map, _HEAD, 1)[0]
-        cells = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START)
-        self._table = cells.reshape(_COLUMNS, -1)
-        rows = slice(first, first + len(source))
-        self._places, self._sizes = self._table[:, rows]
-        self._checked = np.frombuffer(checked.map, np.uint8)[rows]
-        # not the file itself, which the run has locked against others
-        self._lock = checked.fd
-        # when this process last read each image's pages, on time.monotonic
-        self._read_s = np.full(len(source), -math.inf, np.float32)
-        self._pixels = np.frombuffer(file.map, np.uint8)
+    def __post_init__(self) -> None:
+        self._head = np.frombuffer(self.file.map, _HEAD, 1)[0]
+        columns = slice(self.first, self.first + len(self.source))
+        count = 4 * len(self.checked.map)
+        self._table = np.frombuffer(self.file.map, np.int64, count, _HEAD.itemsize).reshape(4, -1)
+        self._places, self._heights, self._widths, self._digests = self._table[:, columns]
+        self._checked = np.frombuffer(self.checked.map, np.uint8)[columns]
+        self._pixels = np.frombuffer(self.file.map, np.uint8)
         self._pixels.flags.writeable = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        return PixelCache, self._args
+        return PixelCache, tuple(getattr(self, field.name) for field in fields(self))
 
     def get(self, i: int) -> np.ndarray | None:
         """Returns the pixels of image ``i``, a read-only view that stays valid; None: not here."""
         # in this order: the image may just now be given another place
         checked = self._checked[i]
-        start = int(self._places[i])
-        if not start:
+        place = int(self._places[i])
+        if not place:
             return None
-        pixels = None
-        begin = start + _ENTRY.size
-        stop = start + int(self._sizes[i])
-        # else it is damaged, or in a part by which another run made the file longer
-        known = start > 0 and begin < stop <= len(self._pixels)
-        if known and self._on_disk and (now_s := time.monotonic()) - self._read_s[i] > _STAYS_S:
-            known = self._file.is_readable(start, stop)
-            self._read_s[i] = now_s
-        if known:
-            height, width, digest = _ENTRY.unpack_from(self._file.map, start)
-            end = begin + height * width * 3
-            if begin < end <= stop:
-                pixels = self._pixels[begin:end].reshape(height, width, 3)
-        if checked and pixels is not None:
-            return pixels
-        # The source file may be gone.
-        with suppress(OSError):
-            status = os.stat(self._source.where(i))
-            facts = status.st_size, status.st_mtime_ns
-            if pixels is not None and digest == checksum(pixels, *facts):
+        height = int(self._heights[i])
+        width = int(self._widths[i])
+        # the source file may be gone, and numbers may be damaged
+        with suppress(OSError, ValueError):
+            flat = self._pixels[place : place + 3 * height * width]
+            pixels = flat.reshape(height, width, 3)
+            if checked:
+                return pixels
+            if self._digests[i] == self._digest(i, pixels):
                 self._checked[i] = 1
                 return pixels
-        if self._file.writable:
-            # so that the next put gives it another
-            self._places[i] = 0
+        # so that the next put gives it another
+        self._places[i] = 0
         return None
 
     def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
         """Keeps ``pixels``, shrunk if they are too large, while there is room; returns them."""
-        if self._max_side is not None:
-            pixels = shrunk(pixels, self._max_side, self._interpolation)
-        if not self._file.writable or self._places[i]:
-            return pixels
-        height, width, _ = pixels.shape
-        try:
-            status = os.stat(self._source.where(i))
-        except OSError:
-            return pixels
-        # Looked at after it was decoded: one that changed in between has changed just now.
-        if time.time() - status.st_ctime < _RACY_S:
+        if self.max_side is not None:
+            pixels = shrunk(pixels, self.max_side, self.interpolation)
+        if self._places[i]:
             return pixels
         content = np.ascontiguousarray(pixels)
-        size = _ENTRY.size + content.nbytes
+        # the source file is gone, or the disk has less left than there was at first
+        with suppress(OSError):
+            digest = self._digest(i, content)
+            place = self._room(content.nbytes)
+            if place:
+                self._heights[i], self._widths[i], _ = content.shape
+                self._digests[i] = digest
+                # Not through the map: a fault for each page, and SIGBUS on a full disk. The
+                # kernel's locks around it order all of this before the place, on any processor.
+                if os.pwrite(self.file.fd, content.data, place) == content.nbytes:
+                    self._places[i] = place
+                    self._checked[i] = 1
+        return pixels
+
+    def _room(self, size: int) -> int:
+        """Returns where ``size`` bytes may be written; 0: the cache is full."""
         head = self._head
         # most often once it is full, and then without the lock
         if head["used"] + size > head["limit"]:
-            return pixels
-        # The lock belongs to one opening of a file, which a thread shares with the others, and a
-        # process with those it forks. A process that is killed unlocks.
-        with open(f"/proc/self/fd/{self._lock}", "r+b", buffering=0) as own:
+            return 0
+        # Not the file's own lock, which the run holds. A lock belongs to one opening of a file,
+        # which threads and forked processes share. A process that is killed unlocks.
+        with open(f"/proc/self/fd/{self.checked.fd}", "r+b", buffering=0) as own:
             fcntl.flock(own, fcntl.LOCK_EX)
-            start = int(head["used"])
-            if start + size > head["limit"]:
-                return pixels
-            head["used"] = start + size
-        self._sizes[i] = size
-        digest = checksum(content, status.st_size, status.st_mtime_ns)
-        entry = _ENTRY.pack(height, width, digest)
-        written = 0
-        # Not through the map: a fault for each page, and SIGBUS on a full disk.
-        with suppress(OSError):
-            written = os.pwritev(self._file.fd, [entry, content.data], start)
-        if written < size:
-            # the disk has less left than there was at first
-            head["limit"] = start
-            return pixels
-        # The kernel's locks around the write order all of it before this store, on any processor.
-        self._places[i] = start
-        self._checked[i] = 1
-        return pixels
+            place = int(head["used"])
+            if place + size > head["limit"]:
+                return 0
+            head["used"] = place + size
+        return place
+
+    def _digest(self, i: int, pixels: np.ndarray) -> int:
+        status = os.stat(self.source.where(i))
+        return checksum(pixels, status.st_size, status.st_mtime_ns)
 
     @property
     def reserved_bytes(self) -> int:
         """Memory that the cache may still take; 0 on a disk."""
-        if self._on_disk:
+        if os.fstat(self.file.fd).st_nlink:
             return 0
         return max(0, int(self._head["limit"] - self._head["used"]))
 
@@ -180,10 +156,7 @@ class PixelCache:
     def summary(self) -> str:
         """Returns how much is kept, in a line."""
         images, samples, used, limit = self.stats().values()
-        text = f"{images} of {samples} images, {used / 1e9:.1f} of at most {limit / 1e9:.1f} GB"
-        if images < samples and used + used // max(1, images) > limit:
-            text += ", full: the others are decoded each time"
-        return text
+        return f"{images} of {samples} images, {used / 1e9:.1f} of at most {limit / 1e9:.1f} GB"
 
 
 def shrunk(pixels: np.ndarray, max_side: int, interpolation: str) -> np.ndarray:
@@ -194,48 +167,156 @@ def shrunk(pixels: np.ndarray, max_side: int, interpolation: str) -> np.ndarray:
     return resized(pixels, *sides, interpolation)
 
 
-def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int]:
-    """Returns how many bytes of the file are given out, and how many in use.
+def open_caches(
+    sources: tuple[Source, Source], data: DataConfig, options: DecodeOptions, gathered: Gathered
+) -> tuple[PixelCache, PixelCache] | None:
+    """Opens the caches of two sources in one file; None: another run has it.
 
-    Images of files that have changed are not in use. 0 and 0: it has other facts, or is no cache.
-    """
-    data = os.pread(fd, _HEAD.itemsize, 0).ljust(_HEAD.itemsize, b"\0")
-    head = np.frombuffer(data, _HEAD)[0]
-    size = os.fstat(fd).st_size
-    start = _pixels_start(rows)
-    if head["facts"] != facts.encode() or not start <= head["limit"] <= size:
-        return 0, 0
-    table = np.frombuffer(os.pread(fd, start - _TABLE_START, _TABLE_START), np.int64)
-    places, sizes = table.reshape(_COLUMNS, -1)
-    ends = places + sizes
-    whole = (places > 0) & (ends <= size)
-    in_use = start + int(sizes.sum(where=whole))
-    # A power failure may leave a head that is older than the table: what lies in a place must not
-    # be given out again.
-    return max(int(head["used"]), int(ends.max(where=whole, initial=start))), in_use
-
-
-def set_budget(fd: int, facts: str, rows: int, used: int, budget_bytes: int) -> None:
-    """Lets a file take ``budget_bytes``, or what it has if more.
-
-    Args:
-        fd: open for writing by nobody else.
-        facts: 64 hexadecimal digits that tell what the pixels of a row depend on.
-        rows: one for each image.
-        used: bytes that are given out (``taken_bytes``); 0: an empty file, which gets empty rows.
-        budget_bytes: of which the most is a hole until pixels come.
+    Every rank calls this. One rank of each machine opens the file, and the others map the same.
 
     Raises:
-        OSError: there is no room for the table.
+        ConfigError: there are no files to decode, or the cache cannot be written.
     """
+    # what the pixels of a file depend on, besides its own bytes; torch makes large ones smaller
+    software = list(map(version, ("pillow", "simplejpeg", "torch")))
+    how: tuple[int | None, str] = data.cache_max_side, data.interpolation.name
+    made_by = _FORMAT, asdict(options), data.cache_max_side and how, software
+    key = hashlib.sha256(json.dumps(made_by).encode())
+    name = hashlib.sha256()
+    for source in sources:
+        folder, digest = _listed(source, data)
+        name.update(os.fsencode(os.path.realpath(folder)) + b"\0")
+        key.update(digest)
+    # a file may have come to another's place
+    key.update(name.digest())
+    path = cache_root() / "decoded" / name.hexdigest()[:32]
+    count = sum(map(len, sources))
+    files = _shared(lambda: _opened(path, data, key.hexdigest(), count), gathered)
+    if files is None:
+        return None
+    file, checked = files
+    train, val = sources
+    first = PixelCache(file, checked, 0, train, *how)
+    where = "in memory" if data.cache is DataCache.ram else path.parent
+    say(f"decoded cache: {first.summary()} ({where})")
+    return first, PixelCache(file, checked, len(train), val, *how)
+
+
+def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
+    """Returns the folder of ``source``, and a digest of its images' paths in their order."""
+    if isinstance(source, Subset):
+        folder, digest = _listed(source.source, data)
+        return folder, hashlib.sha256(digest + source.indices.tobytes()).digest()
+    if isinstance(source, FolderSource):
+        return source.root, source.index.digest()
+    raise ConfigError(
+        f"data.cache={data.cache.name}: has no effect with data={data.name}, whose pixels need no "
+        "decoding"
+    )
+
+
+def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
+    """Calls ``make`` in one process a machine; returns or raises its outcome on all."""
+    # containers on one machine do not see each other
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    me = machine, os.getpid()
+    everyone = gathered(me)
+    first = [place for place, _ in everyone].index(machine)
+    made = None
+    failure = None
+    if everyone[first] == me:
+        try:
+            made = make()
+        except (ConfigError, OSError) as error:
+            # raised here alone, it would leave the others waiting
+            failure = error
+    # as bytes: what other machines hold cannot be opened here
+    told = gathered((failure, pickle.dumps(made)))
+    for refused, _ in told:
+        if refused is not None:
+            raise refused
+    return made if everyone[first] == me else pickle.loads(told[first][1])
+
+
+def _opened(
+    path: Path, data: DataConfig, key: str, count: int
+) -> tuple[MappedFile, MappedFile] | None:
+    """Opens the cache's file, and a byte for each of its images."""
+    if data.cache is DataCache.ram:
+        budget_bytes = _budget(data, limits.measure().memory_bytes)
+        file: MappedFile | None = _filled(memory(0), key, count, budget_bytes)
+    else:
+        file = _on_disk(path, data, key, count)
+    return (file, MappedFile(memory(count), writable=True)) if file else None
+
+
+def _budget(data: DataConfig, free_bytes: int) -> int:
+    wanted = free_bytes // 2 if data.cache_gb is None else int(data.cache_gb * 1e9)
+    return min(wanted, free_bytes)
+
+
+def _on_disk(path: Path, data: DataConfig, key: str, count: int) -> MappedFile | None:
+    """Opens the cache file; None: another run fills it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _to_fill(path, data, key, count)
+    except OSError as error:
+        is_filled = isinstance(error, BlockingIOError)
+        reason = "another run fills it" if is_filled else error.strerror or error
+        # without the cache, images beyond cache_max_side would be larger
+        if not is_filled or data.cache_max_side is not None:
+            raise ConfigError(
+                f"data.cache=disk: {path}: {reason}; free space, set WELLFED_CACHE to another "
+                "folder, or use data.cache=ram"
+            ) from error
+        log.warning("data.cache=disk: %s: %s; this run decodes all images itself", path, reason)
+        return None
+
+
+def _to_fill(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
+    """Opens the file at ``path`` for writing, made again unless its key is ``key``.
+
+    Raises:
+        BlockingIOError: another process fills it.
+    """
+    make_way(path)
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    with ExitStack() as opened:
+        opened.callback(os.close, fd)
+        # for as long as the file is open: as long as a thread may write
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_size and not _used_bytes(fd, key, count):
+            log.warning("%s: damaged, or of files or settings that have changed: made again", path)
+            path.unlink()
+            return _to_fill(path, data, key, count)
+        # what it takes may go on being taken
+        free_bytes = shutil.disk_usage(path.parent).free + os.fstat(fd).st_blocks * 512
+        file = _filled(fd, key, count, _budget(data, free_bytes))
+        opened.pop_all()
+    return file
+
+
+def _used_bytes(fd: int, key: str, count: int) -> int:
+    """Returns how many bytes of the file are given out; 0: it is not the cache with this key."""
+    start = _HEAD.itemsize + _COLUMN_BYTES * count
+    data = os.pread(fd, start, 0)
+    if len(data) < start or data[:64] != key.encode():
+        return 0
+    table = np.frombuffer(data, np.int64, offset=_HEAD.itemsize).reshape(4, -1)
+    # Not by the head, which may be older than the table after a power failure. As floats, for
+    # products of damaged numbers overflow.
+    used = max(start, int((table[0] + 3.0 * table[1] * table[2]).max()))
+    return used if used <= os.fstat(fd).st_size else 0
+
+
+def _filled(fd: int, key: str, count: int, budget_bytes: int) -> MappedFile:
+    """Maps the file for writing, with room for ``budget_bytes``, or what it has if more."""
+    used = _used_bytes(fd, key, count)
     if not used:
-        used = _pixels_start(rows)
+        used = _HEAD.itemsize + _COLUMN_BYTES * count
         os.posix_fallocate(fd, 0, used)
     limit = max(used, budget_bytes)
-    if os.fstat(fd).st_size < limit:
-        os.ftruncate(fd, limit)
-    os.pwrite(fd, np.array([(facts.encode(), used, limit)], _HEAD).tobytes(), 0)
-
-
-def _pixels_start(rows: int) -> int:
-    return _TABLE_START + _COLUMNS * 8 * rows
+    # a hole until pixels come
+    os.ftruncate(fd, max(limit, os.fstat(fd).st_size))
+    os.pwrite(fd, np.array([(key.encode(), used, limit)], _HEAD).tobytes(), 0)
+    return MappedFile(fd, writable=True)

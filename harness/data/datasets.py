@@ -26,8 +26,7 @@ from harness.config import (
     OptimConfig,
 )
 from harness.data import cifar, shapes
-from harness.data.cache import PixelCache
-from harness.data.cache_files import Gathered, open_caches
+from harness.data.cache import Gathered, PixelCache, open_caches
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset, open_own

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import mmap
 import os
 import weakref
 
 import numpy as np
 import xxhash
-
-# of Linux 5.14
-_MADV_POPULATE_READ = 22
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedFile:
@@ -37,39 +30,20 @@ class MappedFile:
         weakref.finalize(self, os.close, fd).atexit = False
         self.map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
 
-        self._address = np.frombuffer(self.map, np.uint8).ctypes.data
-
-    def is_readable(self, begin: int, end: int) -> bool:
-        """Reads these bytes, and returns whether the disk gave them.
-
-        A process that meets such a page unasked is ended by SIGBUS. Linux before 5.14 cannot tell,
-        and the answer is yes.
-        """
-        begin -= begin % mmap.PAGESIZE
-        failed = _madvise(self._address + begin, end - begin, _MADV_POPULATE_READ)
-        return not failed or ctypes.get_errno() == errno.EINVAL
-
     def __reduce__(self) -> tuple[object, ...]:
-        path = f"/proc/{os.getpid()}/fd/{self.fd}"
-        # with the inode and its device, by which the other process knows the file
-        return _opened, (path, self.writable, os.fstat(self.fd)[1:3])
+        return _opened, (f"/proc/{os.getpid()}/fd/{self.fd}", self.writable)
 
 
-def _opened(path: str, writable: bool, inode: tuple[int, ...]) -> MappedFile:
+def _opened(path: str, writable: bool) -> MappedFile:
     flags = os.O_RDWR if writable else os.O_RDONLY
-    found = MappedFile(os.open(path, flags | os.O_CLOEXEC), writable)
-    # its holder closed it, and something else has the number
-    if os.fstat(found.fd)[1:3] != inode:
-        raise FileNotFoundError(f"{path}: closed before it was opened here")
-    return found
+    return MappedFile(os.open(path, flags | os.O_CLOEXEC), writable)
 
 
 def in_memory(content: bytes) -> MappedFile:
     """Returns a file in memory that holds ``content``, for reading."""
     # nothing at all cannot be mapped
     fd = memory(max(1, len(content)))
-    with open(fd, "wb", closefd=False) as stream:
-        stream.write(content)
+    os.pwrite(fd, content, 0)
     return MappedFile(fd)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import pickle
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +19,8 @@ from oddities import Plant
 from PIL import Image
 
 from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig, Interpolation
-from harness.data import cache, cache_files, download
-from harness.data.cache import PixelCache
-from harness.data.cache_files import open_caches
+from harness.data import cache
+from harness.data.cache import PixelCache, open_caches
 from harness.data.datasets import Splits, crop_error, load
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
@@ -31,8 +28,7 @@ from harness.data.storage import ArraySource
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
-from harness.runtime import limits, signals
-from harness.runtime.errors import Interrupted
+from harness.runtime import limits
 
 RAM = DataCache.ram
 DISK = DataCache.disk
@@ -40,8 +36,7 @@ DISK = DataCache.disk
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Six training and two validation images, old enough to be kept, and a cache folder."""
-    monkeypatch.setattr(cache, "_RACY_S", 0.0)
+    """Six training and two validation images, and a cache folder."""
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
     for part, name, count in (
@@ -215,91 +210,18 @@ def test_other_pixels_take_the_place_of_the_first(
     assert len(list((root.parent / "cache/decoded").iterdir())) == 1
 
 
-def test_a_second_run_only_reads(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """While one run fills the file, another takes what is there, and adds nothing."""
+def test_a_second_run_decodes_all_itself(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While one run has the file, another keeps nothing, and is refused other pixels."""
     first = loaded(root, DISK)
     batch(first.val, 0)
     second = loaded(root, DISK)
-    assert "another process fills it; what is in it is used, nothing is added" in caplog.text
+    assert kept_by(second) is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert np.array_equal(batch(second.train, 0), batch(loaded(root, DataCache.none).train, 0))
-    assert images(first) == images(second) == 2
-    batch(first.train, 0)
-    assert images(second) == 8
-    # of the room that the first needs
-    assert images(loaded(root, DISK, cache_gb=1e6)) == 8
-    other = loaded(root, DISK, exif_orientation=True)
-    assert kept_by(other) is None
-    assert "another process fills it; of other pixels: nothing is kept in this run" in caplog.text
-    advice = "free space, set WELLFED_CACHE to another folder, or use data.cache=ram"
-    with pytest.raises(ConfigError, match=rf"^data\.cache=disk: .* process fills it; {advice}$"):
+    with pytest.raises(ConfigError, match=r"^data\.cache=disk: .*WELLFED_CACHE"):
         loaded(root, DISK, cache_max_side=50)  # without the cache its images would be larger
-
-
-def test_a_second_run_waits_until_the_file_is_there(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who comes while the first run makes the file has it as well."""
-    came = threading.Event()
-    seconds = []
-    set_budget = cache.set_budget
-    flock = fcntl.flock
-    late = threading.Thread(target=lambda: seconds.append(loaded(root, DISK)))
-
-    def slow_set_budget(*args: Any) -> None:
-        late.start()
-        assert came.wait(60)
-        set_budget(*args)
-
-    def told_flock(fd: Any, how: int) -> None:
-        if threading.current_thread() is late:
-            came.set()
-        flock(fd, how)
-
-    monkeypatch.setattr(cache, "set_budget", slow_set_budget)
-    monkeypatch.setattr(fcntl, "flock", told_flock)
-    first = loaded(root, DISK)
-    late.join()
-    batch(first.train, 0)
-    assert images(first) == images(seconds[0]) == 6
-
-
-def test_room_of_changed_files_is_given_back(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file mostly of changed images is made again when a run opens it next."""
-
-    def kept_after_a_run() -> int:
-        splits = loaded(root, DISK, cache_gb=7e-5)
-        batch(splits.train, 0)
-        batch(splits.val, 0)
-        return images(splits)
-
-    assert kept_after_a_run() == 8
-    for image in root.glob("*/*/*.*"):
-        os.utime(image, (1e9, 1e9))
-    assert kept_after_a_run() < 2
-    assert "made again" not in caplog.text
-    assert [kept_after_a_run(), kept_after_a_run()] == [8, 8]
-    assert caplog.text.count("made again") == 1
-
-
-def test_a_folder_that_cannot_be_written_is_read(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A finished cache may lie where this run may not write."""
-    first = loaded(root, DISK)
-    batch(first.train, 0)
     del first
-    real = cache_files.open_regular
-
-    def read_only(path: Path, flags: int = os.O_RDONLY) -> int:
-        if flags != os.O_RDONLY:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return real(path, flags)
-
-    monkeypatch.setattr(cache_files, "open_regular", read_only)
-    second = loaded(root, DISK)
-    assert images(second) == 6
-    batch(second.val, 0)
-    assert images(second) == 6
+    assert images(loaded(root, DISK)) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_refused(root: Path) -> None:
@@ -313,13 +235,8 @@ def test_a_cache_that_cannot_be_written_is_refused(root: Path) -> None:
         loaded(root, DISK)
 
 
-@pytest.mark.parametrize(("is_full", "cache_gb"), [(True, 0.001), (False, 1e6)])
 def test_a_cache_that_could_not_be_made_leaves_nothing(
-    root: Path,
-    is_full: bool,
-    cache_gb: float,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next run takes no empty file for a damaged one."""
 
@@ -327,11 +244,9 @@ def test_a_cache_that_could_not_be_made_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        if is_full:
-            patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(ConfigError):
-            loaded(root, DISK, cache_gb=cache_gb)
-    assert list((root.parent / "cache/decoded").iterdir()) == []
+            loaded(root, DISK)
     loaded(root, DISK)
     assert caplog.text == ""
 
@@ -339,15 +254,12 @@ def test_a_cache_that_could_not_be_made_leaves_nothing(
 def test_half_of_the_memory_is_the_most(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default the cache takes half of what all ranks may take together."""
     found = replace(limits.measure(), memory_bytes=10_000_000)
-    monkeypatch.setattr(cache_files.limits, "measure", lambda: found)
+    monkeypatch.setattr(cache.limits, "measure", lambda: found)
     kept = kept_by(loaded(root, RAM, cache_gb=None))
     assert kept is not None
     assert kept.stats()["limit"] == 5_000_000
-    with pytest.raises(
-        ConfigError,
-        match=r"data\.cache_gb=0\.02: only 0\.0 GB are free \(of memory: .*\); lower it",
-    ):
-        loaded(root, RAM, cache_gb=0.02)
+    more = kept_by(loaded(root, RAM, cache_gb=0.02))
+    assert more is not None and more.stats()["limit"] == 10_000_000
 
 
 def test_half_of_the_free_disk_is_the_most(root: Path) -> None:
@@ -358,23 +270,6 @@ def test_half_of_the_free_disk_is_the_most(root: Path) -> None:
         assert kept is not None
         assert kept.stats()["limit"] == pytest.approx(free.f_bavail * free.f_frsize / 2, rel=0.05)
         del kept
-    with pytest.raises(
-        ConfigError,
-        match=r"data\.cache_gb=1e\+06: only .* GB are free \(on the disk of .*decoded\); lower it",
-    ):
-        loaded(root, DISK, cache_gb=1e6)
-
-
-def test_a_file_that_is_too_large_is_not_cut(root: Path) -> None:
-    """A limit below what is there already is for the user to decide."""
-    first = loaded(root, DISK)
-    batch(first.train, 0)
-    del first
-    with pytest.raises(
-        ConfigError,
-        match=r"data\.cache_gb=1e-05: .* has 0\.0 GB already; raise it, or delete that file",
-    ):
-        loaded(root, DISK, cache_gb=1e-5)
 
 
 def test_pixels_in_memory_need_no_cache() -> None:
@@ -383,13 +278,6 @@ def test_pixels_in_memory_need_no_cache() -> None:
     data = DataConfig(name="zeros", cache=RAM)
     with pytest.raises(ConfigError, match=r"data\.cache=ram: has no effect with data=zeros"):
         open_caches((source, source), data, DecodeOptions(), lambda value: [value])
-
-
-def test_a_hidden_proc_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is opened again by a path in /proc."""
-    monkeypatch.setattr(cache_files.os.path, "exists", lambda path: "/proc" not in path)
-    with pytest.raises(ConfigError, match=r"data\.cache=ram: needs /proc, which is hidden"):
-        loaded(root, RAM)
 
 
 @pytest.mark.parametrize("name", ["digits", "cifar10", "fake"])
@@ -445,9 +333,14 @@ def test_ranks_of_two_machines_have_a_cache_each(root: Path) -> None:
 def test_what_one_rank_is_refused_all_are(root: Path, machine: str | None) -> None:
     """No rank goes on, to wait for one that ended."""
     ranks = Ranks(machine)
-    for rank, cache_gb in ((ranks.first, 1e6), (ranks.second, 0.001)):
-        with pytest.raises(ConfigError, match=r"^data\.cache_gb=1e\+06: only .* GB are free"):
-            loaded(root, RAM, rank, cache_gb=cache_gb)
+    cache_root = root.parent / "cache"
+    cache_root.mkdir()
+    (cache_root / "decoded").touch()
+    with pytest.raises(ConfigError, match=r"^data\.cache=disk: "):
+        loaded(root, DISK, ranks.first)
+    (cache_root / "decoded").unlink()
+    with pytest.raises(ConfigError, match=r"^data\.cache=disk: "):
+        loaded(root, DISK, ranks.second)
 
 
 def test_shrunk_images_say_how_far_they_change(
@@ -510,8 +403,9 @@ def test_an_odd_cache_is_made_again(
     second = loaded(root, DISK)
     assert np.array_equal(batch(second.train, 0), expected)
     assert images(second) == 6 and oddities.untouched(place)
-    (told,) = (text for text in caplog.messages if str(place) in text)
-    assert told.startswith(f"{place}: ") and "made a" in told
+    told = [text for text in caplog.messages if str(place) in text]
+    # an empty file is as good as none
+    assert len(told) <= 1 and all("made again" in text for text in told)
 
 
 def test_pixels_of_another_folder_are_not_used(root: Path) -> None:
@@ -533,57 +427,3 @@ def test_pixels_of_another_folder_are_not_used(root: Path) -> None:
     (theirs,) = {path for path in decoded.iterdir() if not path.suffix} - {place}
     shutil.copyfile(place, theirs)
     assert (batch(loaded(other, DISK).train, 0) == 255).all()
-
-
-@pytest.mark.timeout(60)
-@oddities.every
-def test_an_odd_turn_gives_way(root: Path, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
-    """Anything may lie in place of the lock: nobody waits for it, nothing is lost."""
-    turn = root.parent / "cache/decoded/opening"
-    oddities.put(plant, turn)
-    found = loaded(root, DISK)
-    batch(found.train, 0)
-    assert images(found) == 6 and oddities.untouched(turn)
-    assert [text for text in caplog.messages if str(turn) in text] in (
-        [],
-        [f"{turn}: not a regular file: made again"],
-    )
-
-
-def test_a_turn_that_is_not_given_up_is_waited_for_aloud(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run that waits for a stopped one says so, and a signal ends the wait."""
-    turn = root.parent / "cache/decoded/opening"
-    turn.parent.mkdir(parents=True)
-    looks = iter(range(10_000))
-
-    def check() -> None:
-        # the first ones are in the listing of folders
-        if next(looks) == 50:
-            raise Interrupted(15)
-
-    monkeypatch.setattr(download, "_POLL_S", 0.001)
-    with turn.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        monkeypatch.setattr(signals, "check", check)
-        with pytest.raises(Interrupted):
-            loaded(root, DISK)
-    assert f"Waiting for the process that holds {turn}" in capsys.readouterr().out
-
-
-def test_a_turn_is_not_waited_for_without_end(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After its time a run reads what there is, and says why it adds nothing."""
-    first = loaded(root, DISK)
-    batch(first.train, 0)
-    del first
-    monkeypatch.setattr(cache_files, "_WAIT_S", 0.0)
-    with (root.parent / "cache/decoded/opening").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert images(loaded(root, DISK)) == 6
-    assert (
-        "still held by another process after 0 s; what is in it is used, nothing is added"
-        in caplog.text
-    )

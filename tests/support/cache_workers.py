@@ -14,7 +14,7 @@ from harness.data.cache import PixelCache
 from harness.data.mapped import MappedFile, memory
 from harness.data.storage import FolderSource, Source
 
-FACTS = "f" * 64
+KEY = "f" * 64
 
 
 def source_of(root: Path, count: int) -> FolderSource:
@@ -35,19 +35,17 @@ def cache_of(
     source: Source, budget_bytes: int = 1 << 22, max_side: int | None = None
 ) -> PixelCache:
     """An empty cache in memory."""
-    fd = memory(0)
-    cache.set_budget(fd, FACTS, len(source), 0, budget_bytes)
-    return over(MappedFile(fd, writable=True), source, max_side)
+    return over(cache._filled(memory(0), KEY, len(source), budget_bytes), source, max_side)
 
 
 def over(file: MappedFile, source: Source, max_side: int | None = None) -> PixelCache:
     """What a run that begins now has of ``file``."""
-    return PixelCache(file, MappedFile(memory(len(source)), writable=True), 0, source, max_side)
+    checked = MappedFile(memory(len(source)), writable=True)
+    return PixelCache(file, checked, 0, source, max_side, "bilinear")
 
 
 def put_all(kept: PixelCache, indices: Sequence[int]) -> None:
     """Put these images, as a worker process."""
-    cache._RACY_S = 0.0
     for i in indices:
         kept.put(i, pixels_of(i))
 
