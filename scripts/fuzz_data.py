@@ -16,7 +16,7 @@ import numpy as np
 
 from harness import config as schema
 from harness.config import DataCache, DataConfig, GenerateConfig
-from harness.data import cache, cache_files, cifar, index, shapes
+from harness.data import cache, cifar, index, shapes
 from harness.data.cache import PixelCache
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
@@ -96,7 +96,8 @@ def archive(place: Path) -> Reader:
     def read(data: bytes) -> str:
         path.write_bytes(data)
         try:
-            cifar._read_archive("cifar10", path)
+            members = cifar.read_members(path, [*_batches()])
+            cifar._arrays("cifar10", {name.rpartition("/")[2]: members[name] for name in members})
         except DataError as error:
             return f"DataError, {'member' if 'is not as published' in str(error) else 'archive'}"
         return ""
@@ -168,9 +169,8 @@ def _tree(place: Path) -> FolderSource:
     (place / "set/b").mkdir()
     for i in range(6):
         (place / f"set/{'ab'[i % 2]}/{i:04d}.jpg").write_bytes(b"\xff\xd8\xff" + bytes(i))
-    # folders and files of just now are not trusted
+    # folders of just now are not trusted
     index._RACY_NS = -(10**15)
-    cache._RACY_S = 0.0
     return FolderSource(place / "set")
 
 
@@ -183,9 +183,10 @@ def decoded(place: Path) -> Reader:
     path = place / "decoded/file"
 
     def opened() -> PixelCache:
-        file = cache_files._on_disk(path, data_config, _FACTS, len(source))
+        file = cache._on_disk(path, data_config, _FACTS, len(source))
         assert file is not None
-        return PixelCache(file, MappedFile(memory(len(source)), writable=True), 0, source, None)
+        checked = MappedFile(memory(len(source)), writable=True)
+        return PixelCache(file, checked, 0, source, None, "bilinear")
 
     def read(data: bytes) -> str:
         path.unlink(missing_ok=True)

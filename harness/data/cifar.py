@@ -10,21 +10,19 @@ import pickletools
 import re
 import tarfile
 from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from harness.config import DataConfig
 from harness.data.download import fetch, make_once, md5_of
 from harness.data.storage import ArraySource, cache_root
-from harness.runtime import signals
-from harness.runtime.errors import DataError, Interrupted
-from harness.runtime.files import open_regular, read_json, remove
-from harness.runtime.folder import log
+from harness.runtime.errors import DataError
+from harness.runtime.files import open_regular, read_json, read_regular
 
 # Of the arrays' folder: another number makes every folder again.
 _FORMAT = 1
@@ -88,9 +86,9 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
 
     CIFAR-100 comes with its 100 fine labels.
 
-    The archive is looked for in ``data.root``, or fetched to there, and stays. Its arrays lie
-    beside it, and are made again if they are damaged. Once the arrays exist the archive may be
-    deleted and the folder read-only.
+    The archive, or what other programs unpacked of it, is looked for in ``data.root``; else the
+    archive is fetched to there, and stays. Arrays are made of it once, beside it or in the user's
+    cache, and again if they are damaged. Then the archive may be deleted.
 
     Raises:
         DataError: the archive cannot be had, or is not what the publisher describes.
@@ -98,47 +96,38 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
     """
     published = _PUBLISHED[data.name]
     root = Path(data.root or cache_root() / data.name).expanduser()
-    archive = root / published.archive
-    folder = root / f"{data.name}-arrays"
     md5 = (data.md5 or published.md5).lower()
-    opened = partial(_opened, folder, md5, data.name)
+    for place in (root, cache_root()):
+        folder = place / f"{data.name}-arrays"
+        if sources := _opened(folder, md5, data.name):
+            return sources
+    if os.access(root, os.W_OK) or not root.exists():
+        folder = root / folder.name
 
     def write(part: Path) -> None:
-        if os.path.lexists(folder):
-            log.warning("%s: damaged, or of another archive: made again", folder)
-        for name, array in _read_archive(data.name, archive).items():
-            np.save(part / f"{name}.npy", array, allow_pickle=False)
+        for name, array in _arrays(data.name, _members(data, root, md5, part)).items():
+            np.save(part / f"{name}.npy", array)
         (part / _MARKER).write_text(json.dumps(_marker(part, md5)), encoding="utf-8")
-        # what lies in their place
-        remove(folder)
 
-    # Most runs find whole arrays, and need neither the archive nor the lock.
-    sources = opened()
-    if sources is None:
-        _obtain(archive, md5, data)
-        make_once(folder, opened, write)
-        sources = opened()
-        assert sources is not None
+    make_once(folder, partial(_opened, folder, md5, data.name), write)
+    sources = _opened(folder, md5, data.name)
+    assert sources is not None
     return sources
 
 
 def _opened(folder: Path, md5: str, name: str) -> tuple[ArraySource, ArraySource] | None:
     """Maps the arrays in ``folder``; None unless they are whole and of the archive ``md5``."""
-    classes = _PUBLISHED[name].classes
     sources = []
-    try:
-        if read_json(folder / _MARKER) != _marker(folder, md5):
-            return None
-        for split in ("train", "val"):
-            images = np.load(folder / f"{split}_images.npy", mmap_mode="r")
-            labels = np.load(folder / f"{split}_labels.npy", mmap_mode="r")
-            if not 0 <= labels.min() <= labels.max() < len(classes):
-                return None
-            sources.append(ArraySource(images, labels, classes, f"{name} {split}"))
-    except Exception:
-        # numpy's reader raises anything on damaged bytes, and what follows on another form
-        return None
-    return sources[0], sources[1]
+    # numpy's reader raises anything on damaged bytes, and what follows on another form
+    with suppress(Exception):
+        if read_json(folder / _MARKER) == _marker(folder, md5):
+            for split in ("train", "val"):
+                images = np.load(folder / f"{split}_images.npy", mmap_mode="r")
+                labels = np.load(folder / f"{split}_labels.npy", mmap_mode="r")
+                classes = _PUBLISHED[name].classes
+                sources.append(ArraySource(images, labels, classes, f"{name} {split}"))
+            return sources[0], sources[1]
+    return None
 
 
 def _marker(folder: Path, md5: str) -> dict[str, object]:
@@ -146,76 +135,83 @@ def _marker(folder: Path, md5: str) -> dict[str, object]:
     return {"format": _FORMAT, "archive_md5": md5, "files": digests}
 
 
-def _obtain(archive: Path, md5: str, data: DataConfig) -> None:
-    """Makes sure that the archive is there and has the right digest."""
-    if not archive.is_file():
-        way_out = (
-            f"put {archive.name} into {archive.parent}, or take data=shapes, "
-            "data=digits or data=fake: they need no network"
-        )
-        if not data.download:
-            raise DataError(
-                f"{archive}: not there, and data.download=false; set it to true, or {way_out}"
-            )
-        mirror = data.mirror or "https://www.cs.toronto.edu/~kriz"
-        try:
-            fetch(f"{mirror.rstrip('/')}/{archive.name}", archive, md5=md5)
-        except DataError as error:
-            raise DataError(f"{error}; or {way_out}") from error
+def _members(data: DataConfig, root: Path, md5: str, part: Path) -> dict[str, bytes]:
+    """Returns the published files: those unpacked in ``root``, or the archive's.
+
+    A fetched archive lies in ``part`` until its digest is known.
+    """
+    published = _PUBLISHED[data.name]
+    names = published.meta, *published.train, *published.val
+    archive = root / published.archive
+    unpacked = root / published.folder
+    is_unpacked = unpacked.is_dir() and not archive.exists()
+    found = archive
+    if not archive.is_file() and not is_unpacked:
+        found = part / archive.name
+        _fetch(archive, found, data)
     try:
-        digest = md5_of(archive)
+        if is_unpacked:
+            return {name: read_regular(unpacked / name, _MOST_BYTES) for name in names}
+        digest = md5_of(found)
     except OSError as error:
         raise DataError(
-            f"{archive}: cannot be read: {error.strerror}; mend it with chmod or delete it"
+            f"{error.filename or root}: cannot be read: {error.strerror or error}; mend it with "
+            "chmod or delete it"
         ) from error
     if digest != md5:
         raise DataError(
-            f"{archive}: the md5 digest differs: expected {md5}, got {digest}; delete the "
-            f"file, or set data.md5={digest} if this archive is meant"
+            f"{archive}: the md5 digest differs: expected {md5}, got {digest}; get it from its "
+            f"publisher, or set data.md5={digest} if this archive is meant"
         )
+    members = read_members(found, [f"{published.folder}/{name}" for name in names])
+    if found != archive and os.access(root, os.W_OK):
+        os.replace(found, archive)
+    return {name.rpartition("/")[2]: content for name, content in members.items()}
 
 
-def _read_archive(name: str, archive: Path) -> dict[str, NDArray[Any]]:
-    """Returns all arrays of the archive, images uint8 ``[N, 32, 32, 3]``, labels int64 ``[N]``."""
-    published = _PUBLISHED[name]
-    count = len(published.classes)
-    parts = published.meta, *published.train, *published.val
-    members = read_members(archive, [f"{published.folder}/{part}" for part in parts])
-    arrays: dict[str, NDArray[Any]] = {}
-    member = f"{published.folder}/{published.meta}"
+def _fetch(archive: Path, target: Path, data: DataConfig) -> None:
+    way_out = (
+        f"put {archive.name} into {archive.parent}, or take data=shapes, data=digits or "
+        "data=fake: they need no network"
+    )
+    if not data.download:
+        raise DataError(
+            f"{archive}: not there, and data.download=false; set it to true, or {way_out}"
+        )
+    mirror = data.mirror or "https://www.cs.toronto.edu/~kriz"
     try:
-        key = f"{published.prefix}label_names"
-        values = _values(members[member])
-        begin = values.index(key) + 1
-        if values[begin : begin + count] != [*published.classes]:
-            raise ValueError(f"{key} are not the {count} classes of {name}, in their order")
+        fetch(f"{mirror.rstrip('/')}/{archive.name}", target)
+    except DataError as error:
+        raise DataError(f"{error}; or {way_out}") from error
 
+
+def _arrays(name: str, members: dict[str, bytes]) -> dict[str, np.ndarray]:
+    """Returns images uint8 ``[N, 32, 32, 3]`` and labels int64 ``[N]`` of both sets."""
+    published = _PUBLISHED[name]
+    arrays: dict[str, np.ndarray] = {}
+    part = published.meta
+    try:
+        values = _values(members[part])
+        begin = values.index(f"{published.prefix}label_names") + 1
+        if values[begin : begin + len(published.classes)] != [*published.classes]:
+            raise ValueError(f"other classes than those of {name}, or another order")
         for split, batches in (("train", published.train), ("val", published.val)):
             images = []
             labels: list[int] = []
             for part in batches:
-                member = f"{published.folder}/{part}"
-                values = _values(members.pop(member))
+                pixels, given = _batch(members.pop(part), f"{published.prefix}labels")
+                if not {*given} <= {*range(len(published.classes))}:
+                    raise ValueError("a label is no class")
                 # A row holds the red plane, the green one and the blue one.
-                rows = _pixels(values)
-                images.append(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-                key = f"{published.prefix}labels"
-                behind = values[values.index(key) + 1 :]
-                given = list(takewhile(lambda value: type(value) is int, behind))
-                if len(given) != len(rows) or not 0 <= min(given) <= max(given) < count:
-                    raise ValueError(
-                        f"{key} is not a list of {len(rows)} whole numbers from 0 to {count - 1}, "
-                        "one for each row"
-                    )
+                images.append(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
                 labels += given
             arrays[f"{split}_images"] = np.ascontiguousarray(np.concatenate(images))
             arrays[f"{split}_labels"] = np.array(labels, np.int64)
     except Exception as error:
         # a damaged pickle may raise anything
-        reason = str(error) or type(error).__name__
         raise DataError(
-            f"{archive}: member {member} is not as published: {reason}; get the "
-            "archive from its publisher"
+            f"{name}: member {part} is not as published: {error!r}; get the archive from its "
+            "publisher"
         ) from error
     return arrays
 
@@ -236,16 +232,12 @@ def read_members(
     """
     found: dict[str, bytes] = {}
     try:
-        content = io.BytesIO()
         with open(open_regular(archive), "rb") as file, gzip.open(file) as stream:
             # to the very end, where gzip keeps its checksum
-            while chunk := stream.read(1 << 18):
-                signals.check()
-                content.write(chunk)
-                if content.tell() > most_bytes:
-                    raise ValueError(f"unpacks to more than {most_bytes} bytes")
-        content.seek(0)
-        with tarfile.open(fileobj=content, mode="r:") as tar:
+            content = stream.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise ValueError(f"unpacks to more than {most_bytes} bytes")
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for member in tar:
                 # a sparse file may claim any size
                 if member.name in wanted and member.isreg() and not member.issparse():
@@ -254,15 +246,12 @@ def read_members(
                     found[member.name] = part.read()
         if missing := sorted({*wanted} - found.keys()):
             raise ValueError(f"has no file {', '.join(missing)}")
-        return found
-    except Interrupted:
-        raise
     except Exception as error:
         # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
-        reason = str(error) or type(error).__name__
         raise DataError(
-            f"{archive}: damaged: {reason}; delete the file and get it from its publisher"
+            f"{archive}: damaged: {error!r}; delete the file and get it from its publisher"
         ) from error
+    return found
 
 
 def _values(content: bytes) -> list[Any]:
@@ -283,14 +272,15 @@ def _values(content: bytes) -> list[Any]:
     return values
 
 
-def _pixels(values: list[Any]) -> NDArray[np.uint8]:
-    """Returns the array uint8 ``[N, 3072]`` among the values of a batch."""
-    raw = max((value for value in values if isinstance(value, str)), key=len)
-    rows = len(raw) // 3072
-    if rows == 0 or "u1" not in values or (rows, 3072) not in pairwise(values):
-        raise ValueError("data is not rows of 3072 bytes")
-    pixels = np.frombuffer(raw.encode("latin-1"), np.uint8)
+def _batch(content: bytes, key: str) -> tuple[np.ndarray, list[int]]:
+    """Returns the rows, uint8 ``[N, 3072]``, and the labels behind ``key`` of a pickled batch."""
+    values = _values(content)
+    labels = [*takewhile(lambda value: type(value) is int, values[values.index(key) + 1 :])]
+    rows = len(labels), 3072
+    text = max((value for value in values if isinstance(value, str)), key=len)
+    pixels = np.frombuffer(text.encode("latin-1"), np.uint8)
+    if pixels.size != 3072 * len(labels) or "u1" not in values or rows not in pairwise(values):
+        raise ValueError("data is not a row of 3072 bytes for each label, a whole number")
     # column by column, say a flag before the bytes or, since protocol 5, a letter
-    if values[values.index(raw) - 1] is True or "F" in values:
-        return pixels.reshape(3072, rows).T
-    return pixels.reshape(rows, 3072)
+    by_columns = values[values.index(text) - 1] is True or "F" in values
+    return pixels.reshape(rows, order="F" if by_columns else "C"), labels

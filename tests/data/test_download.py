@@ -1,14 +1,11 @@
-"""From an address to a whole file: what is retried, what is refused, and what is left behind."""
+"""From an address to a file: what is tried again, what is refused, and locks."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import resource
 import signal
 import subprocess
 import sys
-import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -16,13 +13,12 @@ import pytest
 from loopback import Answer, Site, files, reply, site
 
 from harness.data import download
-from harness.data.download import exclusive, fetch, md5_of
+from harness.data.download import exclusive, fetch, make_once
 from harness.runtime import signals
 from harness.runtime.errors import DataError, DiskError, Interrupted
 
 NAME = "things.tar.gz"
 BODY = bytes(range(256)) * 2000
-MD5 = hashlib.md5(BODY, usedforsecurity=False).hexdigest()
 WHOLE = files({NAME: BODY})
 
 
@@ -49,21 +45,11 @@ def listing(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def get(
-    here: Site, target: Path, *, silence_s: float = 5.0, pauses_s: list[float] | None = None
-) -> None:
-    waited = [] if pauses_s is None else pauses_s
+def get(here: Site, target: Path, silence_s: float = 5.0) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(download, "_SILENCE_S", silence_s)
-        fetch(f"{here.address}/{NAME}", target, md5=MD5, sleep=waited.append)
-
-
-def test_whole_file(tmp_path: Path) -> None:
-    """A file arrives under its final name, in a folder made for it, and nothing else is there."""
-    with site(WHOLE) as here:
-        get(here, tmp_path / "new" / NAME)
-    assert (tmp_path / "new" / NAME).read_bytes() == BODY
-    assert listing(tmp_path / "new") == [NAME]
+        patched.setattr(download, "_PAUSE_S", 0.0)
+        fetch(f"{here.address}/{NAME}", target)
 
 
 def test_cut_off(tmp_path: Path) -> None:
@@ -72,84 +58,31 @@ def test_cut_off(tmp_path: Path) -> None:
         get(here, tmp_path / NAME)
     assert len(here.asked) == 2
     assert (tmp_path / NAME).read_bytes() == BODY
-    assert listing(tmp_path) == [NAME]
-
-
-def test_cut_off_for_good(tmp_path: Path) -> None:
-    """After three retries nothing is left, and the next run begins anew."""
-    pauses_s: list[float] = []
-    with (
-        site(cut) as here,
-        pytest.raises(DataError, match="connection closed after 256000 of 512000 bytes"),
-    ):
-        get(here, tmp_path / NAME, pauses_s=pauses_s)
-    assert pauses_s == [1, 2, 4]
-    assert len(here.asked) == 4
-    assert listing(tmp_path) == []
-    (tmp_path / f"{NAME}.part").write_bytes(BODY + b"of a killed run")
-    with site(WHOLE) as here:
-        get(here, tmp_path / NAME)
-    assert (tmp_path / NAME).read_bytes() == BODY
-    assert listing(tmp_path) == [NAME]
-
-
-@pytest.mark.parametrize("code", [429, 500, 503])
-def test_passing_fault(tmp_path: Path, code: int) -> None:
-    """A server that is busy or broken is asked again."""
-    with site(in_turn(lambda handler: reply(handler, code), WHOLE)) as here:
-        get(here, tmp_path / NAME)
-    assert len(here.asked) == 2
-    assert listing(tmp_path) == [NAME]
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        pytest.param(lambda h: reply(h, 404), "HTTP 404 Not Found", id="404"),
-        pytest.param(lambda h: reply(h, 403), "HTTP 403 Forbidden", id="403"),
-        pytest.param(
-            lambda h: reply(h, 200, b"hm", Content_Type="text/html; charset=utf-8"),
-            "web page",
-            id="HTML by type",
-        ),
-        pytest.param(
-            lambda h: reply(h, 302, Location=h.path),
-            "HTTP 302 .* infinite loop",
-            id="redirect loop",
-        ),
+        pytest.param(cut, "connection closed", id="cut off for good"),
+        pytest.param(lambda h: reply(h, 404), "Not Found", id="404"),
+        pytest.param(lambda h: reply(h, 503), "Service Unavailable", id="503"),
+        pytest.param(lambda h: reply(h, 302, Location=h.path), "infinite loop", id="redirect loop"),
         pytest.param(
             lambda h: reply(h, 302, Location="file:///etc/passwd"),
-            "HTTP 302 .*file:///etc/passwd. is not allowed",
+            "file:///etc/passwd. is not allowed",
             id="redirect to a file",
-        ),
-        pytest.param(
-            lambda h: reply(h, 200, BODY, Content_Length=""), "Content-Length", id="no length"
-        ),
-        pytest.param(lambda h: reply(h, 200), "Content-Length", id="no bytes"),
-        pytest.param(
-            lambda h: reply(h, 200, Content_Length=str(2**40)),
-            "has 1099511627776 bytes",
-            id="1 TiB",
-        ),
-        pytest.param(
-            lambda h: reply(h, 200, BODY[::-1]),
-            f"expected {MD5}, got [0-9a-f]+ .set data.md5",
-            id="digest",
         ),
     ],
 )
 def test_refused(tmp_path: Path, answer: Answer, reason: str) -> None:
-    """What another attempt cannot mend is refused at once, with the address, and leaves nothing."""
-    pauses_s: list[float] = []
+    """Three attempts, then one line with the address."""
     with (
         site(answer) as here,
-        pytest.raises(
-            DataError, match=f"^{here.address}/{NAME}: .*({reason}).*; check the .*mirror"
-        ),
+        pytest.raises(DataError, match=f"^{here.address}/{NAME}: .*{reason}.*mirror") as caught,
     ):
-        get(here, tmp_path / NAME, pauses_s=pauses_s)
-    assert pauses_s == []
-    assert listing(tmp_path) == []
+        get(here, tmp_path / NAME)
+    assert "\n" not in str(caught.value)
+    assert len(here.asked) == 3 or "redirect" in reason or "infinite" in reason
 
 
 def test_silence(tmp_path: Path) -> None:
@@ -159,19 +92,6 @@ def test_silence(tmp_path: Path) -> None:
         pytest.raises(DataError, match="timed out"),
     ):
         get(here, tmp_path / NAME, silence_s=0.3)
-    assert len(here.asked) == 4
-    assert listing(tmp_path) == []
-
-
-def test_nobody_there(tmp_path: Path) -> None:
-    """A host that refuses the connection is tried four times and named."""
-    with site(WHOLE) as here:
-        pass
-    pauses_s: list[float] = []
-    with pytest.raises(DataError, match=f"{here.address}/{NAME}: .*[Cc]onnection refused"):
-        get(here, tmp_path / NAME, pauses_s=pauses_s)
-    assert pauses_s == [1, 2, 4]
-    assert listing(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -183,7 +103,7 @@ def test_address(tmp_path: Path, url: str) -> None:
     with pytest.raises(
         DataError, match=r"data\.mirror: not an http or https address, .*; set another, or put"
     ):
-        fetch(url, tmp_path / "new" / NAME, md5=MD5)
+        fetch(url, tmp_path / NAME)
     assert listing(tmp_path) == []
 
 
@@ -191,42 +111,8 @@ def test_address(tmp_path: Path, url: str) -> None:
 def test_secret_in_address(tmp_path: Path, scheme: str) -> None:
     """A password in the address is refused and not repeated."""
     with pytest.raises(DataError, match="would end in the logs") as caught:
-        fetch(f"{scheme}://me:hush@example.org/x", tmp_path / NAME, md5=MD5)
+        fetch(f"{scheme}://me:hush@example.org/x", tmp_path / NAME)
     assert "hush" not in str(caught.value)
-
-
-def test_two_processes(tmp_path: Path) -> None:
-    """Of two processes one fetches; the other waits and finds the file."""
-    go = threading.Event()
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        started.set()
-        go.wait()
-        WHOLE(handler)
-
-    started = threading.Event()
-    code = (
-        "import sys, pathlib; from harness.data.download import fetch; fetch(sys.argv[1], "
-        "pathlib.Path(sys.argv[2]), md5=sys.argv[3])"
-    )
-    with site(answer) as here:
-        command = [sys.executable, "-c", code, f"{here.address}/{NAME}", str(tmp_path / NAME), MD5]
-        try:
-            with subprocess.Popen(command) as first:
-                assert started.wait(30)
-                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
-                    assert second.stdout is not None
-                    assert (
-                        second.stdout.readline()
-                        == f"Waiting for the process that holds {tmp_path / NAME}.part\n"
-                    )
-                    go.set()
-        finally:
-            go.set()
-        assert (first.returncode, second.returncode) == (0, 0)
-    assert here.asked == [None]
-    assert listing(tmp_path) == [NAME]
-    assert (tmp_path / NAME).read_bytes() == BODY
 
 
 def test_signal(tmp_path: Path) -> None:
@@ -240,48 +126,68 @@ def test_signal(tmp_path: Path) -> None:
 
     with signals.caught(), site(answer) as here, pytest.raises(Interrupted):
         get(here, tmp_path / NAME, silence_s=1)
-    with signals.caught():
-        signals.check()  # the next block begins without the signal
-    assert set(listing(tmp_path)) <= {f"{NAME}.part"}
 
 
-def test_no_folder(tmp_path: Path) -> None:
-    """A folder that cannot be made is a fault of the disk, named with its path."""
+def test_two_processes(tmp_path: Path) -> None:
+    """Of two processes one makes a folder; the other waits and finds it."""
+    code = (
+        "import sys, pathlib; from harness.data.download import make_once\n"
+        "place = pathlib.Path(sys.argv[1])\n"
+        "make_once(place, place.is_dir, lambda part: print('made', input()))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "tree")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as first:
+        while not (tmp_path / "tree.part").exists():
+            assert first.poll() is None
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as second:
+            assert second.stdout is not None
+            assert second.stdout.readline().startswith("Waiting for the process that holds")
+            told, _ = first.communicate("it\n", timeout=30)
+            assert (told, second.communicate(timeout=30)[0]) == ("made it\n", "")
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert listing(tmp_path) == ["tree"]
+
+
+@pytest.mark.parametrize("found", ["nothing", "folder", "file", "half-made"])
+def test_what_is_made_once(tmp_path: Path, found: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What lies in the folder's place gives way, with a warning."""
+    place = tmp_path / "tree"
+    if found == "folder":
+        place.mkdir()
+        (place / "old").touch()
+    if found == "file":
+        place.touch()
+    if found == "half-made":
+        (tmp_path / "tree.part").mkdir()
+        (tmp_path / "tree.part/old").touch()
+    make_once(place, (place / "new").exists, lambda part: (part / "new").touch())
+    make_once(place, (place / "new").exists, lambda part: pytest.fail("made twice"))
+    assert (listing(tmp_path), listing(place)) == (["tree"], ["new"])
+    assert len(caplog.records) == (found in ("folder", "file"))
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    """A fault of the disk is named with the path."""
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(
-        DiskError,
-        match=r"file/things\.tar\.gz\.part: cannot be written: .*; free space or set another",
-    ):
-        fetch("http://127.0.0.1:9/x", tmp_path / "file" / NAME, md5=MD5)
+    with pytest.raises(DiskError, match="file/tree: cannot be written: .*; free space or set"):
+        make_once(tmp_path / "file/tree", lambda: False, lambda part: None)
     assert listing(tmp_path) == ["file"]
 
 
-def test_disk_full(tmp_path: Path) -> None:
-    """A write that fails is a fault of the disk, not of the network: it is not tried again."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with site(WHOLE) as here:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-        try:
-            with pytest.raises(DiskError, match=r"\.part: cannot be written: File too large"):
-                get(here, tmp_path / NAME)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(here.asked) == 1
-    assert listing(tmp_path) == [f"{NAME}.part"]
-
-
-def test_link_in_place_of_part(tmp_path: Path) -> None:
-    """A link where the part would lie is not followed, and gives way."""
-    (tmp_path / "mine").write_bytes(b"mine")
-    (tmp_path / f"{NAME}.part").symlink_to(tmp_path / "mine")
-    with site(WHOLE) as here:
-        get(here, tmp_path / NAME)
-    assert md5_of(tmp_path / NAME) == MD5
-    assert (tmp_path / "mine").read_bytes() == b"mine"
-
-
-def test_exclusive_leaves_nothing(tmp_path: Path) -> None:
-    """A lock without content is gone after its block."""
+def test_a_lock_leaves_nothing_and_gives_way_to_none(tmp_path: Path) -> None:
+    """A lock is gone after its block, and what is no regular file in its place is no hindrance."""
+    os.mkfifo(tmp_path / "lock")
     with exclusive(tmp_path / "lock"):
         assert listing(tmp_path) == ["lock"]
     assert listing(tmp_path) == []
+
+
+def test_a_wait_is_told_and_ends_by_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that waits for a stopped one says so."""
+    monkeypatch.setattr(signals, "_received", [(15, 0.0)])
+    with exclusive(tmp_path / "lock"), pytest.raises(Interrupted), exclusive(tmp_path / "lock"):
+        pytest.fail("two at once")
+    assert f"Waiting for the process that holds {tmp_path}/lock" in capsys.readouterr().out
