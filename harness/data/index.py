@@ -11,10 +11,9 @@ import json
 import os
 import time
 from collections import Counter
-from contextlib import suppress
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,11 +21,11 @@ from harness.data.decode import HEAD_BYTES, reader
 from harness.data.mapped import MappedFile, checksum, in_memory
 from harness.runtime import signals
 from harness.runtime.errors import DataError, listed
-from harness.runtime.files import open_regular, parsed, set_aside, write_whole
+from harness.runtime.files import open_regular, parsed, write_whole
 from harness.runtime.folder import log
 
 # Of the file, and of the rules by which a scan chooses and is trusted: raise it with either.
-_FORMAT = 6
+_FORMAT = 7
 # a folder changed so shortly before its scan may change again without another time of change
 _RACY_NS = 2_000_000_000
 
@@ -48,6 +47,7 @@ class Index:
         folders: the class folders' names, sorted.
         labels: int64 ``[N]``, read-only: the place in ``folders`` of each image's class.
         skipped: how many entries were left out, by reason.
+        watched: the state of each folder by whose change one of the images would show.
     """
 
     def __init__(self, file: MappedFile) -> None:
@@ -57,10 +57,9 @@ class Index:
         self.labels = content[: 8 * count].view(np.int64)
         self._ends = content[8 * count : 16 * count].view(np.int64)
         self._names = content[16 * count : -24 - size]
-        facts: dict[str, Any] = parsed(content[-24 - size : -24].tobytes())
-        self.folders = tuple(map(os.fsencode, facts["folders"]))
-        self.skipped = Counter[str](**facts["skipped"])
-        self._watched: dict[str, list[int]] = facts["watched"]
+        folders, skipped, self.watched = parsed(content[-24 - size : -24].tobytes())
+        self.folders = tuple(map(os.fsencode, folders))
+        self.skipped = Counter[str](skipped)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Index, (self._file,)
@@ -80,15 +79,6 @@ class Index:
         for array in (self.labels, self._ends, self._names):
             found.update(array.data)
         return found.digest()
-
-    def holds(self) -> bool:
-        """Whether every folder is as it was before it was scanned."""
-        try:
-            return all(
-                _folder_state(os.fsencode(path)) == state for path, state in self._watched.items()
-            )
-        except OSError:
-            return False
 
 
 def listing(root: bytes) -> Index:
@@ -118,20 +108,17 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
     place = kept / hashlib.sha256(key).hexdigest()[:32]
     try:
         file = MappedFile(open_regular(place, os.O_RDONLY | os.O_NOFOLLOW))
-        content = np.frombuffer(file.map, np.uint8)[:-8]
         # with the name: a file may have come to another's place
-        if checksum(content, place.name) != int.from_bytes(file.map[-8:], "little"):
+        if _sealed(file.map[:-8], place.name) != file.map[-8:]:
             raise ValueError("its checksum differs")
         index = Index(file)
-        if index.holds():
+        if all(_folder_state(os.fsencode(path)) == state for path, state in index.watched.items()):
             return index
     except FileNotFoundError:
+        # the file, or a folder of the tree
         pass
-    except Exception as error:
-        # what is in a damaged file may raise anything
+    except (OSError, ValueError) as error:
         log.warning("%s: damaged (%s): made again", place, error)
-        with suppress(OSError):
-            set_aside(place)
     racy_ns = time.time_ns() - _RACY_NS
     scan = _Scan(root, limit)
     packed = scan.packed(place.name)
@@ -145,11 +132,16 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
     return Index(in_memory(packed))
 
 
+def _sealed(content: bytes, name: str) -> bytes:
+    """Returns the checksum of the file ``name``."""
+    return checksum(np.frombuffer(content, np.uint8), name).to_bytes(8, "little")
+
+
 class _Scan:
     """One pass over the class folders in ``root``, or if ``flat`` over the images below it.
 
-    Folders' names and images are sorted, the images' paths relative to their folder. Links lead
-    to places in ``root`` or in ``limit``, a real path. ``watched`` has the folders by whose
+    Images are sorted by their paths, which are relative to their class folder. Links lead to places
+    in ``root`` or in ``limit``, a real path. ``watched`` has the folders by whose
     ``_folder_state``, as it was before they were read, a change would show: those of the tree, and
     those that links to images lead to.
 
@@ -164,19 +156,20 @@ class _Scan:
         self._limits = tuple(os.path.join(path, b"") for path in (limit, os.path.realpath(root)))
         self._unreadable: list[bytes] = []
         self._flat = flat
-        self.folders = [b""] * flat
-        for entry in () if flat else self._entries(root):
-            if entry.is_dir(follow_symlinks=False):
-                self.folders.append(entry.name)
-            elif os.path.isdir(entry.path):
-                self.skipped["link to a folder"] += 1
-            else:
-                self.skipped["file beside the class folders"] += 1
-        self.folders.sort()
+        # by their class folder
+        self.images: dict[bytes, list[bytes]] = {}
         if os.path.isfile(root):
-            self.images = [[os.path.basename(root)]]
+            self.images[b""] = [os.path.basename(root)]
+        elif flat:
+            self.images[b""] = self._images(root)
         else:
-            self.images = [self._images(os.path.join(root, folder)) for folder in self.folders]
+            for entry in sorted(self._entries(root), key=attrgetter("name")):
+                if entry.is_dir(follow_symlinks=False):
+                    self.images[entry.name] = self._images(entry.path)
+                else:
+                    is_folder = os.path.isdir(entry.path)
+                    reason = "link to a folder" if is_folder else "file beside the class folders"
+                    self.skipped[reason] += 1
         if self._unreadable:
             names = listed(list(map(os.fsdecode, sorted(self._unreadable))))
             raise DataError(
@@ -185,17 +178,14 @@ class _Scan:
 
     def packed(self, name: str) -> bytes:
         """Returns the content of the index's file ``name``."""
-        names = list(chain.from_iterable(self.images))
-        labels = np.repeat(np.arange(len(self.folders)), list(map(len, self.images)))
-        ends = np.cumsum(list(map(len, names)), dtype=np.int64)
-        facts = json.dumps({
-            "folders": list(map(os.fsdecode, self.folders)),
-            "watched": {os.fsdecode(path): state for path, state in self.watched.items()},
-            "skipped": self.skipped,
-        }).encode()  # fmt: skip
+        names = [*chain.from_iterable(self.images.values())]
+        labels = np.repeat(np.arange(len(self.images)), [*map(len, self.images.values())])
+        ends = np.cumsum([*map(len, names)], dtype=np.int64)
+        watched = {os.fsdecode(path): state for path, state in self.watched.items()}
+        facts = json.dumps([[*map(os.fsdecode, self.images)], self.skipped, watched]).encode()
         sizes = np.array([len(names), len(facts)])
         content = b"".join((labels.tobytes(), ends.tobytes(), *names, facts, sizes.tobytes()))
-        return content + checksum(np.frombuffer(content, np.uint8), name).to_bytes(8, "little")
+        return content + _sealed(content, name)
 
     def _images(self, folder: bytes) -> list[bytes]:
         start = len(os.path.join(folder, b""))
