@@ -41,15 +41,11 @@ class OwnSource:
             length = len(given)
             self._where = given.where
             self._read = given.read
-        if labels.shape != (length,) or not length or not np.issubdtype(labels.dtype, np.integer):
+        if not _are_places(labels, length, len(self.classes)):
             raise ConfigError(
-                f"{where}: its labels are {_kind(labels)}, and its length is {length}; each sample "
-                "must have a label, an integer"
-            )
-        if labels.min() < 0 or labels.max() >= len(self.classes):
-            raise ConfigError(
-                f"{where}: labels from {labels.min()} to {labels.max()} and {len(self.classes)} "
-                "classes; a label is a place in classes, from 0"
+                f"{where}: its labels are {_kind(labels)}, its length is {length}, and it has "
+                f"{len(self.classes)} classes; each sample must have a label, an integer, which is "
+                "a place in classes, from 0"
             )
         self.labels = labels.astype(np.int64)
 
@@ -114,8 +110,7 @@ class OwnDataset:
         # a data set of the user's may raise anything
         with suppress(Exception):
             labels = _targets(self.given)
-            known = labels.dtype.kind in "iu" and labels.shape == (len(self),)
-            if known and 0 <= labels.min() <= labels.max() < len(self.classes):
+            if _are_places(labels, len(self), len(self.classes)):
                 return labels.astype(np.int64)
         return None
 
@@ -149,6 +144,12 @@ class OwnDataset:
         return number
 
 
+def _are_places(labels: np.ndarray, length: int, classes: int) -> bool:
+    """Whether there are ``length`` labels, at least one, each a whole number below ``classes``."""
+    known = labels.dtype.kind in "iu" and labels.shape == (length,) and length
+    return bool(known and 0 <= labels.min() <= labels.max() < classes)
+
+
 def _targets(given: Any) -> np.ndarray:
     """Returns the labels that ``given`` or what it is a part of has; or raises anything."""
     if isinstance(given, torch.utils.data.Subset):
@@ -174,15 +175,15 @@ def open_own(
     tests = data.evaluate is Evaluate.test
     pair = _pair(splits, tests, begin)
     wheres = f"{begin}: the training set", f"{begin}: the {'test' if tests else 'validation'} set"
-    kinds = {hasattr(part, "read") for part in pair}
-    if len(kinds) > 1:
+    are_sources = [hasattr(part, "read") for part in pair]
+    if len({*are_sources}) > 1:
         raise ConfigError(f"{begin}: one set is a source, the other is not; return two of a kind")
     with parts.explained(f"{begin}: its classes cannot be read:"):
         given = [getattr(part, "classes", None) for part in pair]
         of_sets = {_names(classes) for classes in given if classes is not None}
     if len(of_sets) > 1:
         raise ConfigError(f"{begin}: its training and validation set have different classes")
-    if kinds == {True}:
+    if all(are_sources):
         train, val = (
             # sources of ours are known to the arrays and the cache
             part
@@ -262,27 +263,22 @@ def _pixels(image: Any, size: int) -> np.ndarray:
         image = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
     if isinstance(image, torch.Tensor):
         image = image.detach().numpy()
-    if (
-        not isinstance(image, np.ndarray)
-        or image.ndim != 3
-        or image.shape[0] not in (1, 3)
-        or not (image.dtype == np.uint8 or np.issubdtype(image.dtype, np.floating))
-    ):
+    kind = _kind(image)
+    if not isinstance(image, np.ndarray) or image.ndim != 3 or image.shape[0] not in (1, 3):
         raise ValueError(
-            f"it gave {_kind(image)}; it must give an image of PIL's, or a tensor [3, S, S] of "
-            "uint8, or of floats from 0 to 1"
+            f"it gave {kind}; it must give an image of PIL's, or a tensor [3, S, S] of uint8, or "
+            "of floats from 0 to 1"
         )
     if image.shape[1:] != (size, size):
         raise ValueError(
-            f"its image has {image.shape[2]}x{image.shape[1]} pixels; set data.image_size to the "
-            "side that your transforms give"
+            f"its image is {kind}; set data.image_size to the side that your transforms give"
         )
     if image.dtype != np.uint8:
         # so that NaN is refused too
-        if not (image.min() >= 0 and image.max() <= 1):
+        if not (image.dtype.kind == "f" and image.min() >= 0 and image.max() <= 1):
             raise ValueError(
-                f"its values go from {image.min():.3g} to {image.max():.3g}, not 0 to 1; leave "
-                "Normalize to data.mean and data.std"
+                f"its values, {kind} of {image.min():.3g} to {image.max():.3g}, are neither uint8 "
+                "nor floats from 0 to 1; leave Normalize to data.mean and data.std"
             )
         image = np.rint(255 * image)
     return np.broadcast_to(image, (3, size, size)).astype(np.uint8)

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from harness.config import ConfigError, Evaluate
-from harness.data.index import Index, listing, open_index
-from harness.data.mapped import MappedFile, in_memory
+from harness.data.index import listing, open_index
 from harness.runtime.errors import BadSample, DataError, is_out_of_memory, listed, printable
 from harness.runtime.files import read_regular
 from harness.runtime.folder import log
@@ -28,7 +27,10 @@ class Source(Protocol):
     """A data set; ``labels``, int64 ``[N]``, are places in ``classes``, the names."""
 
     classes: tuple[str, ...]
-    labels: np.ndarray
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The labels."""
 
     def __len__(self) -> int: ...
 
@@ -71,30 +73,24 @@ class FolderSource:
             index = open_index(os.fsencode(self.root), limit, cache_root() / "index")
         if is_file:
             self.root = os.path.dirname(self.root)
-        # not a subclass' own: it has nothing of its state yet
-        FolderSource.__setstate__(self, (self.root, index))
+        self.index = index
+        self.classes = tuple(map(os.fsdecode, index.folders))
         left_out = ", ".join(f"{count} {reason}" for reason, count in index.skipped.most_common())
         if left_out:
             log.warning("%s: left out: %s", printable(self.root), left_out)
-        images = np.bincount(self.labels, minlength=len(self.classes))
-        empty = [name for name, count in zip(self.classes, images, strict=True) if not count]
-        if empty or not self.classes:
-            what = "no class folders"
-            if empty:
-                what = f"no images in {listed(empty)}"
-            way_out = "a data set has one folder for each class, with its images"
-            if flat:
-                what = "no images"
-                way_out = "choose another folder, or a file"
-            raise DataError(f"{self.root}: {what} (left out: {left_out or 'nothing'}); {way_out}")
+        filled = {self.classes[label] for label in np.unique(self.labels)}
+        empty = [name for name in self.classes if name not in filled]
+        if empty or not filled:
+            what = f"no images in {listed(empty)}" if any(empty) else "no images"
+            raise DataError(
+                f"{self.root}: {what} (left out: {left_out or 'nothing'}); a data set has one "
+                "folder for each class, with its images; images to predict lie anywhere"
+            )
 
-    def __getstate__(self) -> tuple[str, Index]:
-        return self.root, self.index
-
-    def __setstate__(self, state: tuple[str, Index]) -> None:
-        self.root, self.index = state
-        self.labels = self.index.labels
-        self.classes = tuple(map(os.fsdecode, self.index.folders))
+    @property
+    def labels(self) -> np.ndarray:
+        """The places of the images' folders in ``classes``, int64 ``[N]``, mapped."""
+        return self.index.labels
 
     def __len__(self) -> int:
         return len(self.index)
@@ -171,7 +167,7 @@ class ArraySource:
 
 
 class Subset:
-    """The samples of ``source`` at ``indices``, int64 ``[N]``; workers map the numbers.
+    """The samples of ``source`` at ``indices``, int64 ``[N]``.
 
     Labels are places in ``classes``, which holds all of the source's; None: in the source's own.
     """
@@ -179,21 +175,12 @@ class Subset:
     def __init__(
         self, source: Source, indices: np.ndarray, classes: tuple[str, ...] | None = None
     ) -> None:
-        labels = source.labels[indices]
+        self.source = source
+        self.indices = indices
+        self.labels = source.labels[indices]
+        self.classes = classes or source.classes
         if classes is not None:
-            labels = np.array([classes.index(name) for name in source.classes])[labels]
-        numbers = np.stack([indices, labels]).astype(np.int64)
-        self.__setstate__((source, classes or source.classes, in_memory(numbers.tobytes())))
-
-    def __setstate__(self, state: tuple[Source, tuple[str, ...], MappedFile]) -> None:
-        self.source, self.classes, file = state
-        self._file = file
-        # nothing at all has a byte
-        numbers = np.frombuffer(file.map, np.int64, len(file.map) // 8)
-        self.indices, self.labels = numbers.reshape(2, -1)
-
-    def __getstate__(self) -> tuple[Source, tuple[str, ...], MappedFile]:
-        return self.source, self.classes, self._file
+            self.labels = np.array([classes.index(name) for name in source.classes])[self.labels]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -285,13 +272,10 @@ def open_folder_splits(
         val = FolderSource(held_out, base)
     except DataError as error:
         raise DataError(f"{error}, or {instead}") from error
-    if train.classes != val.classes:
-        only = []
-        for part, other in ((train, val), (val, train)):
-            if names := sorted({*part.classes} - {*other.classes}):
-                only.append(f"only in {part.root}: {listed(names)}")
+    if different := sorted({*train.classes} ^ {*val.classes}):
         raise DataError(
-            f"the training and the validation set have different classes: {'; '.join(only)}"
+            "the training and the validation set have different classes: only one of "
+            f"{kept} and {held_out} has {listed(different)}"
         )
     return train, val
 
@@ -341,22 +325,23 @@ def open_evaluated(
         ConfigError: ``split_fraction`` has no effect.
     """
     base, sets = _sets(root, split_fraction)
-    name = "validation images" if evaluate is Evaluate.val and "val" in sets else "test images"
     folder = sets.get(evaluate.name, sets.get("test"))
-    if folder is None and evaluate is Evaluate.test:
+    name = "validation images"
+    source: Source
+    if folder is not None:
+        source = FolderSource(folder, base)
+        if folder != sets.get("val"):
+            name = "test images"
+    elif evaluate is Evaluate.test:
         raise DataError(
             f"data.evaluate=test: {base} has no folder test; name the folder of the test images "
             "with data.root=FOLDER"
         )
-    source: Source
-    if folder is None:
-        name = "images"
-        source = FolderSource(base)
-        if split_fraction is not None:
-            name = "validation images"
-            source = split(source, split_fraction, seed)[1]
+    elif split_fraction is not None:
+        source = split(FolderSource(base), split_fraction, seed)[1]
     else:
-        source = FolderSource(folder, base)
+        source = FolderSource(base)
+        name = "images"
     if classes and source.classes != classes:
         if unknown := sorted({*source.classes} - {*classes}):
             raise DataError(

@@ -3,22 +3,19 @@
 The cuts are those of torchvision's transforms; the random numbers come from the caller.
 
 There is one resize: bilinear or bicubic, antialiased as Pillow's, from a part of an image into a
-batch. It is the kernel of torch's ``interpolate``, given its result's memory: the private name
-saves a copy, the public one serves where it is missing. On ``[H, W, 3]`` in order the kernel runs
-in the thread that calls it and without the interpreter lock. All other copies are numpy's, for
-torch would begin a team of threads for each thread that decodes.
+batch. It is the kernel of torch's ``interpolate``, given its result's memory. On ``[H, W, 3]`` in
+order the kernel runs in the thread that calls it and without the interpreter lock. All other copies
+are numpy's, for torch would begin a team of threads for each thread that decodes.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from harness.config import AugmentConfig, DataConfig
 from harness.runtime.seeding import SampleRng
@@ -26,6 +23,12 @@ from harness.watch.stages import Lap
 
 # left, top, width and height in pixels
 Box = tuple[int, int, int, int]
+
+# private, for only they can be given their result's memory
+_KERNELS = {
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
+    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
+}
 
 
 def random_crop_box(
@@ -187,24 +190,10 @@ def resized(
 
 def _resize(pixels: np.ndarray, out: np.ndarray, interpolation: str) -> None:
     """Writes ``pixels``, resized, into ``out``, uint8 ``[H, W, 3]`` in order."""
-    # in order, as the kernel needs them, and writable, or torch warns
-    source = _planes(np.require(pixels, requirements=("C", "W")))
-    target = _planes(out)
-    kernel = _kernel(interpolation)
-    if kernel is not None:
-        kernel(source, target.shape[2:], False, None, None, out=target)
-    else:
-        result = F.interpolate(source, target.shape[2:], mode=interpolation, antialias=True)
-        target.numpy()[...] = result.numpy()
-
-
-def _planes(pixels: np.ndarray) -> torch.Tensor:
-    # numpy turns axes in a third of torch's time
-    return torch.from_numpy(pixels.transpose(2, 0, 1)[None])
-
-
-@cache
-def _kernel(interpolation: str) -> Any:
-    """Returns the kernel that is given its result's memory; None: torch has none of that name."""
-    kernel = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa", None)
-    return getattr(kernel, "out", None)
+    # In order, as the kernel needs them, and writable, or torch warns. numpy turns axes in a third
+    # of torch's time.
+    source, target = (
+        torch.from_numpy(array.transpose(2, 0, 1)[None])
+        for array in (np.require(pixels, requirements=("C", "W")), out)
+    )
+    _KERNELS[interpolation](source, target.shape[2:], False, None, None, out=target)

@@ -123,12 +123,6 @@ def test_the_first_frame_of_an_animation() -> None:
     assert (pixels(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])) == RED).all()
 
 
-def test_jpeg_pixels_are_pillows() -> None:
-    """Reading past Pillow's own front door changes nothing."""
-    data = encoded(photo(), "JPEG", quality=80)
-    assert (pixels(data) == np.asarray(Image.open(io.BytesIO(data)))).all()
-
-
 def over(colour: tuple[int, int, int], alpha: float) -> np.ndarray:
     return np.array(colour) * alpha + np.array(OPTIONS.background) * (1 - alpha)
 
@@ -146,61 +140,55 @@ def two(mode: str, first: Any, second: Any) -> Image.Image:
     return image
 
 
-@pytest.mark.parametrize(
-    ("data", "first", "second"),
-    [
-        (encoded(two("L", 7, 200), "PNG"), (7,) * 3, (200,) * 3),
-        (encoded(two("1", 0, 1), "PNG"), (0,) * 3, (255,) * 3),
-        (encoded(two("1", 0, 1), "TIFF"), (0,) * 3, (255,) * 3),
-        (palette(0), OPTIONS.background, GREEN),
-        (palette(bytes([255, 128])), RED, over(GREEN, 128 / 255)),
-        (
-            encoded(two("RGBA", (*RED, 0), (*GREEN, 51)), "PNG"),
-            OPTIONS.background,
-            over(GREEN, 0.2),
-        ),
-        (encoded(two("LA", (100, 255), (100, 0)), "PNG"), (100,) * 3, OPTIONS.background),
-        (encoded(two("PA", (0, 255), (0, 0)), "TIFF"), (0,) * 3, OPTIONS.background),
-        (encoded(two("RGB", RED, GREEN), "PNG", transparency=GREEN), RED, OPTIONS.background),
-        (encoded(two("L", 7, 200), "PNG", transparency=7), OPTIONS.background, (200,) * 3),
-        (
-            encoded(two("RGBA", (*RED, 0), (*GREEN, 255)), "WEBP", lossless=True),
-            OPTIONS.background,
-            GREEN,
-        ),
-        (encoded(two("CMYK", (0, 255, 255, 0), (0, 0, 0, 255)), "TIFF"), RED, (0, 0, 0)),
-        (encoded(two("YCbCr", (76, 85, 255), (255, 128, 128)), "TIFF"), RED, (255,) * 3),
-        (b"P1 2 1 0 1", (255,) * 3, (0,) * 3),
-        (
-            png(2, 1, 16, 2, b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 65535, 32896)),
-            RED,
-            (0, 255, 128),
-        ),
-        (
-            png(2, 1, 16, 4, b"\0" + struct.pack(">4H", 32896, 65535, 9, 0)),
-            (128,) * 3,
-            OPTIONS.background,
-        ),
-    ],
-    ids=[
-        "grey",
-        "one bit PNG",
-        "one bit TIFF",
-        "palette, one colour clear",
-        "palette with alpha",
-        "RGBA",
-        "grey alpha",
-        "palette alpha TIFF",
-        "RGB, one colour clear",
-        "grey, one value clear",
-        "RGBA WebP",
-        "CMYK TIFF",
-        "YCbCr TIFF",
-        "bitmap PBM",
-        "16-bit RGB",
-        "16-bit grey alpha",
-    ],
-)
+MODES: dict[str, Any] = {
+    "grey": (encoded(two("L", 7, 200), "PNG"), (7,) * 3, (200,) * 3),
+    "one bit PNG": (encoded(two("1", 0, 1), "PNG"), (0,) * 3, (255,) * 3),
+    "one bit TIFF": (encoded(two("1", 0, 1), "TIFF"), (0,) * 3, (255,) * 3),
+    "palette, one colour clear": (palette(0), OPTIONS.background, GREEN),
+    "palette with alpha": (palette(bytes([255, 128])), RED, over(GREEN, 128 / 255)),
+    "RGBA": (
+        encoded(two("RGBA", (*RED, 0), (*GREEN, 51)), "PNG"),
+        OPTIONS.background,
+        over(GREEN, 0.2),
+    ),
+    "grey alpha": (encoded(two("LA", (100, 255), (100, 0)), "PNG"), (100,) * 3, OPTIONS.background),
+    "palette alpha TIFF": (
+        encoded(two("PA", (0, 255), (0, 0)), "TIFF"),
+        (0,) * 3,
+        OPTIONS.background,
+    ),
+    "RGB, one colour clear": (
+        encoded(two("RGB", RED, GREEN), "PNG", transparency=GREEN),
+        RED,
+        OPTIONS.background,
+    ),
+    "grey, one value clear": (
+        encoded(two("L", 7, 200), "PNG", transparency=7),
+        OPTIONS.background,
+        (200,) * 3,
+    ),
+    "RGBA WebP": (
+        encoded(two("RGBA", (*RED, 0), (*GREEN, 255)), "WEBP", lossless=True),
+        OPTIONS.background,
+        GREEN,
+    ),
+    "CMYK TIFF": (encoded(two("CMYK", (0, 255, 255, 0), (0, 0, 0, 255)), "TIFF"), RED, (0, 0, 0)),
+    "YCbCr TIFF": (encoded(two("YCbCr", (76, 85, 255), (255, 128, 128)), "TIFF"), RED, (255,) * 3),
+    "bitmap PBM": (b"P1 2 1 0 1", (255,) * 3, (0,) * 3),
+    "16-bit RGB": (
+        png(2, 1, 16, 2, b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 65535, 32896)),
+        RED,
+        (0, 255, 128),
+    ),
+    "16-bit grey alpha": (
+        png(2, 1, 16, 4, b"\0" + struct.pack(">4H", 32896, 65535, 9, 0)),
+        (128,) * 3,
+        OPTIONS.background,
+    ),
+}
+
+
+@pytest.mark.parametrize(("data", "first", "second"), MODES.values(), ids=MODES)
 def test_every_mode_gives_its_colours(data: bytes, first: Any, second: Any) -> None:
     """Every mode gives eight-bit RGB, transparency over the set background."""
     assert np.abs(pixels(data)[0] - np.array([first, second])).max() <= 2
@@ -234,19 +222,20 @@ def test_four_channel_jpegs_keep_their_colours(data: bytes) -> None:
     assert np.abs(pixels(data) - np.array(RED)).max() <= 3
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        encoded(Image.fromarray(GREY), "PNG"),
-        encoded(Image.fromarray(GREY), "TIFF"),
-        encoded(Image.frombytes("I;16B", (3, 1), GREY.astype(">u2").tobytes()), "TIFF"),
-        encoded(Image.fromarray(GREY.astype(np.int32)), "TIFF"),
-        b"P5 3 1 65535\n" + GREY.astype(">u2").tobytes(),
-        b"P5 3 1 1000\n" + np.array([0, 500, 1000], ">u2").tobytes(),
-        encoded(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
-    ],
-    ids=["PNG", "TIFF", "big-endian TIFF", "32-bit TIFF", "PGM", "PGM up to 1000", "float TIFF"],
-)
+DEEP: dict[str, Any] = {
+    "PNG": encoded(Image.fromarray(GREY), "PNG"),
+    "TIFF": encoded(Image.fromarray(GREY), "TIFF"),
+    "big-endian TIFF": encoded(
+        Image.frombytes("I;16B", (3, 1), GREY.astype(">u2").tobytes()), "TIFF"
+    ),
+    "32-bit TIFF": encoded(Image.fromarray(GREY.astype(np.int32)), "TIFF"),
+    "PGM": b"P5 3 1 65535\n" + GREY.astype(">u2").tobytes(),
+    "PGM up to 1000": b"P5 3 1 1000\n" + np.array([0, 500, 1000], ">u2").tobytes(),
+    "float TIFF": encoded(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("data", DEEP.values(), ids=DEEP)
 def test_deep_greys_are_scaled(data: bytes) -> None:
     """Black, mid-grey and white of 16 bits, 32 bits and fractions stay what they are."""
     assert (pixels(data)[0] == np.array([[0], [128], [255]])).all()
@@ -355,51 +344,36 @@ def cut(data: bytes, count: int) -> bytes:
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
 
 
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        (b"", "empty file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
-        (bytes(65536), "not an image of a supported format (JPEG, PNG, WebP, BMP, TIFF, GIF, PPM)"),
-        (b"<html>not found</html>", "not an image of a supported format"),
-        (EPS, "not an image of a supported format"),
-        (b"%PDF-1.4", "not an image of a supported format"),
-        (zlib.compress(encoded(photo(), "JPEG")), "not an image of a supported format"),
-        (
-            cut(encoded(photo(), "JPEG"), 2),
-            "damaged: the decoder reported missing data (Premature end of JPEG file)",
-        ),
-        (
-            cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000),
-            "Premature end of JPEG file",
-        ),
-        (cut(encoded(photo(), "PNG"), 2000), "truncated file"),
-        (encoded(photo(), "JPEG")[:10], ""),
-        (encoded(photo(), "TIFF")[:4], ""),
-        (b"BM", ""),
-        (b"GIF89a", ""),
-        (b"P6 9 9 255\n", "truncated file"),
-        (b"RIFF\0\0\0\0WEBP", ""),
-    ],
-    ids=[
-        "empty",
-        "lfs",
-        "zeros",
-        "html",
-        "eps",
-        "pdf",
-        "zlib",
-        "jpeg short of two bytes",
-        "progressive jpeg cut",
-        "png cut",
-        "jpeg header",
-        "tiff header",
-        "bmp header",
-        "gif header",
-        "ppm header",
-        "webp header",
-    ],
-)
+BAD: dict[str, Any] = {
+    "empty": (b"", "empty file"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+    "zeros": (
+        bytes(65536),
+        "not an image of a supported format (JPEG, PNG, WebP, BMP, TIFF, GIF, PPM)",
+    ),
+    "html": (b"<html>not found</html>", "not an image of a supported format"),
+    "eps": (EPS, "not an image of a supported format"),
+    "pdf": (b"%PDF-1.4", "not an image of a supported format"),
+    "zlib": (zlib.compress(encoded(photo(), "JPEG")), "not an image of a supported format"),
+    "jpeg short of two bytes": (
+        cut(encoded(photo(), "JPEG"), 2),
+        "damaged: the decoder reported missing data (Premature end of JPEG file)",
+    ),
+    "progressive jpeg cut": (
+        cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000),
+        "Premature end of JPEG file",
+    ),
+    "png cut": (cut(encoded(photo(), "PNG"), 2000), "truncated file"),
+    "jpeg header": (encoded(photo(), "JPEG")[:10], ""),
+    "tiff header": (encoded(photo(), "TIFF")[:4], ""),
+    "bmp header": (b"BM", ""),
+    "gif header": (b"GIF89a", ""),
+    "ppm header": (b"P6 9 9 255\n", "truncated file"),
+    "webp header": (b"RIFF\0\0\0\0WEBP", ""),
+}
+
+
+@pytest.mark.parametrize(("data", "text"), BAD.values(), ids=BAD)
 def test_bad_bytes_are_bad_samples(data: bytes, text: str) -> None:
     """Damage and strangers are refused in words, by the file's escaped name."""
     assert text in reason(data)
@@ -417,25 +391,24 @@ def test_a_text_bomb_in_a_png_is_refused() -> None:
     assert "cannot be decoded" in reason(png(1, 1, 8, 0, b"\0\0", extra=chunk))
 
 
-@pytest.mark.parametrize(
-    ("data", "limit", "text"),
-    [
-        (
-            png(60000, 60000, 8, 2, b""),
-            178_956_970,
-            "60000x60000 pixels, more than data.max_pixels=178956970",
-        ),
-        (png(15000, 15000, 8, 2, b""), 178_956_970, "15000x15000 pixels"),
-        (b"P6 12000 12000 255\n", 100_000_000, "12000x12000 pixels"),
-        (
-            encoded(photo(96, 64), "JPEG"),
-            96 * 64 - 1,
-            "96x64 pixels, more than data.max_pixels=6143",
-        ),
-        (encoded(photo(96, 64), "WEBP"), 1000, "96x64 pixels"),
-    ],
-    ids=["claims 60000", "claims 15000", "beyond Pillow's warning", "own limit", "webp"],
-)
+LARGE: dict[str, Any] = {
+    "claims 60000": (
+        png(60000, 60000, 8, 2, b""),
+        178_956_970,
+        "60000x60000 pixels, more than data.max_pixels=178956970",
+    ),
+    "claims 15000": (png(15000, 15000, 8, 2, b""), 178_956_970, "15000x15000 pixels"),
+    "beyond Pillow's warning": (b"P6 12000 12000 255\n", 100_000_000, "12000x12000 pixels"),
+    "own limit": (
+        encoded(photo(96, 64), "JPEG"),
+        96 * 64 - 1,
+        "96x64 pixels, more than data.max_pixels=6143",
+    ),
+    "webp": (encoded(photo(96, 64), "WEBP"), 1000, "96x64 pixels"),
+}
+
+
+@pytest.mark.parametrize(("data", "limit", "text"), LARGE.values(), ids=LARGE)
 def test_too_many_pixels_are_refused_unread(data: bytes, limit: int, text: str) -> None:
     """The header is enough to refuse an image, without a warning of Pillow's."""
     assert text in reason(data, DecodeOptions(max_pixels=limit))
@@ -531,15 +504,6 @@ def test_sides_of_a_webp_are_known(options: dict[str, Any]) -> None:
     assert "96x64 pixels" in reason(data, DecodeOptions(max_pixels=96 * 64 - 1))
 
 
-def test_forty_megapixels_are_decoded() -> None:
-    """The largest photographs of today's cameras are within the default limit."""
-    assert pixels(encoded(Image.new("L", (8000, 5000)), "JPEG"), DecodeOptions()).shape == (
-        5000,
-        8000,
-        3,
-    )
-
-
 def cut_with_an_end(image: Image.Image, **options: Any) -> bytes:
     data = encoded(image, "JPEG", **options)
     return data[: len(data) * 2 // 3] + b"\xff\xd9"
@@ -574,15 +538,6 @@ def test_a_jpeg_with_a_few_bytes_too_many_is_whole(at: int, upright: bool) -> No
     ).all()
 
 
-def test_the_limit_itself_is_allowed() -> None:
-    """An image of exactly max_pixels is decoded."""
-    assert pixels(encoded(photo(96, 64), "JPEG"), DecodeOptions(max_pixels=96 * 64)).shape == (
-        64,
-        96,
-        3,
-    )
-
-
 @pytest.mark.filterwarnings("error")
 def test_large_images_within_the_limit_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between Pillow's limit and the user's, nothing warns."""
@@ -592,13 +547,6 @@ def test_large_images_within_the_limit_do_not_warn(monkeypatch: pytest.MonkeyPat
         96,
         3,
     )
-
-
-def test_a_missing_limit_of_pillows_stays_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that took Pillow's limit away does not get it back."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    decode(encoded(photo(), "PNG"), OPTIONS)
-    assert Image.MAX_IMAGE_PIXELS is None
 
 
 def test_ghostscript_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,134 +308,99 @@ class Half(Rows):
         return super().__getattribute__(name)
 
 
-@pytest.mark.parametrize(
-    ("splits", "settings", "error"),
-    [
-        pytest.param(
-            None,
-            {},
-            "returned NoneType; it must return two sets, training and validation",
-            id="nothing",
-        ),
-        pytest.param((Rows(),), {}, "returned 1 values; it must return two sets", id="one set"),
-        pytest.param(
-            (Rows(), Drawn()), {}, "one set is a source, the other is not", id="of two kinds"
-        ),
-        pytest.param(
-            (Half(), Rows()),
-            {},
-            "the training set: a source has classes, labels, length, where and read: "
-            "AttributeError: where",
-            id="half",
-        ),
-        pytest.param(
-            (Rows(), Rows([0.5, 1, 1, 1])),
-            {},
-            "the validation set: its labels are float64",
-            id="odd labels",
-        ),
-        pytest.param(
-            (Rows([1, 2, 1, 2]), Rows()), {}, "labels from 1 to 2 and 2 classes", id="labels from 1"
-        ),
-        pytest.param(
-            (Drawn(), 3),
-            {},
-            "must be a source, or have __len__ and __getitem__: TypeError: object of type 'int'",
-            id="a number",
-        ),
-        pytest.param((Drawn(), Drawn(length=0)), {}, "the validation set is empty", id="empty"),
-        pytest.param(
-            (Classless(), Rows()),
-            {},
-            "the training set: a source has classes, labels, .*: TypeError: 'NoneType' object is",
-            id="no classes",
-        ),
-        pytest.param(
-            (Rows(), Rows([[0], [0, 1]])),
-            {},
-            "the validation set: a source has classes, labels, .*: ValueError: setting an array",
-            id="ragged labels",
-        ),
-        pytest.param(
-            (Longer(), Rows()),
-            {},
-            r"the training set: its labels are int64 \[4\], and its length is 5; each sample",
-            id="longer",
-        ),
-        pytest.param(
-            (Drawn(label=0.5), Drawn()),
-            {},
-            "the training set, sample 0: its label is 0.5, not a whole number from 0 to 1",
-            id="half a label",
-        ),
-        pytest.param(
-            (Unnamed(), Drawn()),
-            {},
-            "its classes cannot be read: TypeError: 'NoneType' object is not iterable",
-            id="classes of none",
-        ),
-        pytest.param(
-            (Unordered(), Rows()),
-            {},
-            "its classes cannot be read: TypeError: of type ",
-            id="unordered source",
-        ),
-        pytest.param(
-            (Texted(), Drawn()),
-            {},
-            "its classes cannot be read: TypeError: of type str; make them a list",
-            id="classes in a text",
-        ),
-        pytest.param(
-            (Endless(), Drawn()),
-            {},
-            "the training set must be a source, or have __len__ .*: TypeError: unknown",
-            id="endless",
-        ),
-        pytest.param(
-            (Drawn(length=-1), Drawn()),
-            {},
-            "the training set must be a source, or have __len__ .*: ValueError: __len__",
-            id="negative length",
-        ),
-        pytest.param(
-            (Nameless(), Drawn()),
-            {},
-            "the training set has no classes; give it an attribute classes",
-            id="nameless",
-        ),
-        pytest.param(
-            (Drawn(torch.zeros(3, 9, 8)), Drawn()),
-            {},
-            "sample 0: its image has 8x9 pixels; set data.image_size",
-            id="size",
-        ),
-        pytest.param(
-            (Drawn(torch.full((3, 8, 8), -2.0)), Drawn()),
-            {},
-            "from -2 to -2, not 0 to 1; leave Normalize",
-            id="normalised",
-        ),
-        pytest.param(
-            (Drawn(torch.zeros(8, 8)), Drawn()),
-            {},
-            r"sample 0: it gave float32 \[8, 8\]; it must give",
-            id="flat",
-        ),
-        pytest.param(
-            (Drawn(label=2), Drawn()),
-            {},
-            "its label is 2, not a whole number from 0 to 1",
-            id="label",
-        ),
-        pytest.param(
-            (Drawn(KeyError("k")), Drawn()),
-            {},
-            r"sample 0: KeyError: 'k' \(.*test_own.py:",
-            id="raises",
-        ),
-    ],
-)
+MISTAKES: dict[str, Any] = {
+    "nothing": (None, {}, "returned NoneType; it must return two sets, training and validation"),
+    "one set": ((Rows(),), {}, "returned 1 values; it must return two sets"),
+    "of two kinds": ((Rows(), Drawn()), {}, "one set is a source, the other is not"),
+    "half": (
+        (Half(), Rows()),
+        {},
+        "the training set: a source has classes, labels, length, where and read: "
+        "AttributeError: where",
+    ),
+    "odd labels": (
+        (Rows(), Rows([0.5, 1, 1, 1])),
+        {},
+        "the validation set: its labels are float64",
+    ),
+    "labels from 1": ((Rows([1, 2, 1, 2]), Rows()), {}, "its labels are .* 2 classes"),
+    "a number": (
+        (Drawn(), 3),
+        {},
+        "must be a source, or have __len__ and __getitem__: TypeError: object of type 'int'",
+    ),
+    "empty": ((Drawn(), Drawn(length=0)), {}, "the validation set is empty"),
+    "no classes": (
+        (Classless(), Rows()),
+        {},
+        "the training set: a source has classes, labels, .*: TypeError: 'NoneType' object is",
+    ),
+    "ragged labels": (
+        (Rows(), Rows([[0], [0, 1]])),
+        {},
+        "the validation set: a source has classes, labels, .*: ValueError: setting an array",
+    ),
+    "longer": (
+        (Longer(), Rows()),
+        {},
+        r"the training set: its labels are int64 \[4\], its length is 5",
+    ),
+    "half a label": (
+        (Drawn(label=0.5), Drawn()),
+        {},
+        "the training set, sample 0: its label is 0.5, not a whole number from 0 to 1",
+    ),
+    "classes of none": (
+        (Unnamed(), Drawn()),
+        {},
+        "its classes cannot be read: TypeError: 'NoneType' object is not iterable",
+    ),
+    "unordered source": (
+        (Unordered(), Rows()),
+        {},
+        "its classes cannot be read: TypeError: of type ",
+    ),
+    "classes in a text": (
+        (Texted(), Drawn()),
+        {},
+        "its classes cannot be read: TypeError: of type str; make them a list",
+    ),
+    "endless": (
+        (Endless(), Drawn()),
+        {},
+        "the training set must be a source, or have __len__ .*: TypeError: unknown",
+    ),
+    "negative length": (
+        (Drawn(length=-1), Drawn()),
+        {},
+        "the training set must be a source, or have __len__ .*: ValueError: __len__",
+    ),
+    "nameless": (
+        (Nameless(), Drawn()),
+        {},
+        "the training set has no classes; give it an attribute classes",
+    ),
+    "size": (
+        (Drawn(torch.zeros(3, 9, 8)), Drawn()),
+        {},
+        r"sample 0: its image is .*; set data.image_size",
+    ),
+    "normalised": (
+        (Drawn(torch.full((3, 8, 8), -2.0)), Drawn()),
+        {},
+        "of -2 to -2, .*; leave Normalize",
+    ),
+    "flat": (
+        (Drawn(torch.zeros(8, 8)), Drawn()),
+        {},
+        r"sample 0: it gave float32 \[8, 8\]; it must give",
+    ),
+    "label": ((Drawn(label=2), Drawn()), {}, "its label is 2, not a whole number from 0 to 1"),
+    "raises": ((Drawn(KeyError("k")), Drawn()), {}, r"sample 0: KeyError: 'k' \(.*test_own.py:"),
+}
+
+
+@pytest.mark.parametrize(("splits", "settings", "error"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_line(
     opened: Callable[..., Splits], splits: Any, settings: dict[str, Any], error: str
 ) -> None:

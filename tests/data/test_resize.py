@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from pictures import noise
 from PIL import Image
 from torchvision.transforms.v2 import functional as tvf
 
-from harness.data import transforms
 from harness.data.transforms import Box, resize_into, resized
 
 SIDE = 48
@@ -169,28 +167,6 @@ def test_pixels_of_the_size_are_returned_as_they_are() -> None:
     pixels = noise(30, 20)
     assert resized(pixels, 30, 20) is pixels
     assert resized(pixels, 20, 30).shape == (30, 20, 3)
-
-
-@pytest.mark.parametrize("interpolation", FILTERS)
-def test_the_public_function_serves_where_there_is_no_private_one(
-    interpolation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A torch without the private kernel costs a copy and changes no pixel."""
-
-    def made() -> list[np.ndarray]:
-        return [
-            written(noise(90, 70), box, flip, None, interpolation)
-            for box in BOXES
-            for flip in (False, True)
-        ]
-
-    with monkeypatch.context() as patch:
-        # the private one is what serves here
-        patch.setattr(transforms, "F", None)
-        expected = made()
-    monkeypatch.setattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa", SimpleNamespace())
-    monkeypatch.setattr(transforms, "_kernel", transforms._kernel.__wrapped__)
-    assert np.array_equal(made(), expected)
 
 
 def threads_begun(act: Callable[[], object]) -> set[str]:
