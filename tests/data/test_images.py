@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from photographs import photograph
+from pictures import photograph
 from samples import eval_transform, numbers
 
 from harness.data.decode import DecodeOptions

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import simplejpeg
 from oddities import flip_bits
-from photographs import NAMES, photograph
+from pictures import NAMES, photograph
 from PIL import Image
 
 from harness.data.decode import decode_jpeg

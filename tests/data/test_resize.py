@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from photographs import NAMES, photograph
-from pictures import noise
+from pictures import NAMES, noise, photograph
 from PIL import Image
 from torchvision.transforms.v2 import functional as tvf
 

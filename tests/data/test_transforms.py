@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from photographs import NAMES, photograph
-from pictures import noise
+from pictures import NAMES, noise, photograph
 from PIL import Image
 
 pytest.importorskip("scipy", reason="needs scipy (uv sync)")

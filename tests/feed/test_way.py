@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from photographs import photograph
+from pictures import photograph
 
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset

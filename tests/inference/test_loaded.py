@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ran
-from photographs import photograph
+from pictures import photograph
 from PIL import Image
 from torch import nn
 

@@ -1,27 +1,49 @@
-"""The GPU check: what it keeps of parts that end badly, and of itself when it is killed.
-
-The parts are stubs.
-"""
+"""The GPU check on an emulated GPU and on a CPU, and what it keeps however a part ends."""
 
 from __future__ import annotations
 
-import importlib.util
+import io
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from emulator import EmulatedDevice, emulated
+from PIL import Image
 from samples import comes_true
 
-from scripts import gpu_check, gpu_parts
+from harness.feed.prefetcher import DataPrefetcher
+from harness.runtime import accelerator
+from scripts import (
+    bench_pinned_copy,
+    differential,
+    gpu_check,
+    gpu_feeds,
+    gpu_loaders,
+    gpu_overlap,
+    gpu_parts,
+    gpu_unsettled,
+)
+from scripts.bench_loop import make_batches
 from scripts.gpu_check import DEADLINE_S, GROUPS, Findings, missing, scrubbed
+from scripts.gpu_options import Options, Row
 
+# of torchvision, where TorchCodec is missing; of torch's pinning thread, whose worker was killed
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The image decoding:DeprecationWarning",
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+)
+CPU = torch.device("cpu")
+TESTS = Path(__file__).parents[1]
 ROWS = 20
 SECRET = "s3cr3t-of-the-environment"
 STUB = f"""
@@ -34,29 +56,148 @@ part = sys.argv[1]
 say(machine={{"cpu": "made up"}})
 for number in range({ROWS}):
     say(row={{"number": number}})
-    time.sleep(0.005)
-if part.startswith("fine"):
-    say(ok="all")
-elif part == "wrong":
+if part == "wrong":
     say(wrong="off by 2")
-    say(ok="ran")
 elif part == "crash":
     os.kill(os.getpid(), signal.SIGSEGV)
-elif part == "chatty":
-    os.write(1, b"no JSON at all\\n")
+elif part == "fails":
     sys.exit("no /home/somebody/file for {SECRET}")
-elif part == "hang":
+elif part == "hangs":
     beside = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     pathlib.Path("PLACE").write_text(f"{{beside.pid}} {{os.getpid()}}")
     time.sleep(600)
+say(ok="all")
 """
+
+
+class DeviceStep:
+    """A step that keeps the device busy for so long."""
+
+    def __init__(self, seconds: float, *_: object) -> None:
+        self.seconds = seconds
+        self.model = torch.nn.Identity()
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        own = accelerator.of("cpu")
+        own.delay(self.seconds) if own.has_streams else time.sleep(self.seconds)
+
+    def forget(self) -> None:
+        return None
+
+    read = forget
+
+
+def run_here(
+    arguments: Sequence[str], limit_s: float, cores: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """In place of a process: a loader's run in this one, or a report of ``train.py``."""
+    said = io.StringIO()
+    if arguments[0].endswith("train.py"):
+        folder = Path(arguments[-1].partition("=")[2])
+        folder.mkdir(parents=True, exist_ok=True)
+        report = {
+            "images_per_s": 100.0, "step_ms": {"median": 1.0, "p95": 2.0}, "stall_fraction": 0.0,
+            "data_wait_fraction": 0.0, "loader": {"num_workers": 1, "pin_memory": True},
+        }  # fmt: skip
+        (folder / "report.json").write_text(json.dumps(report))
+        (folder / "tuning.json").write_text(json.dumps({"demand": {"images_per_s": 300.0}}))
+    elif arguments[1] in ("SPDL", "DALI"):
+        return subprocess.CompletedProcess(arguments, 3, "", "no such thing")
+    else:
+        with redirect_stdout(said):
+            gpu_loaders.main([*arguments[1:], "--batch-size=4", "--model=small", "--seconds=0"])
+    return subprocess.CompletedProcess(arguments, 0, said.getvalue(), "")
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little to load, to copy and to measure; a step is the device's alone."""
+    for module in (gpu_parts, gpu_unsettled, gpu_feeds):
+        monkeypatch.setattr(
+            module, "make_batches", lambda count, size, side, pin: make_batches(count, 2, 16, pin)
+        )
+    for module, step_s in ((gpu_parts, 4e-3), (gpu_feeds, 0.1), (gpu_loaders, 1e-3)):
+        monkeypatch.setattr(module, "Step", partial(DeviceStep, step_s))
+        monkeypatch.setattr(module, "make_state", lambda *_: None)
+    for where, values in {
+        Options: {"scaled": lambda self, full, little: little},
+        gpu_parts: {"_run": run_here},
+        gpu_loaders: {
+            "peers": lambda: list(gpu_loaders.LOADERS)[3:], "_WARM": 1, "_READ_STEPS": 1,
+        },
+        gpu_loaders.workers: {"start_server": lambda *_: None},
+        gpu_loaders.seeding: {"seed_everything": lambda seed: None},
+        gpu_feeds: {"_SETTLE_S": 0.02, "THREADS": 2, "CORES": (1,)},
+        bench_pinned_copy: {"WORK_SIDE": 16, "MIB": 2**10},
+        differential: {"LOADS": ((0.5, 0.0),), "_ROUNDS": 1},
+        gpu_unsettled: {
+            "_CALLS": 5, "_LAUNCHES": 50, "_PREFETCHERS": 2, "BUSY_S": 1e-3, "_MIB": 2**10,
+        },
+    }.items():  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setattr(where, name, value)
+
+
+def answers(part: str, place: Path) -> list[Row]:
+    """All that a part says on the device at hand."""
+    said: list[Row] = []
+    gpu_parts.answer_for(part, Options(CPU, True, place, time.monotonic() + 200), said.append)
+    return said
+
+
+@pytest.mark.parametrize("part", sorted(gpu_parts.PARTS.keys() - {"conformance", "pytest"}))
+def test_a_part_runs_on_an_emulated_gpu(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little: None
+) -> None:
+    """It measures something, to its end."""
+    with emulated(EmulatedDevice(), monkeypatch):
+        said = answers(part, tmp_path)
+    assert list(said[-1]) == ["ok"] and any("row" in answer for answer in said), said
+    assert json.dumps(gpu_parts.plain(said))
+
+
+@pytest.mark.parametrize("part", ["elapsed", "prefetcher", "copies", "stall", "demand", "feeds"])
+def test_without_a_gpu_a_part_does_what_a_cpu_can(part: str, tmp_path: Path, little: None) -> None:
+    assert list(answers(part, tmp_path)[-1]) == ["skipped" if part == "elapsed" else "ok"]
+
+
+@pytest.mark.parametrize("slow", ["copy", "step"])
+def test_right_values_pass_and_wrong_ones_do_not(
+    slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The race check names the slow side of a prefetcher that gives other values."""
+    assert gpu_overlap.wrong_values(CPU, slow) == []
+    monkeypatch.setattr(
+        gpu_overlap,
+        "DataPrefetcher",
+        lambda *a, **k: ((i + (i.max() == 7), n) for i, n in DataPrefetcher(*a, **k)),
+    )
+    assert gpu_overlap.wrong_values(CPU, slow)
+
+
+def test_a_loader_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], little: None
+) -> None:
+    """A network trains on nvJPEG's loader; the last line is the rate, as JSON."""
+    ramp = np.broadcast_to(np.linspace(0, 60, 80)[None, :, None], (60, 80, 3)).astype(np.uint8)
+    for split, i in ((split, i) for split in ("train", "val") for i in range(8)):
+        place = tmp_path / split / f"class{i % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(ramp + 150 * (i % 2)).save(place / f"{i}.jpg", quality=95)
+    small = ["--seconds=0", "--batch-size=4", "--model=small", "--device=cpu"]
+    assert gpu_loaders.main([gpu_loaders.NVJPEG, str(tmp_path), "0", *small]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["images_per_s"] > 0 and found["decoder"] in ("torchvision", "TorchCodec")
+
+
+# the check itself, with stubs in place of its parts
 
 
 @pytest.fixture
 def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stubs in place of the parts; a folder for what is found."""
     (tmp_path / "stub_parts.py").write_text(STUB.replace("PLACE", str(tmp_path / "beside")))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(gpu_check.ROOT), str(tmp_path))))
     monkeypatch.setenv("A_TOKEN", SECRET)
     monkeypatch.setattr(gpu_check, "PARTS", "stub_parts")
     return tmp_path
@@ -67,170 +208,69 @@ def found_in(folder: Path) -> dict[str, dict[str, Any]]:
     return {part["part"]: part for part in found["parts"]}
 
 
-def numbers(part: dict[str, Any]) -> list[int]:
-    return [row["number"] for row in part.get("rows", [])]
-
-
 def left_by(folder: Path) -> list[int]:
     """The processes of a part that hangs, once it does."""
     place = folder / "beside"
     return [int(pid) for pid in place.read_text().split()] if place.exists() else []
 
 
-def started(stubs: Path, groups: dict[str, dict[str, int]]) -> subprocess.Popen[bytes]:
-    """The check with ``groups`` of stubs, in a process that may be killed."""
-    code = (
-        "from scripts import gpu_check; gpu_check.PARTS, gpu_check.GROUPS, gpu_check.missing = "
-        f"'stub_parts', {groups}, str; gpu_check.main(['--out', {str(stubs)!r}])"
-    )
-    paths = os.pathsep.join((str(gpu_check.ROOT), str(stubs)))
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=subprocess.DEVNULL,
-    )
-
-
 def is_gone(pid: int) -> bool:
     """Whether a process has ended; one that nobody has waited for counts."""
-    stat = Path(f"/proc/{pid}/stat")
     try:
-        return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 
 
-@pytest.mark.parametrize(
-    ("part", "status", "found"),
-    [
-        ("fine", "ok", "all"),
-        ("wrong", "wrong", "ran"),
-        ("crash", "failed", "ended with -11: "),
-        ("chatty", "failed", "ended with 1: no *** for ***"),
-    ],
-)
-def test_what_a_part_measured_is_kept_however_it_ends(
-    stubs: Path, part: str, status: str, found: str
-) -> None:
-    """All its rows, how it ended, and in its last words no path and nothing of the environment; the
-    next part runs.
-    """
-    findings = Findings(
-        stubs / "gpu_check.json", {"group": {part: 60, "fine again": 60}}, quick=True
+def test_all_rows_are_kept_however_a_part_ends(stubs: Path) -> None:
+    """A crash, an error and a hang end with their part, and so does what it started."""
+    groups = {"group": {"fine": 60, "wrong": 60, "crash": 60, "fails": 60, "hangs": 3, "last": 60}}
+    findings = Findings(stubs / "gpu_check.json", groups, quick=True)
+    gpu_check.run(groups, findings, quick=True, deadline_s=120)
+    found = found_in(stubs)
+    assert {name: part["status"] for name, part in found.items()} == {
+        "fine": "ok", "wrong": "wrong", "crash": "failed", "fails": "failed",
+        "hangs": "cut short", "last": "ok",
+    }  # fmt: skip
+    assert all(
+        [row["number"] for row in part["rows"]] == list(range(ROWS)) for part in found.values()
     )
-    gpu_check.run({"group": {part: 60, "fine again": 60}}, findings, quick=True, deadline_s=120)
-    ended, after = found_in(stubs).values()
-    assert (ended["status"], ended["found"], numbers(ended)) == (
-        status,
-        found.strip(),
-        list(range(ROWS)),
-    )
-    assert ended["problems"] == (["off by 2"] if part == "wrong" else [])
-    assert after["status"] == "ok"
-
-
-def test_a_part_that_hangs_is_killed_with_what_it_started(stubs: Path) -> None:
-    """At its limit; its rows stay, and the next part has its turn."""
-    groups = {"group": {"hang": 3, "fine": 60}}
-    gpu_check.run(
-        groups, Findings(stubs / "gpu_check.json", groups, quick=True), quick=True, deadline_s=120
-    )
-    hung, after = found_in(stubs).values()
-    assert (hung["status"], numbers(hung), after["status"]) == (
-        "cut short",
-        list(range(ROWS)),
-        "ok",
-    )
-    assert hung["found"].startswith("not done after 3 s")
+    assert found["wrong"]["problems"] == ["off by 2"]
+    assert found["fails"]["found"] == "ended with 1: no *** for ***"
     assert comes_true(lambda: all(map(is_gone, left_by(stubs))))
 
 
-def test_the_deadline_is_for_all_parts(stubs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has no time left is not begun, and the file says so."""
-    monkeypatch.setattr(gpu_check, "_LEAST_S", 1.5)
-    groups = {"group": {"hang": 600, "fine": 60}}
-    begin = time.monotonic()
-    gpu_check.run(
-        groups, Findings(stubs / "gpu_check.json", groups, quick=True), quick=True, deadline_s=2.0
+def test_a_check_that_is_killed_leaves_its_rows(stubs: Path) -> None:
+    """The part that ran has its rows, and the parts end with the check."""
+    code = (
+        "from scripts import gpu_check; gpu_check.PARTS, gpu_check.GROUPS, gpu_check.missing = "
+        f"'stub_parts', {{'one': {{'hangs': 400}}}}, str; gpu_check.main(['--out', {str(stubs)!r}])"
     )
-    assert time.monotonic() - begin < 30
-    assert [part["status"] for part in found_in(stubs).values()] == ["cut short", "not run"]
-
-
-@pytest.mark.parametrize(
-    "moment", [0, 1, *(pytest.param(moment, marks=pytest.mark.slow) for moment in (2, 3, 4))]
-)
-def test_a_kill_at_any_moment_leaves_what_was_measured(stubs: Path, moment: int) -> None:
-    """The file is whole: parts that were through have all rows, the one that ran has its first
-    ones, and the rest none.
-    """
-    groups = {"group": {f"fine {number}": 60 for number in range(5)}}
-    check = started(stubs, groups)
-    try:
-        assert comes_true(lambda: (stubs / "gpu_check.json").exists(), 60)
-        time.sleep(random.SystemRandom().uniform(0, 2))
-    finally:
-        check.kill()
-        check.wait()
-    parts = list(found_in(stubs).values())
-    begun = [part for part in parts if part["status"] != "not run"]
-    assert parts[: len(begun)] == begun
-    assert all(part["status"] == "ok" and numbers(part) == list(range(ROWS)) for part in begun[:-1])
-    assert all(numbers(part) == list(range(len(numbers(part)))) for part in begun[-1:])
-
-
-def test_rows_are_in_the_file_while_a_part_runs(stubs: Path) -> None:
-    """A check that is killed during a part that hangs has left its rows, and says that it was cut
-    short.
-    """
-    check = started(stubs, {"group": {"hang": 400}})
+    check = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     try:
         there = comes_true(
-            lambda: len(left_by(stubs)) == 2 and len(numbers(found_in(stubs)["hang"])) == ROWS, 60
+            lambda: len(left_by(stubs)) == 2 and len(found_in(stubs)["hangs"]["rows"]) == ROWS, 60
         )
     finally:
         check.kill()
         check.wait()
         for pid in left_by(stubs):
-            os.kill(pid, signal.SIGKILL)
-    hung = found_in(stubs)["hang"]
-    assert there and (hung["status"], numbers(hung)) == ("cut short", list(range(ROWS)))
+            os.kill(pid, 9)
+    assert there and found_in(stubs)["hangs"]["status"] == "cut short"
 
 
-def test_it_starts_where_nothing_is_installed(tmp_path: Path) -> None:
-    """As a file, from any folder; one line names the packages that are missing and two ways to get
-    them.
-    """
+def test_it_starts_where_nothing_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line names the packages that are missing."""
+    assert missing() == ""
     script = gpu_check.ROOT / "scripts" / "gpu_check.py"
+    command = [sys.executable, "-S", "-I", str(script)]
     done = subprocess.run(
-        [sys.executable, "-S", "-I", str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert done.stderr.startswith("gpu_check: missing: torch torchvision ")
-    assert (
-        "pip install hydra-core" not in done.stderr
-        and "pip wheel --no-deps -w wheels torch" in done.stderr
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_only_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the version that this project needs; nothing is said where all are there."""
-    assert missing() == ""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name in ("hydra", "simplejpeg") else find(name),
-    )
-    assert missing().startswith(
-        "gpu_check: missing: hydra-core==1.3.2 simplejpeg. With a network: "
-    )
+    assert " torch torchvision " in done.stderr and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -250,9 +290,7 @@ def test_only_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_nothing_private_is_told(text: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths, addresses, names of user and host and values of the environment go; figures and the
-    project's files stay.
-    """
+    """Figures and the project's files stay."""
     for name, value in {"HOME": "/home/ann/x y.jpg", "USER": "ann", "A_TOKEN": SECRET}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(gpu_check.platform, "node", lambda: "box-of-ann.example.org")
@@ -260,15 +298,72 @@ def test_nothing_private_is_told(text: str, left: str, monkeypatch: pytest.Monke
 
 
 def test_every_part_is_in_a_group_that_fits() -> None:
-    """The parts of each group have time in one call, and each of them is known to the process that
-    runs it.
-    """
+    """The parts of each group have time in one call."""
     assert [part for group in GROUPS.values() for part in group] == list(gpu_parts.PARTS)
     assert all(sum(group.values()) < DEADLINE_S <= 480 for group in GROUPS.values())
 
 
-def test_an_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """The line names what there is."""
-    with pytest.raises(SystemExit, match="2"):
-        gpu_check.main(["--group", "stal"])
-    assert "invalid choice: 'stal'" in capsys.readouterr().err
+# the tests that are marked ``gpu``, which no machine without a GPU runs
+
+
+BARE = """
+import sys
+# none of these can be imported
+sys.modules |= dict.fromkeys(("selenium", "scipy", "sklearn", "sklearn.datasets", "scipy.stats"))
+"""
+STAND_IN = """
+import warnings
+import pytest, torch
+from emulator import EmulatedDevice, emulated
+torch.cuda.is_available = lambda: True
+
+@pytest.fixture(autouse=True)
+def _on_an_emulated_gpu(monkeypatch):
+    told = "Synchronization debug mode is a prototype feature"
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn(told))
+    monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
+    with emulated(EmulatedDevice(), monkeypatch):
+        yield
+"""
+EMULATED = (
+    "test_augment_gpu.py or told_to_the_clock or one_side_stream or leaves_no_thread "
+    "or no_step_waits"
+)
+
+
+def marked(plugin: str, place: Path, *arguments: str) -> str:
+    """What pytest says of these tests with a ``plugin``, on a machine with pytest alone."""
+    (place / "more_of_pytest.py").write_text(plugin)
+    paths = os.pathsep.join((str(place), str(TESTS / "support"), str(TESTS.parent)))
+    files = [
+        str(path)
+        for path in TESTS.rglob("test_*.py")
+        if any(word in path.read_text() for word in ("mark.gpu", "importorskip("))
+    ]
+    plugins = ("-pno:timeout", "-pno:xdist", "-pno:cacheprovider", "-pmore_of_pytest")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *plugins, *arguments, *files],
+        cwd=TESTS.parent, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+        timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pytest_alone_collects_them(tmp_path: Path) -> None:
+    """Each file has some; a test that needs another package is skipped with its reason."""
+    said = marked(BARE, tmp_path, "--collect-only")
+    for path in TESTS.rglob("test_*.py"):
+        if "pytest.mark.gpu" in path.read_text() and path != Path(__file__):
+            assert f"{path.relative_to(TESTS.parent)}::" in said
+    assert all(f"needs {name} (uv sync)" in said for name in ("selenium", "scipy", "sklearn"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_on_the_emulated_gpu_their_calls_are_right(tmp_path: Path) -> None:
+    """Torch's warning of a mode that they switch on is no error."""
+    said = marked(STAND_IN, tmp_path, "-k", EMULATED)
+    assert "Synchronization debug mode is a prototype" in said and "12 passed" in said

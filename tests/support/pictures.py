@@ -1,13 +1,42 @@
-"""Small batches that look a little like photographs, and their indices."""
+"""Images: two photographs, batches that look a little like them, and trees of files."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from harness.feed.interface import HostBatch
+
+# photographs of 640 x 427 pixels that come with scikit-learn
+NAMES = ("china", "flower")
+
+
+def photograph(name: str) -> Image.Image:
+    """One of ``NAMES``, in mode RGB; scikit-learn is not imported."""
+    spec = find_spec("sklearn")
+    assert spec is not None and spec.origin is not None
+    images = Path(spec.origin).parent / "datasets" / "images"
+    return Image.open(images / f"{name}.jpg").convert("RGB")
+
+
+def write_tree(
+    root: Path, size: tuple[int, int] = (40, 40), kind: str = "jpg", **splits: int
+) -> Path:
+    """Writes so many images of each of two classes for each split, all of one colour each."""
+    for split, count in splits.items():
+        for name in "ab":
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", size, (9 * i % 256, 100, 200)).save(
+                    root / split / name / f"{i}.{kind}"
+                )
+    return root
 
 
 def pictures(

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ran, trained
-from photographs import NAMES, photograph
+from pictures import NAMES, photograph
 
 timm = pytest.importorskip("timm", reason="needs timm: uv sync --group timm")
 
