@@ -13,7 +13,6 @@ The other part, ``gain``: scripts run as they are, then with the arguments of th
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
@@ -37,6 +36,8 @@ import psutil
 import pytest
 
 from harness.watch.figures import Tag
+from scripts import control_groups
+from scripts import planted_acts as acts
 from scripts.bench_traceml import RunFailed, environment, theirs
 from scripts.measured import listed, machine, machine_line, markdown, parser, write
 
@@ -154,13 +155,6 @@ def drawn(name: str, seed: int | None) -> list[str]:
     return flags
 
 
-def support(name: str) -> Any:
-    """Returns a module of tests/support: planted runs of train.py use it too."""
-    if str(SUPPORT) not in sys.path:
-        sys.path.append(str(SUPPORT))
-    return importlib.import_module(name)
-
-
 def loop(*flags: str) -> list[str]:
     """Returns the script's own command, without an interpreter; files are made once."""
     return [str(LOOP), "--data", str(DATA), *flags]
@@ -191,18 +185,18 @@ def around(case: Case, command: list[str]) -> Iterator[tuple[list[str], Meanwhil
     """Gives the command that runs where it is planted, and what must see its output."""
     quiet: Meanwhile = lambda text: None
     if case.around == "neighbours":
-        with support("planted_acts").burning(case.size):
+        with acts.burning(case.size):
             yield command, quiet
     elif case.around == "quota":
-        with support("control_groups").quota(case.size) as group:
-            yield support("control_groups").within(group, *command), quiet
+        with control_groups.quota(case.size) as group:
+            yield control_groups.within(group, *command), quiet
     elif case.around == "memory":
         # a cached page counts for the group that read it first
         for path in DATA.rglob("*.jpg"):
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        with support("planted").group_of("memory") as group:
-            within = support("control_groups").within(group, *command)
+        with control_groups.group_of("memory") as group:
+            within = control_groups.within(group, *command)
             yield within, squeeze(group, case.size)
     else:
         yield command, quiet
@@ -210,7 +204,6 @@ def around(case: Case, command: list[str]) -> Iterator[tuple[list[str], Meanwhil
 
 def squeeze(group: Path, share: float) -> Meanwhile:
     """Returns what leaves a run's files a ``share`` of their memory after some steps."""
-    acts = support("planted_acts")
     limit = group / "memory.limit_in_bytes"
 
     def meanwhile(text: str) -> None:

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import control_groups
 import pytest
 import samples
 
 from harness import job
 from harness.config import Config
 from harness.runtime import limits
+from scripts import control_groups
 
 ROOT = Path(__file__).parents[2]
 BUDGET_S = 15

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import control_groups
 import pytest
 
 from harness.watch import host
+from scripts import control_groups
 
 PRESSURE = (
     "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 avg60=0.00 "

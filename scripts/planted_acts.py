@@ -21,7 +21,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from planted_data import (
+
+from harness.data.datasets import Splits
+from harness.data.transforms import TrainTransform
+from harness.feed.normalise import Normalise
+from harness.training.engine import Engine
+from harness.training.step import Step, StepFigures
+from harness.watch.board import Board
+from harness.watch.clock import StepClock
+from harness.watch.timeline import Events
+from scripts.differential import EmulatedEvent, EmulatedStream
+from scripts.planted_data import (
     BATCH,
     SIDE,
     Blur,
@@ -35,16 +45,6 @@ from planted_data import (
     images,
     splits,
 )
-
-from harness.data.datasets import Splits
-from harness.data.transforms import TrainTransform
-from harness.feed.normalise import Normalise
-from harness.training.engine import Engine
-from harness.training.step import Step, StepFigures
-from harness.watch.board import Board
-from harness.watch.clock import StepClock
-from harness.watch.timeline import Events
-from scripts.differential import EmulatedEvent, EmulatedStream
 
 FILES = 96
 FILE_MB = 2

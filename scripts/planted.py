@@ -1,6 +1,6 @@
 """Plants bottlenecks into real runs; the device is often emulated.
 
-    python tests/support/planted.py --runs 3 --write
+    uv run scripts/planted.py --runs 3 --write
 
 plants each of them so many times, in sizes drawn anew, and writes what the runs said to
 docs/benchmarks/planted.md.
@@ -25,19 +25,20 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import control_groups
-import planted_acts as acts
 import pytest
 from omegaconf import DictConfig, OmegaConf
-from planted_data import BATCH, SIDE, Memory, SlowDisk, images
 
 from harness import config as schema
 from harness.config import Config, ConfigError
 from harness.job import Job, main_worker
 from harness.runtime import distributed
+from scripts import control_groups
+from scripts import planted_acts as acts
+from scripts.control_groups import group_of
 from scripts.measured import machine, machine_line, markdown, write
+from scripts.planted_data import BATCH, SIDE, Memory, SlowDisk, images
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def rank_worker(local_rank: int, job: tuple[Job, float]) -> None:
@@ -79,28 +80,11 @@ def in_group(plant: Plant, size: float, job: Job) -> None:
             "--folder",
             str(job.folder),
         ]
-        env = os.environ | {
-            acts.GROUP: str(group),
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support"))),
-        }
+        env = os.environ | {acts.GROUP: str(group), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=110, check=False
         )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@contextmanager
-def group_of(controller: str) -> Iterator[Path]:
-    """A new control group of version 1 of ``controller``; skips the test where none may be made."""
-    group = Path("/sys/fs/cgroup") / controller / f"wellfed-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group of version 1 may be made here: {error}")
-    try:
-        yield group
-    finally:
-        control_groups._remove(group)
 
 
 @contextmanager
@@ -116,6 +100,11 @@ def throttled_disk(megabytes_per_s: float) -> Iterator[Path]:
         yield group
 
 
+def memory_group(size: float) -> AbstractContextManager[Path]:
+    """A control group that limits memory; the run itself sets its limit."""
+    return group_of("memory")
+
+
 @dataclass(frozen=True, slots=True)
 class Plant:
     """A bottleneck.
@@ -123,7 +112,6 @@ class Plant:
     Attributes:
         name: what is planted.
         bottleneck: what the report must say.
-        said: what the sentence must mention.
         act: plants it in a size, for the time of a block.
         low: the least size that is drawn.
         high: the largest; where it is the least, the size is always the same.
@@ -135,7 +123,6 @@ class Plant:
 
     name: str
     bottleneck: str
-    said: str
     act: Callable[[float], AbstractContextManager[None]]
     low: float
     high: float
@@ -148,7 +135,7 @@ class Plant:
 
     def draw(self, rng: random.Random) -> float:
         """A size, evenly on a logarithmic scale."""
-        return self.low * (self.high / self.low) ** rng.random()
+        return float(self.low * (self.high / self.low) ** rng.random())
 
     def run(self, size: float, folder: Path) -> dict[str, Any]:
         """The report of a run with it."""
@@ -183,144 +170,50 @@ ONE = ("loader.num_workers=1",)
 LONG = ("loader.num_workers=0", "trainer.max_steps=15")
 TWO_RANKS = (*ONE, "dist.name=spawn", "dist.nprocs=2", FEW)
 ON_GPU = ("device=cuda", "loader.num_workers=0", "loader.pin_memory=false")
+ONE_FEW = (*ONE, FEW)
+OFTEN = (FEW, "watch.window_steps=2")
 PLANTS = (
-    Plant("slow disk", "storage", "Reading", acts.slow_disk, 25, 80, "ms a read", (FEW,)),
+    Plant("slow disk", "storage", acts.slow_disk, 25, 80, "ms a read", (FEW,)),
+    Plant("slow disk, async device", "storage", acts.async_slow_disk, 25, 80, "ms a read", (FEW,)),
     Plant(
-        "slow disk, async device",
-        "storage",
-        "The device waited",
-        acts.async_slow_disk,
-        25,
-        80,
-        "ms a read",
-        (FEW,),
+        "cold files", "storage", acts.cold_files, 20, 80, "MB/s", (FEW,), in_group, throttled_disk
     ),
+    Plant("heavy decode", "decode", acts.heavy_decode, 500, 1000, "pixels a side"),
+    Plant("one slow transform", "augment", acts.slow_transform, 25, 80, "ms a sample", (FEW,)),
+    Plant("slow collate", "collate", acts.slow_collate, 100, 320, "ms a batch", (FEW,)),
     Plant(
-        "cold files",
-        "storage",
-        "came from a disk",
-        acts.cold_files,
-        20,
-        80,
-        "MB/s",
-        (FEW,),
-        in_group,
-        throttled_disk,
+        "too few workers", "workers", acts.heavy_decode, 2500, 2500, "pixels a side", (*ONE, FEW)
     ),
-    Plant("heavy decode", "decode", "Decoding", acts.heavy_decode, 500, 1000, "pixels a side"),
-    Plant(
-        "one slow transform", "augment", "blur", acts.slow_transform, 25, 80, "ms a sample", (FEW,)
-    ),
-    Plant(
-        "slow collate",
-        "collate",
-        "Putting batches together",
-        acts.slow_collate,
-        100,
-        320,
-        "ms a batch",
-        (FEW,),
-    ),
-    Plant(
-        "too few workers",
-        "workers",
-        "loader.num_workers=",
-        acts.heavy_decode,
-        2500,
-        2500,
-        "pixels a side",
-        (*ONE, FEW),
-    ),
-    Plant(
-        "huge batches",
-        "transport",
-        "Handing batches over",
-        acts.huge_batches,
-        32,
-        128,
-        "MB a batch",
-    ),
-    Plant(
-        "pageable copies",
-        "copy",
-        "loader.pin_memory=true",
-        acts.pageable_copies,
-        32,
-        128,
-        "MB a batch",
-        ON_GPU,
-    ),
-    Plant("slow step", "compute", "The network takes", acts.slow_step, 250, 500, "ms a step", LONG),
-    Plant(
-        "slow launches",
-        "launch",
-        "waited for Python",
-        acts.slow_launches,
-        60,
-        120,
-        "launches of 4 ms",
-        LONG,
-    ),
-    Plant(
-        "slow rank",
-        "rank",
-        "waiting for data",
-        acts.slow_disk,
-        25,
-        80,
-        "ms a read",
-        TWO_RANKS,
-        in_ranks,
-    ),
-    Plant(
-        "quota",
-        "quota",
-        "quota",
-        acts.quota,
-        0.3,
-        0.6,
-        "processors",
-        (),
-        in_group,
-        control_groups.quota,
-    ),
-    Plant(
-        "collections",
-        "host",
-        "garbage collection",
-        acts.collections,
-        200,
-        800,
-        "thousand objects",
-        (FEW,),
-    ),
+    Plant("huge batches", "transport", acts.huge_batches, 32, 128, "MB a batch"),
+    Plant("pageable copies", "copy", acts.pageable_copies, 32, 128, "MB a batch", ON_GPU),
+    Plant("slow step", "compute", acts.slow_step, 250, 500, "ms a step", LONG),
+    Plant("slow launches", "launch", acts.slow_launches, 60, 120, "launches of 4 ms", LONG),
+    Plant("slow rank", "rank", acts.slow_disk, 25, 80, "ms a read", TWO_RANKS, in_ranks),
+    Plant("quota", "quota", acts.quota, 0.3, 0.6, "processors", (), in_group, control_groups.quota),
+    Plant("collections", "host", acts.collections, 200, 800, "thousand objects", (FEW,)),
     Plant(
         "slow logging",
         "host",
-        "logging",
         acts.slow_logging,
         100,
         300,
         "ms a window",
         (FEW, "watch.window_steps=2"),
     ),
-    Plant("slow callback", "host", "unnamed work", acts.slow_callback, 50, 50, "ms a step", (FEW,)),
+    Plant("slow callback", "host", acts.slow_callback, 50, 50, "ms a step", (FEW,)),
     Plant(
         "tiny memory",
         "memory",
-        "Short of memory",
         acts.tiny_memory,
         0.2,
         0.4,
         "of the files in memory",
         SMALL,
         in_group,
-        lambda size: group_of("memory"),
+        memory_group,
     ),
-    Plant(
-        "neighbours", "neighbours", "Other programs take", acts.neighbours, 1.4, 1.6, "cores of 2"
-    ),
-    Plant("nothing", "balanced", "Balanced", acts.balanced, 250, 500, "ms a step", (*LONG, *ONE)),
+    Plant("neighbours", "neighbours", acts.neighbours, 1.4, 1.6, "cores of 2"),
+    Plant("nothing", "balanced", acts.balanced, 250, 500, "ms a step", (*LONG, *ONE)),
 )
 
 
@@ -370,10 +263,7 @@ def row(plant: Plant, sizes: list[float]) -> dict[str, str]:
                 skipped = str(error)
         if said and said[-1]["bottleneck"] != plant.bottleneck:
             print(f"{plant.name}, {size:.3g} {plant.unit}: {said[-1]}", file=sys.stderr, flush=True)
-    right = sum(
-        verdict["bottleneck"] == plant.bottleneck and plant.said in verdict["sentence"]
-        for verdict in said
-    )
+    right = sum(verdict["bottleneck"] == plant.bottleneck for verdict in said)
     span = f"{plant.low:g} to {plant.high:g}" if plant.high > plant.low else f"{plant.low:g}"
     return {
         "planted": plant.name,
@@ -385,8 +275,7 @@ def row(plant: Plant, sizes: list[float]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     # by its name, under which workers find what is planted
-    import planted
+    from scripts import planted
 
     planted.main()

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from samples import eval_transform
 
 from harness.data.datasets import Splits
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource, Source
 from harness.data.transforms import TrainTransform
+from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
 # of an image in pixels, where its size does not matter
@@ -75,7 +74,7 @@ class Encoded(Memory):
         Image.fromarray(noise).save(file, "jpeg", quality=90)
         self.data = file.getvalue()
 
-    def read(self, i: int) -> tuple[bytes, int]:
+    def read(self, i: int) -> tuple[Any, int]:
         return self.data, 0
 
 
@@ -83,26 +82,18 @@ class ColdFolder(FolderSource):
     """Files that leave the page cache before each read; few, read again and again."""
 
     def __init__(self, root: Path, cold: bool) -> None:
-        super().__init__(root)
-        self._repeat(cold)
-
-    def _repeat(self, cold: bool) -> None:
-        self.files = len(self.labels)
         self.cold = cold
-        self.labels = np.resize(self.labels, IMAGES)
+        super().__init__(root)
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.resize(super().labels, IMAGES)
 
     def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return super().__getstate__(), self.cold
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        super().__setstate__(state[0])
-        self._repeat(state[1])
+        return IMAGES
 
     def where(self, i: int) -> str:
-        return super().where(i % self.files)
+        return super().where(i % len(self.index))
 
     def read(self, i: int) -> tuple[bytes, int]:
         if self.cold:
@@ -122,7 +113,7 @@ class Blur:
         self.stages = (*before.stages, "blur")
 
     def __call__(
-        self, image: np.ndarray, rng: random.Random, out: np.ndarray, lap: Lap | None = None
+        self, image: np.ndarray, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
     ) -> None:
         self.before(image, rng, out, lap)
         time.sleep(self.blur_s)
@@ -148,10 +139,17 @@ class SlowToCollate(ImageDataset):
     @image_size.setter
     def image_size(self, side: int) -> None: ...
 
-    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
+    def fill(
+        self,
+        epoch: int,
+        index: int,
+        out: np.ndarray,
+        lap: Lap | None = None,
+        instead: int | None = None,
+    ) -> int:
         self.filling = True
         try:
-            return super().fill(epoch, index, out, lap)
+            return super().fill(epoch, index, out, lap, instead)
         finally:
             self.filling = False
 
@@ -163,7 +161,14 @@ class Huge(ImageDataset):
         side = round((megabytes * 2**20 / 3 / BATCH) ** 0.5)
         super().__init__(Memory(), TrainTransform(side), OPTIONS, side, 0)
 
-    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
+    def fill(
+        self,
+        epoch: int,
+        index: int,
+        out: np.ndarray,
+        lap: Lap | None = None,
+        instead: int | None = None,
+    ) -> int:
         out[0, 0, 0] = 0
         if lap is not None:
             lap("read")
@@ -172,7 +177,8 @@ class Huge(ImageDataset):
 
 def splits(train: ImageDataset) -> Splits:
     """``train`` beside a small validation set."""
-    val = ImageDataset(Memory(8), eval_transform(SIDE), OPTIONS, SIDE, 0)
+    centre = TrainTransform(SIDE, crop="center", hflip=0.0)
+    val = ImageDataset(Memory(8), centre, OPTIONS, SIDE, 0)
     return Splits(train, val, ("a", "b"), "planted", "")
 
 
