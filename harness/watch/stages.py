@@ -2,10 +2,9 @@
 
 A worker times every batch, by two looks at the clock, so that its total is exact. How the total
 divides among the stages comes of *laps*: a data set that names its ``stages`` is given a function
-to call at the end of each. Laps are taken of as many samples as keep their cost below a thousandth
-of the work: of all where a sample takes twenty milliseconds, of few where it takes microseconds.
-Where not all samples of a batch are timed, the last few hundred that were divide it; a rare slow
-sample may then be missed or counted for others.
+to call at the end of each. Laps are taken of one sample in 30 ms of work, so that they cost less
+than a thousandth of it: of all where a sample takes longer, of few where it takes microseconds. A
+rare slow sample may then be missed or counted for others.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from typing import Any, NamedTuple
 
 from harness.watch.rows import Rows
 
-# told to a lap at the beginning of a sample
+# told to a lap at the beginning of a sample, or of a batch
 START = ""
-# and where something of the batch begins
-_BATCH = "<batch>"
 # all of a sample, where a data set names no stages
 SAMPLE = "sample"
 READ = "read"
@@ -48,8 +45,8 @@ Lap = Callable[[str], None]
 # then wall seconds by stage, then processor seconds
 _COUNTS = 3
 _HEAD = 7
-# of the work, for laps
-_BUDGET = 2.5e-4
+# of work for a sample that is timed: the laps of one take some 10 us, where caches are cold
+_EVERY_S = 0.03
 # samples that make timing a batch worth its cost, if the batch has as many
 _FEW = 8
 
@@ -133,7 +130,7 @@ class StageTotals:
             return self
         stages = {}
         for name, cost in self.stages.items():
-            # below zero where the earlier reading had given the stage too much of the last batches
+            # below zero where the earlier reading had given the stage too much
             pairs = zip(cost, before.stages[name], strict=True)
             stages[name] = StageCost(*(max(0.0, now_s - then_s) for now_s, then_s in pairs))
         return StageTotals(
@@ -182,7 +179,6 @@ class StageMeter:
 
     Attributes:
         stages: of samples and batches, in order.
-        of_samples: of samples alone.
         rows: of figures, one of each worker; a ``StageTimer`` and ``timed`` write them.
 
     Args:
@@ -193,17 +189,10 @@ class StageMeter:
 
     Raises:
         RuntimeError, OSError: there is no shared memory to be had.
-        ValueError: two stages have one name, or one has none.
     """
 
     def __init__(self, stages: Sequence[str], workers: int, shared: bool = True) -> None:
         shared = shared and workers > 0
-        self.of_samples = tuple(stages)
-        if len({START, COLLATE, SHARE, *stages}) < len(stages) + 3:
-            raise ValueError(
-                f"stages {self.of_samples} of a data set: give each a name of its own "
-                f"({COLLATE!r} and {SHARE!r} are the batch's)"
-            )
         self.stages = (*stages, COLLATE)
         if shared:
             self.stages += (SHARE,)
@@ -212,12 +201,12 @@ class StageMeter:
     def read(self) -> StageTotals:
         """Returns the totals over all slots, now.
 
-        Batches whose time is not divided yet are divided like those before them.
+        A worker's time divides among the stages as that of its timed samples does.
         """
         counts, wall_s, cpu_s = self.rows.read().split(
             (_HEAD, len(self.stages), len(self.stages)), dim=1
         )
-        # a worker's busy seconds, by those of them that are divided
+        # a worker's busy seconds, by those that its timed samples stand for
         scale = (counts[:, 2] / wall_s.sum(dim=1)).nan_to_num(posinf=0.0)
         samples, batches, busy_s = counts[:, :_COUNTS].sum(dim=0).tolist()
         # two clocks are not read at the very same moment
@@ -256,9 +245,10 @@ class StageMeter:
 
 
 class StageTimer:
-    """Times a worker's batches, and some of their samples at 0.025 % of the work.
+    """Times a worker's batches, and one of their samples in ``_EVERY_S`` of work.
 
-    For each batch call ``begin``, ``share`` where the memory is shared, ``fill`` and ``end``.
+    For each batch call ``begin``, ``share`` where the memory is shared, ``fill`` and ``end``. A
+    sample that is timed stands for all samples since the last batch with one.
 
     Args:
         meter: has the totals.
@@ -278,10 +268,10 @@ class StageTimer:
         now: Clock = time.perf_counter,
         cpu_now: Clock = time.thread_time,
     ) -> None:
-        self._stages = meter.stages
-        self._of_samples = meter.of_samples
+        self._columns = {stage: column for column, stage in enumerate(meter.stages, _HEAD)}
         self._row = meter.rows.row(slot)
         self._now = now
+        # of a batch with timed samples
         self._marks: list[tuple[str, float, float]] = []
         mark = self._marks.append
 
@@ -289,69 +279,52 @@ class StageTimer:
             mark((stage, now(), cpu_now()))
 
         self.lap: Lap = lap
-        # the quickest of three batches of nothing tells what a lap costs
-        trials = []
-        for _ in range(3):
-            began_s = now()
-            for _ in range(64):
-                lap(START)
-            trials.append(now() - began_s)
-        self._lap_s = min(trials) / 64
-        # a sample's; beside work that fills the caches a lap costs 1 to 5 times what it does here
-        self._cost_s = 3.0 * max(self._lap_s, 1e-9) * len(self._stages)
-        # that may go for laps
-        self._spare_s = _FEW * self._cost_s
+        # work for which no sample is timed yet
+        self._due_s = _FEW * _EVERY_S
         self._offset = 0.0
-        self._timing = False  # whether samples of this batch are timed
         self._begun_s = 0.0
-        self._samples = 1
-        self._undivided_s = 0.0  # of the work: not divided among the stages yet
-        # wall, then processor seconds by stage, sums over the last few hundred timed samples
-        self._recent = [0.0] * 2 * len(self._stages)
-        self._divided = 0
+        # samples of this batch; those of them that are timed; and those since the last such batch
+        self._samples = self._timed = self._since = 0
 
     def begin(self, samples: int) -> Sequence[StageTimer | None] | None:
         """Starts a batch; returns what times each sample, or None where none is timed."""
         self._samples = samples
-        self._timing = self._spare_s >= min(samples, _FEW) * self._cost_s
-        if not self._timing:
+        self._since += samples
+        self._marks.clear()
+        count = self._timed = min(samples, int(self._due_s / _EVERY_S))
+        if count < max(1, min(samples, _FEW)):
             self._begun_s = self._now()
             return None
-        count = min(samples, int(self._spare_s / self._cost_s))
-        self._spare_s -= count * self._cost_s
+        self._due_s -= count * _EVERY_S
         # evenly spread, from another place each time: the golden ratio's multiples leave no gaps
         self._offset = (self._offset + 0.618034) % 1.0
         timers: list[StageTimer | None] = [None] * samples
         for i in range(count):
             timers[int((i + self._offset) * samples / count)] = self
-        self._marks.clear()
-        self.lap(_BATCH)
+        self.lap(START)
         self._begun_s = self._marks[0][1]
         return timers
 
     def share(self) -> None:
         """Note that until ``fill`` the worker gets memory that another process can map."""
-        if self._timing and SHARE in self._stages:
+        if self._marks:
             self.lap(COLLATE)
 
     def fill(self) -> None:
         """Note that all is ready for the batch's first sample."""
-        if self._timing:
-            self.lap(SHARE if self._marks[-1][0] == COLLATE else COLLATE)
+        if self._marks:
+            self.lap(SHARE if len(self._marks) > 1 else COLLATE)
 
     def collate(self) -> None:
         """Note that the samples are made, and that until ``end`` they are put together."""
-        if self._timing:
-            self.lap(_BATCH)
+        if self._marks:
+            self.lap(START)
 
     def end(self, samples: int, batches: int = 1) -> Stamps:
         """Add what the batch took to the totals; its last sample is there.
 
         If several workers fill one batch, each times its part and exactly one passes
         ``batches=1``; likewise with ``samples`` where two see to the same ones.
-
-        Raises:
-            ValueError: the data set told the end of a stage that it does not name, or of none.
         """
         made_s = self._now()
         busy_s = made_s - self._begun_s
@@ -359,47 +332,20 @@ class StageTimer:
         row[0] += samples
         row[1] += batches
         row[2] += busy_s
-        self._spare_s += _BUDGET * busy_s
-        self._undivided_s += busy_s
-        if self._timing:
-            if self._marks[-1][0] == _BATCH:
+        self._due_s += busy_s
+        if self._marks:
+            if self._marks[-1][0] == START:
                 self.lap(COLLATE)
-            self._divide(alone=self._undivided_s == busy_s)
+            self._divide()
         return Stamps(self._begun_s, made_s, made_s, made_s)
 
-    def _divide(self, alone: bool) -> None:
-        """Divide this batch, and unless it is ``alone`` those before it, among the stages."""
-        timed = sum(stage == START for stage, _, _ in self._marks)
-        costs_s = self._costs_s(timed)
-        if timed:
-            # what a worker's first batch paid for warming up is soon forgotten
-            keep = max(0.0, 1.0 - timed / 512) if self._divided >= 2 else 0.0
-            self._divided += 1
-            recent = zip(self._recent, costs_s, strict=True)
-            self._recent = [old_s * keep + new_s for old_s, new_s in recent]
-        if not (alone and timed == self._samples):
-            costs_s = self._recent
-        scale = self._undivided_s / (sum(costs_s[: len(self._stages)]) or 1.0)
-        for place, cost_s in enumerate(costs_s, _HEAD):
-            self._row[place] += scale * cost_s
-        self._undivided_s = 0.0
-
-    def _costs_s(self, timed: int) -> list[float]:
-        """Returns wall, then processor seconds by stage of this batch's ``timed`` samples.
-
-        Their part of the batch's own stages is in them, and what timing took is not.
-        """
-        ended = {stage for stage, _, _ in self._marks} - {START, _BATCH, COLLATE, SHARE}
-        if not ended.issubset(self._of_samples) or (timed and not ended):
-            raise ValueError(
-                f"the data set names the stages {self._of_samples} and tells the end of "
-                f"{sorted(ended) or 'none'}: call lap(stage) at the end of each"
-            )
-        wall_s = dict.fromkeys(self._stages, 0.0)
-        cpu_s = dict.fromkeys(self._stages, 0.0)
+    def _divide(self) -> None:
+        """Add what the timed samples took, by stage, for all samples that they stand for."""
         for (_, wall_then, cpu_then), (stage, wall, cpu) in pairwise(self._marks):
-            if stage in wall_s:
-                part = 1.0 if stage in ended else timed / max(1, self._samples)
-                wall_s[stage] += part * (wall - wall_then - self._lap_s)
-                cpu_s[stage] += part * (cpu - cpu_then - self._lap_s)
-        return [max(0.0, cost_s) for cost_s in (*wall_s.values(), *cpu_s.values())]
+            # none is of a beginning, or of a stage that the data set does not name
+            if column := self._columns.get(stage):
+                of_batch = stage in (COLLATE, SHARE)
+                weight = self._since / (self._samples if of_batch else self._timed)
+                self._row[column] += weight * (wall - wall_then)
+                self._row[column + len(self._columns)] += weight * (cpu - cpu_then)
+        self._since = 0
