@@ -31,7 +31,7 @@ from harness.config import WatchConfig
 from harness.watch.board import Board, Value, stages
 from harness.watch.clock import StepClock
 from harness.watch.figures import by_tag
-from harness.watch.host import HostSource, Sampler
+from harness.watch.host import HostSensor, Sampler
 from harness.watch.stages import StageMeter, Stamps
 from harness.watch.timeline import Events
 from scripts.measured import machine, machine_line, markdown, parser, write
@@ -136,7 +136,7 @@ def window_cost(folder: Path, runs: int) -> Cost:
     window = clock.total()
     with (
         Board(folder, tensorboard=True) as board,
-        Sampler([HostSource()], _SETTINGS.sample_s) as sampler,
+        Sampler([HostSensor()], _SETTINGS.sample_s) as sampler,
     ):
 
         def figures() -> dict[str, Value]:
@@ -166,7 +166,7 @@ def sampler_fraction(seconds: float) -> tuple[Estimate, float]:
 
     with children():
         alone = float(np.median([spent() for _ in range(_SAMPLED_TURNS)]))
-        with Sampler([HostSource()], _SETTINGS.sample_s) as sampler:
+        with Sampler([HostSensor()], _SETTINGS.sample_s) as sampler:
             # the first one opens files
             sampler.look()
             return Estimate.of([spent() - alone for _ in range(_SAMPLED_TURNS)]), alone

@@ -148,7 +148,8 @@ def measure(
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
     title = "diagnosing (at most a minute, nothing is trained)"
     columns = (" ", f"{'run':34}", "images/s    ", "")
-    with trainee.kept(), live_table(title, columns) as add_row:
+    with trainee.kept():
+        add_row = live_table(title, columns)
         size, notes = fitting_batch(feeds, trainee)
         loader = replace(config.loader, batch_size=size)
         probes = FirstReads(feeds.splits, replace(config, loader=loader), world)

@@ -24,12 +24,12 @@ from harness.runtime.errors import printable
 from harness.runtime.files import read_json, write_whole
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
-from harness.watch.device import GpuSource, Source
 from harness.watch.evidence import Evidence, RankFigures
 from harness.watch.figures import Window, by_tag, told
 from harness.watch.goodput import Course
-from harness.watch.host import HostSource, Sampler
+from harness.watch.host import Sampler
 from harness.watch.report import closing, report
+from harness.watch.station import sampling
 from harness.watch.verdict import Verdict, judge
 from harness.watch.wording import Statement, stated, typed
 
@@ -104,12 +104,8 @@ class Session:
         self._stack.callback(folder.release, self._place)
         board = Board(self._place, tensorboard=self._tensorboard)
         self._board = self._stack.enter_context(board)
-        # other ranks on this machine would count as others
-        cores = limits.measure().cores if self.loops.world_size == 1 else None
-        sources: list[Source] = [HostSource(cores=cores)]
-        if uuid := self.loops.own.uuid:
-            sources.append(GpuSource(uuid))
-        self._sampler = self._stack.enter_context(Sampler(sources, _SAMPLE_S))
+        looks = sampling(self.loops.own, self.loops.world_size, _SAMPLE_S)
+        self._sampler = self._stack.enter_context(looks)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TextIO
 
 from harness.config import ConfigError, explain
 
@@ -204,9 +205,7 @@ def told(error: BaseException) -> tuple[str, int]:
 def tell(failures: Sequence[BaseException]) -> int:
     """Prints a line for each failure; returns the first one's exit code, 0 without any."""
     lines = [told(failure) for failure in failures]
-    name = "error:"
-    if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
-        name = "\x1b[1;31merror:\x1b[0m"
+    name = "\x1b[1;31merror:\x1b[0m" if draws(sys.stderr) else "error:"
     with contextlib.suppress(OSError):
         # nobody may read: the exit code says it too
         for text, _ in lines:
@@ -222,6 +221,11 @@ def tell_crashes() -> None:
     # in a notebook, stderr has no file to print to
     with contextlib.suppress(OSError, RuntimeError):
         faulthandler.enable()
+
+
+def draws(stream: TextIO) -> bool:
+    """Whether ``stream`` is a terminal on which colours and moves are wanted."""
+    return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def printable(text: str) -> str:

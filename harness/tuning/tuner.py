@@ -58,7 +58,8 @@ def tune(
     title = f"tuning the loader (tuner={config.name.name})"
     columns = ("measured    ", "images/s  ", "waiting", "seconds", "setting")
     trials: list[Trial] = []
-    with trainee.kept(), live_table(title, columns) as add_row:
+    with trainee.kept():
+        add_row = live_table(title, columns)
 
         def attempt(ask: Ask) -> Trial:
             trials.append(lab.attempt(ask))

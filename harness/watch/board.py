@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -22,26 +22,11 @@ from harness.watch.figures import Spread, Tag
 from harness.watch.stages import StageTotals
 from harness.watch.tfrecord import framed
 
+if TYPE_CHECKING:
+    from harness.watch.wandb_writer import WandbWriter
+
 BAD_SAMPLES = "bad_samples.jsonl"
-# pixels that a picture is wide, at least half of it
-_SHEET = 1_024
 Value = float | Spread | None
-
-
-class Writer:
-    """Where else a run's figures go, such as to a service. No call may wait or raise."""
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take values by tag after ``step`` optimizer updates.
-
-        A value is a figure, maybe not finite, or a list of images, uint8 ``[H, W, 3]``, with texts.
-        """
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Take ``report.json``, or a text by its tag."""
-
-    def close(self, failed: bool) -> None:
-        """End the run there; this may wait a while."""
 
 
 class Board:
@@ -59,7 +44,7 @@ class Board:
         *,
         tensorboard: bool,
         resumed_step: int | None = None,
-        writers: Sequence[Writer] = (),
+        writers: Sequence[WandbWriter] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
@@ -136,19 +121,11 @@ class Board:
     def images(self, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
         """Put ``tiles``, uint8 ``[N, 3, S, S]``, on TensorBoard's page of images, as one picture.
 
-        Each has its text, as far as that fits.
+        Each has its text in Weights & Biases.
         """
         if self._events:
-            # torch puts eight in a row
-            scale = max(1, _SHEET // (min(8, len(tiles)) * tiles.shape[2]))
-            large = tiles.repeat(scale, 2).repeat(scale, 3)
-            side = large.shape[2]
-            corners = side * np.stack(np.divmod(np.arange(len(tiles)), 8)[::-1], 1)
-            # with room for letters below the line
-            boxes = np.hstack((corners, corners + side - 4))
-            # letters that the font has
-            labels = [text.encode("ascii", "replace").decode()[: side // 6] for text in texts]
-            drawn = self._summary.image_boxes(tag, large, boxes, dataformats="NCHW", labels=labels)
+            # eight in a row
+            drawn = self._summary.image(tag, tiles, dataformats="NCHW")
             self._events.append(_event(step=self._step, summary=drawn))
         for writer in self._writers:
             captioned = zip(tiles.transpose(0, 2, 3, 1), texts, strict=True)

@@ -2,52 +2,28 @@
 
 All go to standard output, and all but bars to the log too. Warnings come here by logging:
 ``logging.getLogger("wellfed").warning`` anywhere is printed once and logged once. Text is escaped,
-so that a file's name can neither drive the terminal nor be read as rich's markup.
+so that a file's name cannot drive the terminal.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
-from rich.text import Text
-
-from harness.runtime.errors import printable
+from harness.runtime.errors import draws, printable
 from harness.runtime.folder import log
 
-
-class _Output:
-    """Standard output as it is at each use; nothing once it is broken."""
-
-    def __getattr__(self, name: str) -> Any:
-        # a bar puts its own in place, which writes here
-        found = getattr(getattr(sys.stdout, "rich_proxied_file", sys.stdout), name)
-        return partial(_lasting, found) if callable(found) else found
-
-
-def _lasting(call: Callable[..., Any], *arguments: object) -> Any:
-    try:
-        return call(*arguments)
-    except OSError:
-        # the reader (head, less), the terminal or the disk's room has gone; training has not
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-_output: Any = _Output()
-_console = Console(file=_output, soft_wrap=True, highlight=False)
+# to the line's beginning, and the rest of the line away
+_ERASE = "\r\x1b[K"
 _quiet = False
-# a progress() or a live_table() is open
+# a progress() is open
 _busy = False
 Item = TypeVar("Item")
 # adds a row to a table, which has as many cells as there are columns
@@ -66,13 +42,10 @@ def speaking(speaks: bool) -> Iterator[None]:
 
 
 def say(text: str, *, stands_out: bool = False) -> None:
-    """Print one line, and log it.
-
-    One that ``stands_out`` is bold on a terminal, and broken between words.
-    """
+    """Print one line, and log it; one that ``stands_out`` is bold on a terminal."""
     line = printable(text)
     log.info("%s", line)
-    _print(line, "bold" if stands_out else "", wraps=stands_out)
+    _print(line, "\x1b[1m" if stands_out else "")
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -82,26 +55,19 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
-@contextmanager
-def live_table(title: str, columns: Sequence[str]) -> Iterator[AddRow]:
-    """Show a table that grows inside the block, line by line, by what is yielded.
+def live_table(title: str, columns: Sequence[str]) -> AddRow:
+    """Begin a table that grows line by line; returns what adds a row.
 
-    A ``progress`` inside the table shows nothing. A column is as wide as its heading, which may end
-    with spaces: a line is written before the rows to come are known.
+    A column is as wide as its heading, which may end with spaces: a line is written before the rows
+    to come are known.
     """
-    global _busy
-    was_busy = _busy
-    _busy = True
 
     def add(row: Sequence[str]) -> None:
         say("  ".join(map(str.ljust, map(printable, row), map(len, columns))).rstrip())
 
-    try:
-        say(title)
-        add(columns)
-        yield add
-    finally:
-        _busy = was_busy
+    say(title)
+    add(columns)
+    return add
 
 
 @dataclass(slots=True)
@@ -149,7 +115,7 @@ class Bar:
 def progress(
     description: str, total: int | None, unit: str, *, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Bar]:
-    """Show how far the block's work is: a bar on a terminal, else a few lines.
+    """Show how far the block's work is: a line that changes on a terminal, else a few lines.
 
     The lines: one after 5 s, then at most every tenth of the work and every 5 s, and one at the
     end; none for work under a second. Inside another ``progress`` nothing is shown. ``total`` is
@@ -162,54 +128,58 @@ def progress(
         yield bar
         return
     _busy = True
-    try:
-        if _on_terminal():
-            # the bar has the room that the text leaves
-            left = TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True))
-            columns = TextColumn("{task.description}", markup=False), BarColumn(None), left
-            with Progress(*columns, console=_console, transient=True, expand=True) as live:
-                task = live.add_task(str(bar), total=total)
-                bar.show = lambda: live.update(task, description=str(bar), completed=bar.done)
-                yield bar
+    live = draws(sys.stdout)
+    began = said = now()
+    said_done = 0
+
+    def show() -> None:
+        nonlocal said, said_done
+        is_tenth = (bar.done - said_done) * 10 >= (total or 1)
+        if now() - said < (0.1 if live else 5) or not (live or is_tenth or not said_done):
             return
-        began = said = now()
-        said_done = 0
+        said = now()
+        said_done = bar.done
+        if live:
+            left_s = ((total or bar.done) - bar.done) * (said - began) / bar.done
+            text = f"{bar}, {left_s:.0f} s left" if left_s else str(bar)
+            _write(_ERASE + text[: shutil.get_terminal_size().columns - 1])
+        else:
+            _print(str(bar))
 
-        def show() -> None:
-            nonlocal said, said_done
-            is_tenth = (bar.done - said_done) * 10 >= (total or 1)
-            if now() - said >= 5 and (is_tenth or not said_done):
-                said = now()
-                said_done = bar.done
-                _print(str(bar))
-
-        bar.show = show
+    bar.show = show
+    try:
         yield bar
         took = now() - began
-        if took >= 1 and bar.done > said_done:
+        if not live and took >= 1 and bar.done > said_done:
             _print(f"{bar.counts} in {took:.0f} s")
     finally:
         _busy = False
+        if live:
+            _write(_ERASE)
 
 
-def _on_terminal() -> bool:
-    return sys.stdout.isatty() and not _console.is_dumb_terminal
-
-
-def _print(line: str, style: str = "", *, wraps: bool = False) -> None:
+def _print(line: str, style: str = "") -> None:
     if _quiet:
         return
-    if _on_terminal():
-        _console.print(Text(line, style), soft_wrap=not wraps)
-    else:
-        encoding = sys.stdout.encoding or "utf-8"
-        text = line.encode(encoding, "backslashreplace").decode(encoding)
-        print(text, file=_output, flush=True)
+    if draws(sys.stdout):
+        # where a bar may be, which comes again
+        line = f"{_ERASE}{style}{line}\x1b[0m"
+    _write(f"{line}\n")
+
+
+def _write(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+    except OSError:
+        # the reader (head, less), the terminal or the disk's room has gone; training has not
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        _print(f"warning: {printable(record.getMessage())}", "yellow")
+        _print(f"warning: {printable(record.getMessage())}", "\x1b[33m")
 
 
 log.addHandler(_Warnings(logging.WARNING))

@@ -26,60 +26,46 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
 
     Does not import torch.
     """
-    nvml = _started()
-    if nvml is None:
-        return None
-    names: list[str] = []
-    # NVML's own, or of another module of its name
+    # no such package, no driver, or another module of its name
     with suppress(Exception):
-        driver = str(nvml.nvmlSystemGetDriverVersion())
+        nvml = _started()
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        names = [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]
-    with suppress(Exception):
-        nvml.nvmlShutdown()
-    return (driver, names) if names else None
+        if names := [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]:
+            return str(nvml.nvmlSystemGetDriverVersion()), names
+    return None
 
 
-class Source:
+class Sensor:
     """Figures that can be read at any time.
 
     A figure that fails is given up for the rest of the run, with a line in the log.
-
-    Attributes:
-        lost: the tags of the figures that were given up.
     """
 
     _level = logging.INFO
 
     def __init__(self) -> None:
-        self.lost: set[str] = set()
         self._reads: dict[tuple[Tag, ...], Callable[[], Figures]] = {}
 
     def sample(self) -> dict[str, float]:
         """Returns what can be had now, by tag."""
         found: dict[str, float] = {}
-        # by the reason, as a driver that falls over takes many along
-        lost: dict[str, list[str]] = {}
         for tags, read in list(self._reads.items()):
             try:
-                for tag, figure in zip(tags, read(), strict=False):
-                    # NVML's counters say so of what they could not measure
-                    if figure is not None and not isnan(figure):
-                        found[tag] = figure
-                        # two counters are not read at the very same moment
-                        if tag.figure.unit == "fraction":
-                            found[tag] = min(1.0, figure)
+                figures = read()
             except Exception as error:
                 # whatever a driver or a kernel comes up with
                 del self._reads[tags]
-                lost.setdefault(str(error) or type(error).__name__, []).extend(tags)
-        for reason, names in lost.items():
-            self.lost.update(names)
-            log.log(self._level, "no %s from here on: %s", ", ".join(names), reason)
+                log.log(self._level, "no %s from here on: %r", ", ".join(tags), error)
+                continue
+            for tag, figure in zip(tags, figures, strict=False):
+                # NVML's counters say so of what they could not measure
+                if figure is not None and not isnan(figure):
+                    # two counters are not read at the very same moment
+                    found[tag] = min(1.0, figure) if tag.figure.unit == "fraction" else figure
         return found
 
 
-class GpuSource(Source):
+class GpuSensor(Sensor):
     """Utilisation, memory and power of one GPU or MIG instance.
 
     ``gpu/utilization`` is the share of NVML's last sample period (1/6 to 1 s) in which any
@@ -93,23 +79,18 @@ class GpuSource(Source):
     def __init__(self, uuid: str) -> None:
         """``uuid`` is torch's; an index counts only what CUDA_VISIBLE_DEVICES shows."""
         super().__init__()
-        nvml = _started()
-        if nvml is None:
-            log.warning(
-                "no GPU figures: NVML is not there (no driver, or nvidia-ml-py is not installed)"
-            )
-            return
-        handle = None
-        with suppress(Exception):
-            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        is_mig = handle is None
-        if is_mig:
+        is_mig = False
+        try:
+            nvml = _started()
             try:
+                handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            except nvml.NVMLError:
+                is_mig = True
                 handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-            except Exception as error:
-                # NVML's own, or of another module of its name
-                log.warning("no GPU figures: NVML does not know GPU %s: %s", uuid, error)
-                return
+        except Exception as error:
+            # no such package, no driver, or one that does not know the GPU
+            log.warning("no GPU figures: NVML has no GPU %s: %r", uuid, error)
+            return
         self._reads = {
             (Tag.GPU_UTILIZATION,): lambda: (nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,),
             (Tag.GPU_MEMORY_USED_BYTES,): lambda: (
@@ -190,10 +171,7 @@ def _others(nvml: Any, handle: Any) -> Callable[[], Figures]:
 
 
 def _started() -> Any:
-    """Returns the NVML module, ready for use; None without a driver or the package."""
-    with suppress(Exception):
-        # no such package, or no driver
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        return nvml
-    return None
+    """Returns the NVML module, ready for use; raises what it raises without a driver."""
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    return nvml

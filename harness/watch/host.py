@@ -7,7 +7,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -16,12 +16,12 @@ from typing import Self
 import psutil
 
 from harness.runtime import limits
-from harness.watch.device import Figures, Source, nvml_sees_gpu
+from harness.watch.device import Figures, Sensor, nvml_sees_gpu
 from harness.watch.figures import Tag
 from harness.watch.tree import Tree
 
 
-class HostSource(Source):
+class HostSensor(Sensor):
     """What the machine does, and what of it this process and its descendants do.
 
     The machine's figures are all cores, memory (neither free nor cache) and local disks, other
@@ -52,7 +52,7 @@ class HostSource(Source):
                 "read", tree.read_bytes()
             ),
             (Tag.THROTTLED_FRACTION,): lambda: self._most_throttled(groups),
-            (Tag.MEMORY_STALL_FRACTION,): lambda: self._memory(groups, root),
+            (Tag.MEMORY_STALL_FRACTION,): lambda: rates("memory", memory_stalled(groups)),
         }
         if cores is not None:
             self._reads[(Tag.QUEUED_THREADS,)] = lambda: rates("queued", (tree.queued_s(),))
@@ -74,15 +74,6 @@ class HostSource(Source):
     def _disks(self) -> Figures:
         counters = psutil.disk_io_counters()
         return self._rates("disks", counters and (counters.read_bytes,))
-
-    def _memory(self, groups: Sequence[Path], root: Path) -> Figures:
-        # the root group, which has no type, is the whole machine: others wait there too
-        own = [group / "memory.pressure" for group in groups if (group / "cgroup.type").exists()]
-        # groups of version 1 only count how often they were at their limit
-        hits = [int(n) for group in groups for n in limits.words(group / "memory.failcnt")]
-        is_short = self._growth("limits", self._now(), sum(hits))
-        stalled = self._rates("memory", memory_stalled([*own, root / "proc/pressure/memory"]))
-        return stalled if own or is_short else ()
 
     def _most_throttled(self, groups: Sequence[Path]) -> Figures:
         shares = [self._growth(group, *counts) for group in groups if (counts := throttled(group))]
@@ -106,18 +97,15 @@ class HostSource(Source):
 
 
 class Sampler:
-    """Looks at all sources every ``interval_s`` seconds, in a thread, inside a ``with`` block."""
+    """Looks at all sensors every ``interval_s`` seconds, in a thread, inside a ``with`` block."""
 
-    def __init__(self, sources: Sequence[Source], interval_s: float) -> None:
-        self._sources = sources
-        # sum and number of each figure's samples
+    def __init__(self, sensors: Sequence[Sensor], interval_s: float) -> None:
+        self._sources = sensors
+        # sum and number of each figure's samples since the last read, and of training
         self._recent: dict[str, tuple[float, int]] = {}
-        # of training, since the restart
         self._whole: dict[str, tuple[float, int]] = {}
-        self._others: dict[str, tuple[float, int]] = {}
-        self._aside = True
-        # the time since the last look began was not all training: rates reach back to that look
-        self._mixed = False
+        self._is_over = False  # what ``_whole`` has is of the time before training
+        self._aside = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -138,15 +126,14 @@ class Sampler:
         self._thread.join(5.0)
 
     def look(self) -> None:
-        """Take one sample of every source."""
-        with self._lock:
-            mixed = self._mixed
-            self._mixed = self._aside
-        for source in self._sources:
-            found = source.sample()
+        """Take one sample of every sensor."""
+        if self._is_over:
+            self._is_over = False
+            self._whole = {}
+        for sensor in self._sources:
+            found = sensor.sample()
             with self._lock:
-                of_run = self._others if mixed or self._mixed else self._whole
-                for sums in (self._recent, of_run):
+                for sums in (self._recent,) if self._aside else (self._recent, self._whole):
                     for tag, value in found.items():
                         total, count = sums.get(tag, (0.0, 0))
                         sums[tag] = total + value, count + 1
@@ -156,34 +143,32 @@ class Sampler:
         with self._lock:
             recent = self._recent
             self._recent = {}
-        return {tag: total / count for tag, (total, count) in recent.items()}
+        return _means(recent)
 
     def restart(self) -> None:
         """Begin the means of the run: imports and tuning are not what training is like."""
-        with self._lock:
-            self._aside = False
-            self._mixed = True
+        self._is_over = True
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Leave the block, as an evaluation, out of the means of the run."""
-        with self._lock:
-            self._aside = self._mixed = True
+        self._aside = True
         try:
             yield
         finally:
-            self.restart()
+            self._aside = False
 
     def means(self) -> dict[str, float]:
         """Returns the mean of each figure since the last ``restart``.
 
-        Of all other time, where no sample came since. A figure that was lost on the way is absent:
-        what came before speaks for no run.
+        Of the time before it, where no sample came since.
         """
-        lost = set[str]().union(*(source.lost for source in self._sources))
         with self._lock:
-            sums = self._whole or self._others
-            return {tag: total / count for tag, (total, count) in sums.items() if tag not in lost}
+            return _means(self._whole)
+
+
+def _means(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    return {tag: total / count for tag, (total, count) in sums.items()}
 
 
 def throttled(group: Path) -> tuple[int, int] | None:
@@ -199,14 +184,18 @@ def throttled(group: Path) -> tuple[int, int] | None:
     return int(stat[at + 1]), int(stat[at + 3])
 
 
-def memory_stalled(paths: Sequence[Path]) -> tuple[float, ...]:
-    """Returns for how many seconds so far some task waited for memory (PSI).
+def memory_stalled(groups: Sequence[Path]) -> tuple[float, ...]:
+    """Returns for how many seconds so far some task of a control group waited for memory (PSI).
 
-    By the first of ``paths`` that can be read; empty if none can.
+    Of the innermost of ``groups`` that says so; empty if none does, as those of version 1.
     """
-    # some avg10=0.00 avg60=0.00 avg300=0.00 total=<microseconds> full ...
-    said = next(filter(None, map(limits.words, paths)), None)
-    return (int(said[4].removeprefix("total=")) / 1e6,) if said else ()
+    for group in groups:
+        # some avg10=0.00 avg60=0.00 avg300=0.00 total=<microseconds> full ...
+        said = limits.words(group / "memory.pressure")
+        # the root group, which has no type, is the whole machine: others wait there too
+        if said and (group / "cgroup.type").exists():
+            return (int(said[4].removeprefix("total=")) / 1e6,)
+    return ()
 
 
 def machine_times() -> tuple[float, float]:
@@ -244,10 +233,10 @@ def environment(device_name: str | None = None) -> dict[str, object]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Returns the processor's name, as Linux or else the platform has it."""
     named = None
-    if cpuinfo.exists():
-        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    with suppress(OSError):
+        text = cpuinfo.read_text(errors="replace")
         named = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
-    return named[1] if named else platform.processor() or platform.machine() or None
+    return named[1] if named else platform.machine()

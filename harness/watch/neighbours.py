@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from harness.watch.figures import Tag
-from harness.watch.host import HostSource
+from harness.watch.host import HostSensor
 
 # of what the run could have used, twice what counts as harm: the kernel's own threads work for the
 # run and count as others
@@ -36,9 +36,9 @@ class Neighbours:
     def __init__(self, cores: float | None, now: Callable[[], float] = time.monotonic) -> None:
         """``cores`` may be used; None, as where ranks share the machine: others are not known."""
         self._cores = cores
-        self._source = HostSource(now, cores=cores)
+        self._sensor = HostSensor(now, cores=cores)
         self._now = now
-        self._source.sample()
+        self._sensor.sample()
         self._looked_s = now()
 
     def look(self) -> float | None:
@@ -50,7 +50,7 @@ class Neighbours:
         if self._now() - self._looked_s < 0.5:
             return None
         self._looked_s = self._now()
-        sampled = self._source.sample()
+        sampled = self._sensor.sample()
         others = sampled.get(Tag.OTHERS_CPU_CORES, 0.0)
         # what is measured by turns shows no threads that wait all the time: full processors are
         # enough

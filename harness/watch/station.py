@@ -12,13 +12,14 @@ import torch
 
 from harness.config import Config, ConfigError, Wandb
 from harness.runtime import accelerator, limits
+from harness.runtime.accelerator import Accelerator
 from harness.runtime.distributed import World
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
-from harness.watch.device import GpuSource, Source, nvml_sees_gpu
+from harness.watch.device import GpuSensor, Sensor, nvml_sees_gpu
 from harness.watch.figures import Window
 from harness.watch.goodput import Course
-from harness.watch.host import HostSource, Sampler
+from harness.watch.host import HostSensor, Sampler
 from harness.watch.wandb_writer import WandbWriter
 
 
@@ -58,13 +59,18 @@ def watched(
                 folder, tensorboard=tensorboard, resumed_step=resumed_step, writers=writers
             )
             watch.board = stack.enter_context(board)
-            # other ranks on this machine would count as others
-            cores = limits.measure().cores if world.local_size == 1 else None
-            sources: list[Source] = [HostSource(cores=cores)]
-            if uuid := accelerator.of(world.device).uuid:
-                sources.append(GpuSource(uuid))
-            watch.sampler = stack.enter_context(Sampler(sources, config.watch.sample_s))
+            looks = sampling(accelerator.of(world.device), world.local_size, config.watch.sample_s)
+            watch.sampler = stack.enter_context(looks)
         yield watch
+
+
+def sampling(own: Accelerator, ranks: int, interval_s: float) -> Sampler:
+    """Returns what looks at the machine, of whose ``ranks`` this is one, and at its own GPU."""
+    # other ranks on this machine would count as others
+    sensors: list[Sensor] = [HostSensor(cores=limits.measure().cores if ranks == 1 else None)]
+    if uuid := own.uuid:
+        sensors.append(GpuSensor(uuid))
+    return Sampler(sensors, interval_s)
 
 
 def refuse_hidden_gpu(config: Config, world: World) -> None:

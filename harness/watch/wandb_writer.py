@@ -13,7 +13,6 @@ from typing import Any
 from harness.config import Config, Wandb, to_plain
 from harness.runtime.errors import printable, words
 from harness.runtime.folder import log
-from harness.watch.board import Writer
 from harness.watch.console import say
 
 # the longest waits for the service at the start and at the end
@@ -21,7 +20,7 @@ _BEGIN_S = 30.0
 _END_S = 15.0
 
 
-class WandbWriter(Writer):
+class WandbWriter:
     """A run in Weights & Biases, whose files are in ``folder/wandb``.
 
     What fails there is one warning. A run that goes on from a checkpoint (``goes_on``) goes on with
@@ -34,15 +33,18 @@ class WandbWriter(Writer):
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """As in ``Writer``."""
+        """Send values by tag after ``step`` optimizer updates.
+
+        A value is a figure, maybe not finite, or a list of images, uint8 ``[H, W, 3]``, with texts.
+        """
         self._tasks.put(lambda run: step < run.step or run.log(_shown(values), step=step))
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """As in ``Writer``."""
+        """Send ``report.json``, or a text by its tag."""
         self._tasks.put(lambda run: run.summary.update(values))
 
     def close(self, failed: bool) -> None:
-        """As in ``Writer``."""
+        """End the run there; this may wait a while."""
         self._tasks.put(lambda run: run.finish(exit_code=int(failed)))
         self._tasks.put(None)
         self._thread.join(_BEGIN_S + _END_S)

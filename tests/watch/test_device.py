@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harness.runtime.folder import LOGGER
-from harness.watch.device import GpuSource, nvml_sees_gpu
+from harness.watch.device import GpuSensor, nvml_sees_gpu
 from harness.watch.figures import Tag
 
 UUID = "8f6c1c1e-0000-4000-8000-000000000001"
@@ -48,7 +48,6 @@ class Nvml:
         self.count = count
         self.prefix = prefix
         self.sm_percent = sm_percent
-        self.open = 0
         self.taken = 0
         self.seen_us: list[int] = []
         self.users: dict[int, int] | None = (
@@ -62,11 +61,6 @@ class Nvml:
 
     def nvmlInit(self) -> None:
         self._call("init")
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
-        self._call("shutdown")
 
     def nvmlDeviceGetCount(self) -> int:
         self._call("count")
@@ -187,19 +181,19 @@ def test_a_gpu_is_found_by_its_uuid(install: Callable[[Nvml | None], None]) -> N
         Tag.GPU_MEMORY_USED_BYTES: 5.0 * 2**30,
         Tag.GPU_POWER_W: 123.456,
     }
-    assert GpuSource(UUID).sample() == expected
+    assert GpuSensor(UUID).sample() == expected
 
 
 def test_a_mig_instance_gives_what_it_has(
     install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Utilisation and power are absent, with one warning for the two, and memory stays."""
+    """Utilisation and power are absent, with a warning for each, and memory stays."""
     install(Nvml(broken=("utilization", "power"), prefix="MIG"))
-    source = GpuSource(UUID)
-    assert [set(source.sample()) for _ in range(3)] == [{Tag.GPU_MEMORY_USED_BYTES}] * 3
-    assert [record.getMessage() for record in caplog.records] == [
-        "no gpu/utilization, gpu/power_w from here on: Not Supported"
-    ]
+    sensor = GpuSensor(UUID)
+    assert [set(sensor.sample()) for _ in range(3)] == [{Tag.GPU_MEMORY_USED_BYTES}] * 3
+    assert [record.getMessage().split()[1] for record in caplog.records] == [
+        Tag.GPU_UTILIZATION, Tag.GPU_POWER_W
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("prefix", ["GPU", "MIG"])
@@ -209,10 +203,10 @@ def test_multiprocessors_are_counted_where_the_gpu_does(
     """From the second sample on there is the mean share at work since the one before."""
     nvml = Nvml(prefix=prefix, sm_percent=25.0)
     install(nvml)
-    source = GpuSource(UUID)
-    assert [source.sample().get(Tag.GPU_SM_UTILIZATION) for _ in range(3)] == [None, 0.25, 0.25]
+    sensor = GpuSensor(UUID)
+    assert [sensor.sample().get(Tag.GPU_SM_UTILIZATION) for _ in range(3)] == [None, 0.25, 0.25]
     nvml.sm_percent = math.nan
-    assert Tag.GPU_SM_UTILIZATION not in source.sample()
+    assert Tag.GPU_SM_UTILIZATION not in sensor.sample()
 
 
 def test_what_is_not_a_number_is_not_measured(install: Callable[[Nvml | None], None]) -> None:
@@ -220,8 +214,10 @@ def test_what_is_not_a_number_is_not_measured(install: Callable[[Nvml | None], N
     nvml = Nvml()
     nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=math.nan)  # type: ignore[method-assign]
     install(nvml)
-    source = GpuSource(UUID)
-    assert (Tag.GPU_UTILIZATION in source.sample(), source.lost) == (False, set())
+    sensor = GpuSensor(UUID)
+    assert [set(sensor.sample()) for _ in range(2)] == [
+        {Tag.GPU_MEMORY_USED_BYTES, Tag.GPU_POWER_W}
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -246,8 +242,8 @@ def test_others_on_the_gpu_are_those_that_are_not_ours(
     nvml = Nvml()
     nvml.users = users
     install(nvml)
-    source = GpuSource(UUID)
-    assert [source.sample().get(Tag.GPU_OTHERS_UTILIZATION) for _ in range(2)] == [others] * 2
+    sensor = GpuSensor(UUID)
+    assert [sensor.sample().get(Tag.GPU_OTHERS_UTILIZATION) for _ in range(2)] == [others] * 2
     assert others is None or nvml.seen_us == [0, 10**6]
     assert caplog.records == []
 
@@ -262,8 +258,8 @@ def test_without_counters_no_warning_is_due(
 ) -> None:
     """Most GPUs have no counters: the figure is absent, and the other three are there."""
     install(nvml)
-    source = GpuSource(UUID)
-    assert [set(source.sample()) for _ in range(2)] == [
+    sensor = GpuSensor(UUID)
+    assert [set(sensor.sample()) for _ in range(2)] == [
         {Tag.GPU_UTILIZATION, Tag.GPU_MEMORY_USED_BYTES, Tag.GPU_POWER_W}
     ] * 2
     assert caplog.records == []
@@ -276,8 +272,8 @@ def test_counters_that_fail_are_given_up(
     """An error when the sample is taken, or beside the figure, ends this figure alone."""
     nvml = Nvml(broken=("gpm sample",) if how == "sample" else (), sm_percent=ctypes.c_uint(999))
     install(nvml)
-    source = GpuSource(UUID)
-    assert [len(source.sample()) for _ in range(3)] == [3, 3, 3]
+    sensor = GpuSensor(UUID)
+    assert [len(sensor.sample()) for _ in range(3)] == [3, 3, 3]
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         "no gpu/sm_utilization from here on"
     ]
@@ -286,53 +282,42 @@ def test_counters_that_fail_are_given_up(
 def test_a_figure_that_fails_midway_is_absent_from_then_on(
     install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A driver that falls over costs figures and one warning, nothing else."""
+    """A driver that falls over costs figures and a warning for each, nothing else."""
     nvml = Nvml()
     install(nvml)
-    source = GpuSource(UUID)
-    assert len(source.sample()) == 3
+    sensor = GpuSensor(UUID)
+    assert len(sensor.sample()) == 3
     nvml.broken = {"utilization", "memory", "power"}
-    assert [source.sample(), source.sample()] == [{}, {}]
-    assert source.lost == {Tag.GPU_UTILIZATION, Tag.GPU_MEMORY_USED_BYTES, Tag.GPU_POWER_W}
-    lost = "gpu/utilization, gpu/memory_used_bytes, gpu/power_w"
-    assert [record.getMessage() for record in caplog.records] == [
-        f"no {lost} from here on: Not Supported"
-    ]
+    assert [sensor.sample(), sensor.sample()] == [{}, {}]
+    assert len(caplog.records) == 3
 
 
 @pytest.mark.parametrize(
-    ("nvml", "reason"),
-    [
-        pytest.param(None, "NVML is not there", id="no package"),
-        pytest.param(Nvml(broken=("init",)), "NVML is not there", id="no driver"),
-        pytest.param(
-            Nvml(prefix="OTHER"), f"does not know GPU {UUID}: Not Found", id="unknown uuid"
-        ),
-    ],
+    "nvml",
+    [None, Nvml(broken=("init",)), Nvml(prefix="OTHER")],
+    ids=["no package", "no driver", "unknown uuid"],
 )
 def test_without_nvml_there_are_no_gpu_figures(
     install: Callable[[Nvml | None], None],
     caplog: pytest.LogCaptureFixture,
     nvml: Nvml | None,
-    reason: str,
 ) -> None:
     """One warning says why, and the figures are absent."""
     install(nvml)
-    assert GpuSource(UUID).sample() == {}
-    assert [reason in record.getMessage() for record in caplog.records] == [True]
+    assert GpuSensor(UUID).sample() == {}
+    assert [UUID in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_nvml_names_driver_and_gpus(install: Callable[[Nvml | None], None]) -> None:
-    """What the driver sees, and NVML is given back afterwards."""
+    """What the driver sees."""
     nvml = Nvml()
     install(nvml)
     assert nvml_sees_gpu() == ("570.1", ["NVIDIA of handle 0", "NVIDIA of handle 1"])
-    assert nvml.open == 0
 
 
 @pytest.mark.parametrize(
     "nvml",
-    [None, Nvml(broken=("init",)), Nvml(broken=("count", "shutdown")), Nvml(count=0)],
+    [None, Nvml(broken=("init",)), Nvml(broken=("count",)), Nvml(count=0)],
     ids=["no package", "no driver", "driver fails", "no GPU"],
 )
 def test_nvml_without_gpus_sees_none(
@@ -341,7 +326,6 @@ def test_nvml_without_gpus_sees_none(
     """Without a GPU the answer is None, whatever the reason."""
     install(nvml)
     assert nvml_sees_gpu() is None
-    assert nvml is None or nvml.open == 0
 
 
 @pytest.mark.gpu
@@ -350,13 +334,13 @@ def test_a_real_gpu_can_be_sampled() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     properties = torch.cuda.get_device_properties(0)
-    source = GpuSource(str(properties.uuid))
-    source.sample()
+    sensor = GpuSensor(str(properties.uuid))
+    sensor.sample()
     matrix = torch.rand(4096, 4096, device="cuda")
     began = time.monotonic()
     while time.monotonic() - began < 1.5:
         (matrix @ matrix).sum().item()
-    found = source.sample()
+    found = sensor.sample()
     assert 0 < found[Tag.GPU_MEMORY_USED_BYTES] <= properties.total_memory * 1.1
     assert all(
         0 < found[tag] <= 1 for tag in (Tag.GPU_UTILIZATION, Tag.GPU_SM_UTILIZATION) if tag in found

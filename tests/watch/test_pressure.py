@@ -40,12 +40,15 @@ def test_both_versions_count_throttled_periods(
 
 
 def test_the_innermost_group_says_how_long_memory_was_waited_for(tmp_path: Path) -> None:
-    """The group's own file comes before its parent's."""
-    paths = [tmp_path / "inner", tmp_path / "outer"]
-    found = [host.memory_stalled(paths)]
-    for path, total in zip(reversed(paths), (2_000_000, 3_500_000), strict=True):
-        path.write_text(PRESSURE.format(total))
-        found.append(host.memory_stalled(paths))
+    """The group's own file comes before its parent's; the root group is the whole machine."""
+    groups = [tmp_path / "pod/job", tmp_path / "pod", tmp_path]
+    groups[0].mkdir(parents=True)
+    found = []
+    for group, total in zip(reversed(groups), (9_000_000, 2_000_000, 3_500_000), strict=True):
+        (group / "memory.pressure").write_text(PRESSURE.format(total))
+        if group != tmp_path:
+            (group / "cgroup.type").touch()
+        found.append(host.memory_stalled(groups))
     assert found == [(), (2.0,), (3.5,)]
 
 

@@ -11,7 +11,7 @@ import torch
 from harness.config import Config, ConfigError
 from harness.runtime.distributed import World
 from harness.watch import station
-from harness.watch.device import Source
+from harness.watch.device import Sensor
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -43,7 +43,7 @@ def test_ranks_of_one_machine_are_no_strangers(
 ) -> None:
     """What others take is looked at where there is one rank."""
     asked = []
-    monkeypatch.setattr(station, "HostSource", lambda cores: asked.append(cores) or Source())
+    monkeypatch.setattr(station, "HostSensor", lambda cores: asked.append(cores) or Sensor())
     with station.watched(Config(), world, tmp_path, 0.0):
         pass
     assert [cores is not None for cores in asked] == [known]
