@@ -127,8 +127,7 @@ def main_worker(local_rank: int, job: Job) -> None:
     """Does one rank of a run, in its own process or in this one."""
     config = job.config
     # for the fork server, whenever it starts
-    preload = ["harness.runtime.fork_server", "hydra"]
-    preload += ["harness.feed.processes", "harness.data.datasets"]
+    preload = ["hydra", "harness.feed.processes", "harness.data.datasets"]
     if parts.is_own(config.data.name):
         # for its transforms: each worker would import that, the next epoch's too
         preload.append("torchvision")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.utils.distributed import get_free_port
-from torch.distributed.rendezvous import rendezvous
 
 from harness.config import Config, ConfigError, DistBackend, DistName
 from harness.runtime import accelerator, limits, signals
@@ -189,11 +186,8 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
                 f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use auto "
                 "or gloo"
             )
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
-        store.set_timeout(timeout)
-        refuse_shared_gpu(store, rank, size, own.uuid)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=own.place
+            backend, rank=rank, world_size=size, timeout=timeout, device_id=own.place
         )
     try:
         yield World(rank, size, local_rank, local_size, device)
@@ -231,27 +225,3 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps: torch sees no Apple GPU; use device=cpu or device=auto")
     return device
-
-
-def refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> None:
-    """Stops every rank if two ranks have the same GPU.
-
-    The ranks tell each other their ``uuid`` (None on a CPU) by ``store``: NCCL's own refusal names
-    neither rank nor GPU.
-
-    Raises:
-        ConfigError: names the ranks, the GPU and the way out.
-    """
-    store.set(f"gpu/{rank}", f"GPU {uuid} of {socket.gethostname()}" if uuid else "")
-    gpus = store.multi_get([f"gpu/{other}" for other in range(size)])
-    store.set(f"told/{rank}", "")
-    shared = next((gpu for gpu in gpus if gpu and gpus.count(gpu) > 1), None)
-    if shared:
-        if rank == 0:
-            # the store may live in this process: it must not end before the others know
-            store.wait([f"told/{other}" for other in range(size)])
-        ranks = ", ".join(str(other) for other in range(size) if gpus[other] == shared)
-        raise ConfigError(
-            f"device: ranks {ranks} have {shared.decode()}; start one rank for each GPU that a "
-            "node has, or show each rank another GPU"
-        )

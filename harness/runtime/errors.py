@@ -29,6 +29,11 @@ _ANSWERS = {
         "TMPDIR: too long a path for the sockets of worker processes; set a shorter one",
         2,
     ),
+    "Duplicate GPU detected": (
+        "device: two ranks have one GPU; start one rank for each GPU that a node has, or show each "
+        "rank another GPU",
+        2,
+    ),
     "can't start new thread": ("no more threads are allowed; raise the limit (ulimit -u)", 6),
     "Too many open files": ("no more open files are allowed; raise the limit (ulimit -n)", 6),
     "failed to map segment": (
@@ -145,7 +150,7 @@ def described(error: BaseException) -> tuple[str, int] | None:
         return (
             f"{said or 'the host has no memory left'}; halve loader.batch_size "
             "(trainer.accumulate_steps=2 keeps the images of an update) or set "
-            f"trainer.precision={_half_precision()}",
+            "trainer.precision=bf16 (fp16 on GPUs older than Ampere)",
             8,
         )
     # gloo's and NCCL's, from a collective call or within the network's own
@@ -161,16 +166,6 @@ def described(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
     return None
-
-
-def _half_precision() -> str:
-    """Returns the faster of bf16 and fp16 on the GPU, if this process uses one."""
-    torch = sys.modules.get("torch")
-    if torch and torch.cuda.is_initialized():
-        from harness.runtime import accelerator
-
-        return accelerator.of("cuda").half_precision
-    return "bf16"
 
 
 def words(error: BaseException) -> str:

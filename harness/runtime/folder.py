@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -213,17 +212,10 @@ def logging_failure(folder: Path) -> Iterator[None]:
 
 
 class _Log(logging.FileHandler):
-    """A log that loses what a full disk does not take; the console tells the lines too."""
-
-    told = False
+    """A log that loses what a full disk does not take: the console tells the lines too."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Warns once, and prints no traceback for each line."""
-        if not self.told:
-            self.told = True
-            logging.getLogger(record.name).warning(
-                "%s: lines are lost: %s", os.path.relpath(self.baseFilename), sys.exc_info()[1]
-            )
+        """Prints no traceback for each line."""
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
     ranks = together * tasks
 
     cores, cores_from = min(_cores(groups, together, ranks))
-    free_bytes, free_from = min(_memory(groups, ranks))
+    free_bytes, free_from = min(_memory(groups))
     memory_bytes, memory_from = _over(ranks, (free_bytes - reserved_bytes, free_from))
     shm = root / "dev/shm"
     shm_bytes = None
@@ -100,7 +100,7 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[_Figure]:
             yield _over(ranks, (int(quota[0]) / int(quota[1]), f"quota in {where}"))
 
 
-def _memory(groups: list[Path], ranks: int) -> Iterator[_Figure]:
+def _memory(groups: list[Path]) -> Iterator[_Figure]:
     """Yields what each bound leaves to all ranks."""
     try:
         yield psutil.virtual_memory().available, "free and cache (MemAvailable)"
@@ -120,15 +120,6 @@ def _memory(groups: list[Path], ranks: int) -> Iterator[_Figure]:
                 cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))
                 left = int(limit[0]) - max(0, int(used[0]) - cache)
                 yield left, f"limit less use in {folder / limit_name}"
-
-    # Slurm may count memory without a control group; ranks like this one have some already
-    granted = {
-        "SLURM_MEM_PER_NODE": _slurm("MEM_PER_NODE"),
-        "SLURM_MEM_PER_CPU": _slurm("MEM_PER_CPU") * _slurm("CPUS_ON_NODE"),
-    }
-    for source, mib in granted.items():
-        if mib:
-            yield mib * 2**20 - ranks * psutil.Process().memory_info().rss, source
 
 
 def _over(ranks: int, figure: _Figure) -> _Figure:

@@ -54,12 +54,7 @@ class Snapshot:
             elif isinstance(part, GradScaler):
                 # not its state_dict: a step may have ended amid an update, out of memory
                 self._keep(vars(part))
-                plain = {
-                    key: copy.copy(value)
-                    for key, value in vars(part).items()
-                    if not isinstance(value, Tensor)
-                }
-                self._undo.append(partial(vars(part).update, plain))
+                self._keep(part._per_optimizer_states)
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
                 self._undo.append(partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
             else:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import jobs
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from harness import job
 from harness.config import Config, ConfigError, DistBackend, DistConfig, DistName, TrainerConfig
-from harness.runtime import distributed, signals
+from harness.runtime import signals
 from harness.runtime.distributed import World, choose_device, joined, launch, spawn_size
 from harness.runtime.errors import Interrupted
 
@@ -94,76 +93,6 @@ def test_more_ranks_than_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatc
     see_gpus(monkeypatch, 2)
     with pytest.raises(ConfigError, match="^device=cuda: there is no device 2; torch sees 2"):
         choose_device("cuda", 2, 3)
-
-
-def told_by(uuids: Sequence[str | None]) -> list[str]:
-    """What each rank is refused with, or nothing, where the ranks have the GPUs of ``uuids``."""
-    store = torch.distributed.HashStore()
-    told = [""] * len(uuids)
-
-    def join(rank: int) -> None:
-        try:
-            distributed.refuse_shared_gpu(store, rank, len(uuids), uuids[rank])
-        except ConfigError as error:
-            told[rank] = str(error)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(uuids))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return told
-
-
-@pytest.mark.parametrize(
-    ("uuids", "text"),
-    [
-        pytest.param(
-            "aba",
-            "device: ranks 0, 2 have GPU a of node; start one rank for each GPU",
-            id="two of three",
-        ),
-        pytest.param(
-            "abab",
-            "device: ranks 0, 2 have GPU a of node; start one rank for each GPU",
-            id="two pairs",
-        ),
-    ],
-)
-def test_ranks_on_one_gpu_are_refused(
-    monkeypatch: pytest.MonkeyPatch, uuids: str, text: str
-) -> None:
-    """Every rank is told which ranks share a GPU, and the way out."""
-    monkeypatch.setattr("socket.gethostname", lambda: "node")
-    told = told_by(uuids)
-    assert told[0].startswith(text) and set(told) == {told[0]}
-
-
-@pytest.mark.parametrize(
-    "uuids", [("a", "b", "c"), (None, None)], ids=["GPUs of their own", "CPUs"]
-)
-def test_ranks_that_share_no_gpu_join(uuids: tuple[str | None, ...]) -> None:
-    """Ranks on different GPUs, or on CPUs, are not refused."""
-    assert told_by(uuids) == [""] * len(uuids)
-
-
-def test_gpus_of_one_name_on_two_nodes_differ() -> None:
-    """A GPU is told by its node too: virtual ones may have the same name."""
-    store = torch.distributed.HashStore()
-    store.set("gpu/1", "GPU a of elsewhere")
-    distributed.refuse_shared_gpu(store, 0, 2, "a")
-
-
-def test_spawned_ranks_on_one_gpu_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the process group exists, both ranks end with the line that names them."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
-    chosen = config(DistName.spawn, 2)
-    launch(jobs.join_on_one_gpu, (chosen, tmp_path), chosen)
-    told = [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
-    assert told[0].startswith("device: ranks 0, 1 have GPU made-up of ") and told[0] == told[1]
 
 
 @pytest.mark.parametrize(

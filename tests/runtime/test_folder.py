@@ -174,7 +174,7 @@ def test_the_log_goes_to_the_folder(tmp_path: Path, rank: int, name: str) -> Non
 def test_a_log_on_a_full_disk_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lines are lost with one warning, and without a traceback for each."""
+    """Its lines are lost without a traceback for each; the console has them."""
     told: list[str] = []
     console = logging.Handler()
     monkeypatch.setattr(console, "handle", lambda record: told.append(record.getMessage()))
@@ -187,9 +187,7 @@ def test_a_log_on_a_full_disk_stops_nothing(
         log.info("lost")
         log.info("again")
         log.removeHandler(console)
-    [warning, *others] = [text for text in told if text not in ("lost", "again")]
-    assert warning.endswith("train.log: lines are lost: [Errno 28] No space left on device")
-    assert others == []
+    assert told == ["lost", "again"]
     assert capsys.readouterr().err == ""
 
 

@@ -262,7 +262,7 @@ SRUN = {"SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PE
         ),
         pytest.param({"SLURM_CPUS_ON_NODE": "64"}, 1, 16, 16, 64, id="more than the affinity"),
         pytest.param(
-            {"SLURM_CPUS_ON_NODE": "8,4", "SLURM_MEM_PER_NODE": "all"},
+            {"SLURM_CPUS_ON_NODE": "8,4"},
             1,
             16,
             16,
@@ -270,30 +270,13 @@ SRUN = {"SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PE
             id="malformed",
         ),
         pytest.param(
-            {"SLURM_CPUS_ON_NODE": "0", "SLURM_MEM_PER_NODE": "0"},
+            {"SLURM_CPUS_ON_NODE": "0"},
             1,
             16,
             16,
             64,
             id="zero is no limit",
         ),
-        pytest.param(
-            {"SLURM_MEM_PER_NODE": "8192"},
-            2,
-            16,
-            8,
-            3,
-            id="memory of the node, less what the ranks have",
-        ),
-        pytest.param(
-            {"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "8"},
-            1,
-            16,
-            8,
-            7,
-            id="memory per core",
-        ),
-        pytest.param({"SLURM_MEM_PER_NODE": "512"}, 1, 16, 16, 0, id="memory overdrawn"),
     ],
 )
 def test_slurm_bounds_a_rank(
@@ -321,11 +304,10 @@ def test_each_figure_says_where_it_comes_from(
     """The tuning report can name the file or the variable that holds a figure down, and by how many
     ranks it was divided.
     """
-    monkeypatch.setenv("SLURM_MEM_PER_NODE", "4096")
     found = limits.measure(2, tree(tmp_path, "0::/a/b", {"a/cpu.max": "400000 100000"}))
     assert found.sources == {
         "cores": f"quota in {tmp_path}/sys/fs/cgroup/a/cpu.max, over 2 ranks",
-        "memory_bytes": "SLURM_MEM_PER_NODE, over 2 ranks",
+        "memory_bytes": "free and cache (MemAvailable), over 2 ranks",
     }
     assert limits.measure(root=tmp_path / "none").sources["cores"] == "affinity"
 

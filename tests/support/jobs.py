@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from harness.config import Config, ConfigError
+from harness.config import Config
 from harness.runtime import signals, workers
 from harness.runtime.errors import DiskError, LoaderError
 
@@ -177,26 +177,6 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
             "threads": torch.get_num_threads(),
         }
     (folder / f"{local_rank}.json").write_text(json.dumps(found))
-
-
-def join_on_one_gpu(local_rank: int, job: tuple[Config, Path]) -> None:
-    """Join with a GPU that all ranks have, and leave in a file what came of it."""
-    import torch
-    from emulator import emulated
-
-    from harness.runtime import accelerator
-    from harness.runtime.distributed import joined
-
-    class Gpu(accelerator.Accelerator):
-        uuid = "made-up"
-
-    config, folder = job
-    try:
-        with emulated(Gpu(torch.device("cpu"))), joined(local_rank, config):
-            told = f"joined: {torch.distributed.is_initialized()}"
-    except ConfigError as error:
-        told = f"{error}{' in a group' if torch.distributed.is_initialized() else ''}"
-    (folder / str(local_rank)).write_text(told)
 
 
 class SlowRanks:
