@@ -7,17 +7,12 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
-# the amount, and where it was read
-_Figure = tuple[float, str]
-# what psutil raises where /proc is missing, or hides something
-_DENIED = (psutil.Error, OSError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +27,6 @@ class Limits:
         shm_bytes: free shared memory, divided over the ranks of this node; None without /dev/shm.
         open_files: file descriptors that one process may hold.
         files_open: file descriptors that this process holds already; 0 if the system hides it.
-        sources: where ``cores`` and ``memory_bytes`` were read.
     """
 
     cores: float
@@ -40,7 +34,6 @@ class Limits:
     shm_bytes: int | None
     open_files: int
     files_open: int = 0
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 0) -> Limits:
@@ -58,55 +51,50 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
     together = math.ceil(local_ranks / tasks)
     ranks = together * tasks
 
-    cores, cores_from = min(_cores(groups, together, ranks))
-    free_bytes, free_from = min(_memory(groups))
-    memory_bytes, memory_from = _over(ranks, (free_bytes - reserved_bytes, free_from))
     shm = root / "dev/shm"
     shm_bytes = None
     if shm.is_dir():
         shm_bytes = shutil.disk_usage(shm).free // ranks
     files_open = 0
-    with suppress(*_DENIED):
-        files_open = psutil.Process().num_fds()
+    with suppress(OSError):
+        files_open = len(os.listdir("/proc/self/fd"))
     return Limits(
-        cores=cores,
-        memory_bytes=max(0, int(memory_bytes)),
+        cores=min(_cores(groups, together, ranks)),
+        memory_bytes=max(0, min(_memory(groups)) - reserved_bytes) // ranks,
         shm_bytes=shm_bytes,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         files_open=files_open,
-        sources={"cores": cores_from, "memory_bytes": memory_from},
     )
 
 
-def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[_Figure]:
+def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[float]:
     """Yields one rank's part of each bound: a task's, for ``together`` ranks, or the node's."""
     affinity = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         affinity = len(os.sched_getaffinity(0))
-    yield _over(together, (affinity, "affinity"))
+    yield affinity / together
     # a batch script is none of the job's tasks
     if _slurm("STEP_TASKS_PER_NODE") and (task := _slurm("CPUS_PER_TASK")):
-        yield _over(together, (task, "SLURM_CPUS_PER_TASK"))
+        yield task / together
     if node := _slurm("CPUS_ON_NODE"):
-        yield _over(ranks, (node, "SLURM_CPUS_ON_NODE"))
+        yield node / ranks
     for folder in groups:
         # version 2 has quota and period in one file
-        where = folder / "cpu.max"
-        quota = words(where)
-        if len(quota) != 2:
-            where = folder / "cpu.cfs_quota_us"
-            quota = words(where) + words(folder / "cpu.cfs_period_us")
+        quota = words(folder / "cpu.max") or [
+            *words(folder / "cpu.cfs_quota_us"),
+            *words(folder / "cpu.cfs_period_us"),
+        ]
         if len(quota) == 2 and quota[0] not in ("max", "-1"):
-            yield _over(ranks, (int(quota[0]) / int(quota[1]), f"quota in {where}"))
+            yield int(quota[0]) / int(quota[1]) / ranks
 
 
-def _memory(groups: list[Path]) -> Iterator[_Figure]:
-    """Yields what each bound leaves to all ranks."""
+def _memory(groups: list[Path]) -> Iterator[int]:
+    """Yields the bytes that each bound leaves to all ranks."""
     try:
-        yield psutil.virtual_memory().available, "free and cache (MemAvailable)"
-    except _DENIED:
-        yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "free (sysconf)"
-
+        yield psutil.virtual_memory().available
+    except (psutil.Error, OSError, RuntimeError):
+        # /proc is missing, or hides something
+        yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for folder in groups:
         for limit_name, used_name, cache_name in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -118,15 +106,7 @@ def _memory(groups: list[Path]) -> Iterator[_Figure]:
                 stat = words(folder / "memory.stat")
                 # given back before any kill
                 cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))
-                left = int(limit[0]) - max(0, int(used[0]) - cache)
-                yield left, f"limit less use in {folder / limit_name}"
-
-
-def _over(ranks: int, figure: _Figure) -> _Figure:
-    total, source = figure
-    if ranks > 1:
-        source += f", over {ranks} ranks"
-    return total / ranks, source
+                yield int(limit[0]) - max(0, int(used[0]) - cache)
 
 
 def _slurm(name: str) -> int:

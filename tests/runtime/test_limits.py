@@ -20,13 +20,9 @@ UNLIMITED_V1 = 9223372036854771712
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 16 cores and 64 GiB of memory, without Slurm; the process has 1 GiB in 40 open
-    files.
-    """
+    """A machine with 16 cores and 64 GiB of memory, without Slurm."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=GIB), num_fds=lambda: 40)
-    monkeypatch.setattr(psutil, "Process", lambda: process)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
 
@@ -198,7 +194,7 @@ def test_local_ranks_share_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (shared.cores, shared.memory_bytes) == (4.0, 16 * GIB)
     assert (alone.shm_bytes, shared.shm_bytes) == (6 * GIB, 1.5 * GIB)
     assert shared.open_files == alone.open_files > 0
-    assert shared.files_open == alone.files_open == 40
+    assert shared.files_open == alone.files_open > 0
 
 
 def test_what_is_promised_to_all_ranks_is_not_theirs(tmp_path: Path) -> None:
@@ -298,20 +294,6 @@ def test_slurm_bounds_a_rank(
     assert (found.cores, found.memory_bytes) == (cores, gib * GIB)
 
 
-def test_each_figure_says_where_it_comes_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tuning report can name the file or the variable that holds a figure down, and by how many
-    ranks it was divided.
-    """
-    found = limits.measure(2, tree(tmp_path, "0::/a/b", {"a/cpu.max": "400000 100000"}))
-    assert found.sources == {
-        "cores": f"quota in {tmp_path}/sys/fs/cgroup/a/cpu.max, over 2 ranks",
-        "memory_bytes": "free and cache (MemAvailable), over 2 ranks",
-    }
-    assert limits.measure(root=tmp_path / "none").sources["cores"] == "affinity"
-
-
 def test_the_name_of_a_group_is_any_bytes(tmp_path: Path) -> None:
     """A group whose name is not UTF-8 is found like any other."""
     folder = os.fsencode(tmp_path) + b"/sys/fs/cgroup/caf\xe9"
@@ -330,19 +312,14 @@ def test_the_name_of_a_group_is_any_bytes(tmp_path: Path) -> None:
 def test_what_may_not_be_read_does_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Where psutil may read nothing, the C library says what memory is free, and the open files are
-    not known.
-    """
+    """Where psutil may read nothing, the C library says what memory is free."""
 
     def refuse() -> None:
         raise error
 
     monkeypatch.setattr(psutil, "virtual_memory", refuse)
-    monkeypatch.setattr(psutil, "Process", refuse)
     found = limits.measure(root=tmp_path)
-    assert found.memory_bytes > 0
-    assert found.sources["memory_bytes"] == "free (sysconf)"
-    assert (found.cores, found.files_open) == (16, 0)
+    assert (found.cores, found.memory_bytes > 0) == (16, True)
 
 
 def test_the_real_machine_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
