@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from harness.runtime.files import number, open_regular, parsed
-from harness.watch.figures import FIGURES, STEP_FIGURES, Figure, Tag
+from harness.watch.figures import FIGURES, STEP_FIGURES, Metric, Tag
 
 SPREAD = ("median", "p95", "max")
 # of a step
@@ -21,7 +21,7 @@ TYPICAL = "time/step_ms/median"
 LONGEST = "time/step_ms/max"
 
 
-def _drawn(figure: Figure) -> str:
+def _drawn(figure: Metric) -> str:
     """Returns the tag that a figure's chart draws."""
     return f"{figure.tag}/median" if figure.unit == "ms" else figure.tag
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 
-class Memory(NamedTuple):
+class MemoryUse(NamedTuple):
     """Bytes of a device's memory: this process's by torch's allocator, and the whole device's.
 
     ``peak_*`` are the largest since the last ``reset_peaks``. ``reserved`` is what the allocator
@@ -124,7 +124,7 @@ class Accelerator:
     def keep_for(self, stream: Any, tensor: Tensor) -> None:
         """Keeps the memory of ``tensor`` until ``stream`` has done its work so far."""
 
-    def memory(self) -> Memory | None:
+    def memory(self) -> MemoryUse | None:
         """Returns the bytes of the device's own memory; None without any."""
         return None
 
@@ -219,17 +219,14 @@ class Cuda(Accelerator):
     def keep_for(self, stream: Any, tensor: Tensor) -> None:
         tensor.record_stream(stream)
 
-    def memory(self) -> Memory | None:
+    def memory(self) -> MemoryUse | None:
         stats = torch.cuda.memory_stats(self.device)
-        free, total = torch.cuda.mem_get_info(self.device)
-        return Memory(
-            allocated=stats.get("allocated_bytes.all.current", 0),
-            reserved=stats.get("reserved_bytes.all.current", 0),
-            peak_allocated=stats.get("allocated_bytes.all.peak", 0),
-            peak_reserved=stats.get("reserved_bytes.all.peak", 0),
-            free=free,
-            total=total,
+        own = (
+            stats.get(f"{kind}_bytes.all.{when}", 0)
+            for when in ("current", "peak")
+            for kind in ("allocated", "reserved")
         )
+        return MemoryUse(*own, *torch.cuda.mem_get_info(self.device))
 
     def reset_peaks(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -21,7 +21,7 @@ _READS = "Reads by this run"
 _UTILIZATION = "GPU utilisation"
 
 
-class Figure(NamedTuple):
+class Metric(NamedTuple):
     """How a figure is logged and shown.
 
     Attributes:
@@ -48,13 +48,13 @@ class Tag(StrEnum):
     bound needs it: else the name has it.
     """
 
-    figure: Figure
+    figure: Metric
 
     def __new__(cls, tag: str, unit: str = "", *charted: str) -> Self:
-        """Makes a member; the arguments are those of ``Figure`` but for the text."""
+        """Makes a member; the arguments are those of ``Metric`` but for the text."""
         member = str.__new__(cls, tag)
         member._value_ = tag
-        member.figure = Figure(tag, unit, "", *charted)
+        member.figure = Metric(tag, unit, "", *charted)
         return member
 
     # mean training loss of the window
@@ -143,8 +143,8 @@ class Spread:
 
 
 def _figure(*declared: str) -> Any:
-    """Declares a field of ``Window``; the arguments are those of ``Figure``."""
-    return field(default=None, metadata={"figure": Figure(*declared)})
+    """Declares a field of ``Window``; the arguments are those of ``Metric``."""
+    return field(default=None, metadata={"figure": Metric(*declared)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,13 +251,13 @@ class Window:
         return replace(self, images_per_s=self.images_per_s and ranks * self.images_per_s)
 
 
-STEP_FIGURES: Mapping[str, Figure] = {
+STEP_FIGURES: Mapping[str, Metric] = {
     each.name: each.metadata["figure"] for each in fields(Window) if "figure" in each.metadata
 }
 """The figures of ``Window`` by their names, which are also their keys in ``report.json``."""
 
 
-FIGURES: Sequence[Figure] = (*STEP_FIGURES.values(), *(tag.figure for tag in Tag))
+FIGURES: Sequence[Metric] = (*STEP_FIGURES.values(), *(tag.figure for tag in Tag))
 """All figures, in the order in which the page draws their charts."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from emulator import EmulatedDevice
 
-from harness.runtime.accelerator import Memory
+from harness.runtime.accelerator import MemoryUse
 
 GB = 10**9
 
@@ -31,9 +31,9 @@ class Gpu(EmulatedDevice):
         self.pinned += 1
         return super().pin(tensor)
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUse:
         peak = self.peaks.pop(0) if len(self.peaks) > 1 else self.peaks[0]
-        return Memory(peak, 30 * GB, peak, 30 * GB, self.free, 80 * GB)
+        return MemoryUse(peak, 30 * GB, peak, 30 * GB, self.free, 80 * GB)
 
     def reset_peaks(self) -> None:
         self.resets += 1

@@ -480,10 +480,10 @@ class EmulatedDevice(accelerator.Accelerator):
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
         self.memory_pool.keep(tensor, stream)
 
-    def memory(self) -> accelerator.Memory:
+    def memory(self) -> accelerator.MemoryUse:
         pool = self.memory_pool
         peaks = pool.peak_allocated, pool.peak_reserved
-        return accelerator.Memory(
+        return accelerator.MemoryUse(
             pool.allocated, pool.reserved, *peaks, self.total - pool.reserved, self.total
         )
 
