@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from itertools import pairwise
 
 import numpy as np
 
@@ -22,16 +21,17 @@ def _checksum(data: bytes) -> bytes:
     """Returns the CRC-32C of four bytes or more, masked as TensorFlow does it.
 
     The CRC is linear: a block's is the sum of what each byte gives by its place. What comes before
-    the block, at the beginning 32 ones, is added to its first four bytes.
+    the block, at the beginning 32 ones, is added to its first four bytes; zeros before all of it
+    add nothing.
     """
-    crc = 0xFFFFFFFF
-    # the first block has what is left over, and four bytes at least
-    ends = range((len(data) - 4) % _BLOCK + 4, len(data) + 1, _BLOCK)
-    for start, end in pairwise((0, *ends)):
-        block = np.frombuffer(data[start:end], np.uint8).copy()
+    padded = np.zeros(-(-len(data) // _BLOCK) * _BLOCK, np.uint8)
+    own = padded[-len(data) :]
+    own[:] = np.frombuffer(data, np.uint8)
+    own[:4] ^= 255
+    crc = 0
+    for block in padded.reshape(-1, _BLOCK):
         block[:4] ^= np.frombuffer(struct.pack("<I", crc), np.uint8)
-        given = _table()[start - end :][np.arange(end - start), block]
-        crc = int(np.bitwise_xor.reduce(given))
+        crc = int(np.bitwise_xor.reduce(_table()[np.arange(_BLOCK), block]))
     crc ^= 0xFFFFFFFF
     return struct.pack("<I", (crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF)
 
@@ -44,6 +44,6 @@ def _table() -> np.ndarray:
         # Castagnoli's polynomial, its bits reversed
         byte = byte >> 1 ^ (byte & 1) * 0x82F63B78
     places = [byte]
-    for _ in range(_BLOCK + 2):
+    for _ in range(_BLOCK - 1):
         places.append(places[-1] >> 8 ^ byte[places[-1] & 255])
     return np.stack(places[::-1])
