@@ -181,7 +181,7 @@ def measure(
         settings=settings,
         model=model,
         device=accelerator.of(trainee.device).kind,
-        cores_from=limits.sources.get("cores", ""),
+        cores_from="quota" if limits.by_quota else "affinity",
         image_size=train.image_size,
         short_sides=short_sides(train.source),
         # measured may have been smaller batches

@@ -226,7 +226,7 @@ class Cuda(Accelerator):
             for when in ("current", "peak")
             for kind in ("allocated", "reserved")
         )
-        return MemoryUse(*own, *torch.cuda.mem_get_info(self.device))
+        return MemoryUse._make((*own, *torch.cuda.mem_get_info(self.device)))
 
     def reset_peaks(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -155,11 +155,7 @@ def described(error: BaseException) -> tuple[str, int] | None:
         )
     # gloo's and NCCL's, from a collective call or within the network's own
     if isinstance(error, RuntimeError) and _LOST.search(words(error)):
-        reason = words(error).splitlines()[0].rpartition("] ")[2].split(". ")[0] or words(error)
-        return (
-            f"another rank ended or does not answer ({reason[:200]}); look at its lines",
-            LOST_RANK,
-        )
+        return "another rank ended or does not answer; look at its lines", LOST_RANK
     for said, answer in _ANSWERS.items():
         if said in words(error):
             return answer
@@ -204,10 +200,7 @@ def tell(failures: Sequence[BaseException]) -> int:
     with contextlib.suppress(OSError):
         # nobody may read: the exit code says it too
         for text, _ in lines:
-            line = printable(text)
-            if len(line) > 2000:
-                line = f"{line[:1200]} ... {line[-600:]}"
-            print(f"{name} {line}", file=sys.stderr, flush=True)
+            print(name, printable(text), file=sys.stderr, flush=True)
     return lines[0][1] if lines else 0
 
 

@@ -27,6 +27,7 @@ class Limits:
         shm_bytes: free shared memory, divided over the ranks of this node; None without /dev/shm.
         open_files: file descriptors that one process may hold.
         files_open: file descriptors that this process holds already; 0 if the system hides it.
+        by_quota: a quota is what bounds ``cores``.
     """
 
     cores: float
@@ -34,6 +35,7 @@ class Limits:
     shm_bytes: int | None
     open_files: int
     files_open: int = 0
+    by_quota: bool = False
 
 
 def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 0) -> Limits:
@@ -51,6 +53,7 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
     together = math.ceil(local_ranks / tasks)
     ranks = together * tasks
 
+    cores, by_quota = min(_cores(groups, together, ranks))
     shm = root / "dev/shm"
     shm_bytes = None
     if shm.is_dir():
@@ -59,25 +62,29 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
     with suppress(OSError):
         files_open = len(os.listdir("/proc/self/fd"))
     return Limits(
-        cores=min(_cores(groups, together, ranks)),
+        cores=cores,
         memory_bytes=max(0, min(_memory(groups)) - reserved_bytes) // ranks,
         shm_bytes=shm_bytes,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         files_open=files_open,
+        by_quota=by_quota,
     )
 
 
-def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[float]:
-    """Yields one rank's part of each bound: a task's, for ``together`` ranks, or the node's."""
+def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[tuple[float, bool]]:
+    """Yields one rank's part of each bound, and whether that is a quota.
+
+    The part is a task's, for ``together`` ranks, or the node's.
+    """
     affinity = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         affinity = len(os.sched_getaffinity(0))
-    yield affinity / together
+    yield affinity / together, False
     # a batch script is none of the job's tasks
     if _slurm("STEP_TASKS_PER_NODE") and (task := _slurm("CPUS_PER_TASK")):
-        yield task / together
+        yield task / together, False
     if node := _slurm("CPUS_ON_NODE"):
-        yield node / ranks
+        yield node / ranks, False
     for folder in groups:
         # version 2 has quota and period in one file
         quota = words(folder / "cpu.max") or [
@@ -85,7 +92,7 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[float]:
             *words(folder / "cpu.cfs_period_us"),
         ]
         if len(quota) == 2 and quota[0] not in ("max", "-1"):
-            yield int(quota[0]) / int(quota[1]) / ranks
+            yield int(quota[0]) / int(quota[1]) / ranks, True
 
 
 def _memory(groups: list[Path]) -> Iterator[int]:
