@@ -29,7 +29,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 class SampleRng:
-    """The random numbers of one sample in one epoch.
+    """The random numbers of one sample in one epoch: a seed, epoch < 2**32 and index < 2**48.
 
     SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from a keyed start.
 
@@ -40,7 +40,6 @@ class SampleRng:
     __slots__ = ("_state",)
 
     def __init__(self, seed: int, epoch: int, index: int, stream: int = SAMPLE) -> None:
-        assert 0 <= index < 2**48
         self._state: int = _mixed((_start(seed, epoch, stream) + index) & _MASK)
 
     def random(self) -> float:
@@ -82,7 +81,6 @@ def instead_of(index: int, length: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _start(seed: int, epoch: int, stream: int) -> int:
-    assert 0 <= seed < 2**32 and 0 <= epoch < 2**32
     start: int = _mixed((_mixed(stream) + (seed << 32 | epoch)) & _MASK)
     return start
 
@@ -99,7 +97,6 @@ def order_rng(seed: int, epoch: int, part: int = 0, stream: int = 1) -> np.rando
 
     Another ``part`` of an order, or another use of the epoch (``stream``), has numbers of its own.
     """
-    assert 0 <= seed < 2**32 and 0 <= epoch < 2**32 and 0 <= part < 2**48
     return np.random.Generator(np.random.Philox(stream << 112 | seed << 80 | epoch << 48 | part))
 
 

@@ -415,6 +415,6 @@ class StepClock:
 
 
 def _images_in(batch: Any) -> int:
-    items = batch.values() if isinstance(batch, dict) else batch
-    first = next(iter(items), None) if isinstance(batch, (tuple, list, dict)) else None
-    return _images_in(first) if hasattr(first, "__len__") else len(batch)
+    items = [*batch.values()] if isinstance(batch, dict) else batch
+    nested = isinstance(items, (tuple, list)) and items and hasattr(items[0], "__len__")
+    return _images_in(items[0]) if nested else len(items)

@@ -204,9 +204,7 @@ def machine_times() -> tuple[float, float]:
     A core is busy that neither idles nor waits for a disk.
     """
     times = psutil.cpu_times()
-    # guests' times are in user already
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return total, total - times.idle - getattr(times, "iowait", 0.0)
+    return sum(times), sum(times) - times.idle - getattr(times, "iowait", 0.0)
 
 
 def environment(device_name: str | None = None) -> dict[str, object]:

@@ -282,11 +282,10 @@ class Timeline:
             gap_s = max(0.0, previous.end.elapsed_time(slot.begin)) / 1e3
         block_s = slot.begin.elapsed_time(slot.end) / 1e3
         # when the device began the block, by the host's clock
-        shown_s = slot.mark_s + slot.mark.elapsed_time(slot.begin) / 1e3
-        start_s = max(shown_s, self._passed_s + gap_s * _SLOWEST)
-        if start_s + block_s > self._now() + 1e-3:
-            # that is still to come: the two clocks have jumped, as where a machine slept
-            start_s = shown_s
+        start_s = max(
+            slot.mark_s + slot.mark.elapsed_time(slot.begin) / 1e3,
+            self._passed_s + gap_s * _SLOWEST,
+        )
         self._passed_s = start_s + block_s * _SLOWEST
         gap = (start_s - gap_s, start_s)
         spent_s = _explain(slot, previous, gap, block_s, ledger)

@@ -11,7 +11,6 @@ from threading import Thread
 from typing import Any
 
 from harness.config import Config, Wandb, to_plain
-from harness.runtime.errors import printable, words
 from harness.runtime.folder import log
 from harness.watch.console import say
 
@@ -58,8 +57,7 @@ class WandbWriter:
                 task(run)
         # of the package, the service or the disk: training goes on whatever it is
         except Exception as error:
-            text = printable(words(error) or type(error).__name__)
-            log.warning("watch.wandb: %s; nothing more is sent, and training goes on", text)
+            log.warning("watch.wandb: %r; nothing more is sent, and training goes on", error)
             while self._tasks.get():
                 pass
 

@@ -64,7 +64,6 @@ class Gpu:
         self.mark_late_s = 0.0
         # of the device's clock beside the host's
         self.rate = 1.0
-        self.jumped_s = 0.0
 
     def now(self) -> float:
         return self.host
@@ -109,7 +108,7 @@ class Event:
 
     def pass_at(self, host_s: float) -> None:
         self.at = host_s
-        self.stamp = host_s * self.gpu.rate + self.gpu.jumped_s
+        self.stamp = host_s * self.gpu.rate
 
     def query(self) -> bool:
         return not self.gpu.hung and self.at <= self.gpu.host

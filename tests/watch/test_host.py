@@ -19,14 +19,14 @@ from harness.watch.device import Figures, Sensor
 from harness.watch.figures import Tag
 from harness.watch.host import HostSensor, Sampler, environment
 
-Times = namedtuple("Times", "user system idle iowait guest guest_nice")
+Times = namedtuple("Times", "user system idle iowait")
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A machine whose counters a test sets, without /proc and control groups."""
     state = SimpleNamespace(
-        times=Times(10.0, 5.0, 80.0, 5.0, 2.0, 0.0), read_bytes=1000, now=10.0, root=tmp_path
+        times=Times(10.0, 5.0, 80.0, 5.0), read_bytes=1000, now=10.0, root=tmp_path
     )
     monkeypatch.setattr(psutil, "cpu_times", lambda: state.times)
     monkeypatch.setattr(
@@ -44,7 +44,7 @@ def test_rates_are_since_the_sample_before(machine: SimpleNamespace) -> None:
     """The first sample has no rates; waiting for a disk is not being busy."""
     sensor = source_of(machine)
     assert sensor.sample() == {Tag.RAM_USED_BYTES: 7_000_000.0}
-    machine.times = Times(13.0, 6.0, 82.0, 9.0, 4.0, 0.0)
+    machine.times = Times(13.0, 6.0, 82.0, 9.0)
     machine.read_bytes = 5000
     machine.now = 12.0
     sample = sensor.sample()
@@ -57,7 +57,7 @@ def test_all_cores_busy_is_not_more_than_all(machine: SimpleNamespace) -> None:
     """The kernel may take back time that it had booked as waiting for a disk."""
     sensor = source_of(machine)
     sensor.sample()
-    machine.times = Times(12.0, 5.0, 80.0, 4.9, 2.0, 0.0)
+    machine.times = Times(12.0, 5.0, 80.0, 4.9)
     assert sensor.sample()[Tag.CPU_FRACTION] == 1.0
 
 
@@ -141,7 +141,7 @@ def test_others_take_what_is_busy_and_not_ours(
     found = {}
     for own_s in (0.0, 1.0):
         write_kernel(machine.root, own_s, 0, (0, 0), 0, ["", ""])
-        machine.times = Times(4.0 * own_s, 0.0, 50.0, 5.0 * own_s, 2.0 * own_s, 0.0)
+        machine.times = Times(4.0 * own_s, 0.0, 50.0, 5.0 * own_s)
         machine.now += 2.0
         found = sensor.sample()
     assert found.get(Tag.OTHERS_CPU_CORES) == (others if others is None else pytest.approx(others))
@@ -159,7 +159,7 @@ def test_what_others_take_is_not_known_without_what_is_ours(
         write_kernel(machine.root, seconds / 2, 0, (0, 0), 0, ["", ""])
         if seconds == 3:
             (machine.root / f"proc/{os.getpid()}/stat").unlink()
-        machine.times = Times(seconds, 0.0, 50.0, 0.0, 0.0, 0.0)
+        machine.times = Times(seconds, 0.0, 50.0, 0.0)
         machine.now = machine.now + 1.0
         known.append(Tag.OTHERS_CPU_CORES in sensor.sample())
     assert known == [False, True, False]

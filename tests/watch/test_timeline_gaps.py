@@ -249,15 +249,3 @@ def test_clocks_that_drift_apart_spoil_nothing(clock: StepClock, gpu: Gpu, drift
         gpu.mark_late_s = 0.0 if number % 50 == 0 else 0.1
         starve(clock, gpu, 1)
     assert settled(clock, gpu).stall_fraction == pytest.approx(0.5, abs=0.01)
-
-
-@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0], ids=["back", "ahead"])
-def test_a_clock_that_jumps_is_followed(clock: StepClock, gpu: Gpu, jump_s: float) -> None:
-    """A machine that slept for an hour by one of the two clocks has right figures after it."""
-    starve(clock, gpu, 100)
-    gpu.jumped_s = jump_s
-    starve(clock, gpu, 100)
-    clock.close_window()
-    starve(clock, gpu, 100)
-    window = clock.close_window()
-    assert window and window.stall_fraction == pytest.approx(0.5, abs=0.01)
