@@ -45,17 +45,6 @@ def test_a_full_queue_holds_launches_up(own: Accelerator, launches: int, waits: 
     assert end.query() == waits
 
 
-def test_a_queue_is_a_streams_own(own: Accelerator) -> None:
-    """Launches on another stream do not wait where one is full (its forum, thread 68937)."""
-    own.delay(4 * BUSY_S)
-    end = marked(own)
-    for stream in (own.stream(), own.side_stream()):
-        with own.on(stream):
-            for _ in range(600):
-                own.delay(1e-6)
-    assert not end.query()
-
-
 # Order.
 
 
@@ -84,15 +73,6 @@ def test_a_stream_does_not_wait_for_another(own: Accelerator, which: str) -> Non
     assert other.query() and not end.query()
 
 
-def test_the_side_and_the_idle_stream_are_not_the_current_one(own: Accelerator) -> None:
-    """Each is the same at every call, as torch hands streams out from pools
-    (c10/cuda/CUDAStream.cpp, getStreamFromPool).
-    """
-    streams = own.stream(), own.side_stream(), own.idle_stream()
-    assert streams == (own.stream(), own.side_stream(), own.idle_stream())
-    assert all(a != b for a, b in zip(streams, streams[1:] + streams[:1], strict=True))
-
-
 @pytest.mark.parametrize("by", ["event", "stream"])
 def test_a_stream_waits_for_another_without_the_host(own: Accelerator, by: str) -> None:
     """Work behind ``wait_event`` and ``wait_stream`` begins after it (cudaStreamWaitEvent;
@@ -107,29 +87,6 @@ def test_a_stream_waits_for_another_without_the_host(own: Accelerator, by: str) 
     assert not end.query() and not behind.query()
     behind.synchronize()
     assert end.query() and end.elapsed_time(behind) >= 0
-
-
-def test_a_stream_waits_for_the_recording_that_it_was_told_of(own: Accelerator) -> None:
-    """A later one of the same event does not count (cudaStreamWaitEvent takes the event's state at
-    the call).
-    """
-    event = marked(own)
-    own.side_stream().wait_event(event)
-    own.delay(BUSY_S)
-    event.record(own.stream())
-    marked(own, own.side_stream()).synchronize()
-    assert not event.query()
-
-
-def test_an_event_without_a_recording_is_passed(own: Accelerator) -> None:
-    """Nobody waits for it (c10/cuda/CUDAEvent.h, query, block and synchronize)."""
-    event = own.event()
-    own.delay(BUSY_S)
-    end = marked(own)
-    own.side_stream().wait_event(event)
-    event.synchronize()
-    marked(own, own.side_stream()).synchronize()
-    assert event.query() and not end.query()
 
 
 def test_a_thread_has_a_current_stream_of_its_own(own: Accelerator) -> None:
@@ -168,36 +125,6 @@ def test_two_passed_events_tell_the_time_between_them(own: Accelerator) -> None:
     assert 0.5 * BUSY_S < start.elapsed_time(end) / 1e3 < 2 * BUSY_S
 
 
-def test_the_time_to_an_earlier_event_is_negative(own: Accelerator) -> None:
-    """Also on another stream (cudaEventElapsedTime subtracts two time
-    stamps; it refuses no order).
-    """
-    early = marked(own, own.side_stream())
-    own.delay(BUSY_S)
-    late = marked(own)
-    late.synchronize()
-    assert late.elapsed_time(early) == pytest.approx(-early.elapsed_time(late), abs=0.1)
-    assert late.elapsed_time(early) < -1e3 * BUSY_S / 2
-
-
-@pytest.mark.parametrize(
-    ("what", "error"),
-    [("not recorded", ValueError), ("without timing", ValueError), ("not passed", RuntimeError)],
-)
-def test_some_events_tell_no_time(own: Accelerator, what: str, error: type[Exception]) -> None:
-    """Those that were not recorded or not made for it, and not yet those to come
-    (c10/cuda/CUDAEvent.h, elapsed_time).
-    """
-    start = marked(own)
-    own.delay(BUSY_S)
-    end = own.event(timed=what != "without timing")
-    if what != "not recorded":
-        end.record(own.stream())
-    for first, second in ((start, end), (end, start)):
-        with pytest.raises(error):
-            first.elapsed_time(second)
-
-
 # Waiting.
 
 
@@ -223,18 +150,6 @@ def test_events_are_passed_once_their_stream_was_waited_for(own: Accelerator, by
     events = [marked(own) for _ in range(3)]
     own.synchronize() if by == "device" else own.stream().synchronize()
     assert all(event.query() for event in events) and events[0].elapsed_time(events[-1]) >= 0
-
-
-def test_only_the_current_stream_is_waited_for(own: Accelerator) -> None:
-    """What another one was given may be under way (cudaEventSynchronize waits for one event)."""
-    with own.on(own.side_stream()):
-        own.delay(BUSY_S)
-        end = marked(own)
-    own.synchronize()
-    assert not end.query()
-    with own.on(own.side_stream()):
-        own.synchronize()
-    assert end.query()
 
 
 # Copies.

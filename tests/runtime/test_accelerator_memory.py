@@ -88,21 +88,6 @@ def test_memory_in_use_by_another_stream_is_kept(own: Accelerator, work: str) ->
     del second, third
 
 
-def test_memory_is_not_kept_for_its_own_stream(own: Accelerator) -> None:
-    """The order of its work is enough (c10/cuda/CUDACachingAllocator.cpp, recordStream returns at
-    once).
-    """
-    pinned = source(own)
-    first = own.copy(pinned)
-    before = reserved(own)
-    own.delay(BUSY_S)
-    own.keep_for(own.stream(), first)
-    del first
-    second = own.copy(pinned)
-    assert reserved(own) == before
-    del second
-
-
 def test_free_memory_goes_back_by_release_alone(own: Accelerator) -> None:
     """What is in use stays (torch/cuda/memory.py, empty_cache)."""
     pinned = source(own)
@@ -117,22 +102,6 @@ def test_free_memory_goes_back_by_release_alone(own: Accelerator) -> None:
     del second
     own.release()
     assert reserved(own) == before
-
-
-def test_release_waits_for_memory_that_another_stream_uses(own: Accelerator) -> None:
-    """And gives it back too (c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks)."""
-    pinned = source(own)
-    before = reserved(own)
-    side = own.side_stream()
-    first = own.copy(pinned)
-    own.synchronize()
-    with own.on(side):
-        own.delay(BUSY_S)
-        end = marked(own)
-    own.keep_for(side, first)
-    del first
-    own.release()
-    assert end.query() and reserved(own) == before
 
 
 def test_peaks_begin_at_what_there_is(own: Accelerator) -> None:
@@ -154,25 +123,7 @@ def test_peaks_begin_at_what_there_is(own: Accelerator) -> None:
     del kept, again
 
 
-def test_what_is_reserved_is_not_free(own: Accelerator) -> None:
-    """The driver's figures hold what the allocator keeps (cudaMemGetInfo)."""
-    pinned = source(own)
-    before = own.memory()
-    copied = own.copy(pinned)
-    after = own.memory()
-    assert before is not None and after is not None
-    assert before.free - after.free >= SIZE and before.total == after.total
-    assert after.allocated - before.allocated == SIZE == copied.nbytes
-
-
 # Page-locked memory.
-
-
-def test_page_locked_memory_comes_in_powers_of_two(own: Accelerator) -> None:
-    """Sizes are rounded up (aten/src/ATen/core/CachingHostAllocator.h, allocate)."""
-    before = page_locked(own)
-    pinned = source(own, 5 * MIB)
-    assert page_locked(own) - before == 8 * MIB and pinned.nbytes == 5 * MIB
 
 
 def test_freed_page_locked_memory_is_used_again(own: Accelerator) -> None:
@@ -203,21 +154,3 @@ def test_page_locked_memory_is_not_used_again_while_it_is_copied(own: Accelerato
     again = source(own, MIB, 7)
     assert page_locked(own) == before + MIB
     del other, again
-
-
-def test_release_gives_back_page_locked_memory_that_is_free(own: Accelerator) -> None:
-    """What is in use or under way stays, and is not waited for (the same file, empty_cache)."""
-    before = page_locked(own)
-    free = source(own, MIB)
-    used = source(own, 2 * MIB)
-    copied = source(own, 4 * MIB)
-    own.delay(BUSY_S)
-    there = own.copy(copied)
-    end = marked(own)
-    del free, copied
-    own.release()
-    assert page_locked(own) == before + 6 * MIB or end.query()
-    end.synchronize()
-    own.release()
-    assert page_locked(own) == before + 2 * MIB
-    del used, there

@@ -79,13 +79,6 @@ def test_a_folder_has_one_owner_until_it_dies(other_run: subprocess.Popen[str]) 
     assert Path("run/.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
 
 
-def test_an_owner_may_ask_again() -> None:
-    """Owning a folder twice in one process, by any of its names, is owning it once."""
-    assert folder.own(Path("run")) == Path("run")
-    assert folder.own(Path("run").resolve()) == Path("run").resolve()
-    assert len(folder._owned) == 1
-
-
 @pytest.mark.parametrize("make", [folder.own, folder.new_folder], ids=["own", "new"])
 def test_a_folder_that_cannot_be_made_is_refused(make: object) -> None:
     """A file in the folder's place is a ConfigError that names the folder, the reason and the way
@@ -191,17 +184,6 @@ def test_a_log_on_a_full_disk_stops_nothing(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.timeout(20)
-@oddities.special
-def test_an_odd_log_gives_way(tmp_path: Path, plant: Plant) -> None:
-    """No FIFO is waited for, and what a link leads to keeps what it held."""
-    oddities.put(plant, tmp_path / "train.log")
-    with folder.logging_to(tmp_path) as log:
-        log.info("hello")
-    assert (tmp_path / "train.log").read_text().endswith(" INFO hello\n")
-    assert oddities.untouched(tmp_path / "train.log")
-
-
 def test_a_log_that_cannot_be_opened_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,15 +220,6 @@ def test_an_odd_lock_is_refused(plant: Plant) -> None:
     ):
         folder.own(Path("run"))
     assert oddities.untouched(Path("run/.lock"))
-
-
-@pytest.mark.parametrize("name", oddities.CONTENTS)
-def test_odd_content_of_a_lock_is_replaced(name: str) -> None:
-    """Whatever a lock held, its owner is what it says."""
-    Path("run").mkdir()
-    Path("run/.lock").write_bytes(oddities.CONTENTS[name])
-    folder.own(Path("run"))
-    assert Path("run/.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
 
 
 @pytest.fixture(params=[errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK], ids=errno.errorcode.get)
@@ -326,14 +299,6 @@ def test_a_failed_run_leaves_its_error_in_its_log(
     assert re.search(text, (tmp_path / "train.log").read_text(), re.S)
 
 
-def test_another_rank_has_a_log_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun two ranks do not write into one file."""
-    monkeypatch.setenv("RANK", "3")
-    with pytest.raises(KeyError), folder.logging_failure(tmp_path):
-        raise KeyError
-    assert (tmp_path / "train-rank3.log").exists() and not (tmp_path / "train.log").exists()
-
-
 def test_an_error_outlives_its_folder(tmp_path: Path) -> None:
     """Where nothing can be logged any more, the run's own error is told."""
     place = tmp_path / "run"
@@ -341,10 +306,3 @@ def test_an_error_outlives_its_folder(tmp_path: Path) -> None:
     place.rmdir()
     with pytest.raises(DiskError, match="the true cause"), folder.logging_failure(place):
         raise DiskError("the true cause")
-
-
-def test_a_run_that_ends_well_logs_no_error(tmp_path: Path) -> None:
-    """Without an error no log is begun."""
-    with folder.logging_failure(tmp_path):
-        pass
-    assert not (tmp_path / "train.log").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -55,12 +54,6 @@ def test_the_cause_is_told_and_not_its_echo(
         run_processes(jobs.lose_the_other, tmp_path, 2)
     assert error.value.exit_code == 137
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_an_error_can_go_on_to_another_process() -> None:
-    """Text and exit code survive the way from a launcher's process to the command line's."""
-    error = pickle.loads(pickle.dumps(ProcessError("multirun/x/0: no more", 6)))
-    assert (str(error), error.exit_code) == ("multirun/x/0: no more", 6)
 
 
 def test_a_start_method_that_others_do_not_know_is_not_handed_on(

@@ -175,12 +175,6 @@ def test_the_smallest_limit_counts(
     assert found.memory_bytes == gib * GIB
 
 
-def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
-    """Where /proc tells nothing of groups, affinity and free memory are the limits."""
-    found = limits.measure(root=tmp_path)
-    assert (found.cores, found.memory_bytes) == (16.0, 64 * GIB)
-
-
 def test_local_ranks_share_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cores, memory and shared memory are divided over the ranks of this node; open files are each
     process's own.

@@ -10,7 +10,6 @@ import pytest
 
 from harness.config import ConfigError
 from harness.runtime import parts
-from harness.runtime.errors import DataError
 
 Write = Callable[[str, str], None]
 MINE = """
@@ -106,13 +105,6 @@ def test_a_mistake_is_one_line(write_module: Write, name: str, error: str) -> No
         write_module(module, text)
     with pytest.raises(ConfigError, match=f"^model.name={re.escape(name)}: {error}$"):
         parts.call("model.name", name, 2)
-
-
-def test_our_own_errors_pass(write_module: Write) -> None:
-    """What a part of ours refuses within the function keeps its line and its exit code."""
-    write_module("mine", MINE)
-    with pytest.raises(DataError, match="^data.root=/x: no such folder$"):
-        parts.call("data.name", "mine:refuse")
 
 
 def test_a_digest_changes_with_the_file(write_module: Write) -> None:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from harness.training import replaced
 from harness.watch.board import Board, stages
-from harness.watch.figures import Spread, Tag, by_tag
+from harness.watch.figures import Spread, Tag
 from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost, StageTotals
 
@@ -64,42 +64,6 @@ def test_scalars_reach_both_files(tmp_path: Path) -> None:
     }
 
 
-def test_tags_may_come_and_go(tmp_path: Path) -> None:
-    """Each window has the figures that it was given, in the width of TensorBoard's floats."""
-    windows: list[dict[str, float]] = [
-        {"a": 1.0},
-        {"b" * 200: 2.5, "a": 0.1},
-        {},
-        {"\u00e4 tag": -3.0, "a": 1e300},
-    ]
-    with Board(tmp_path, tensorboard=True) as board:
-        for step, figures in enumerate(windows):
-            board.scalars(step, figures)
-    float32 = {0.1: pytest.approx(0.1, rel=1e-7), 1e300: math.inf}
-    for tag in {tag for figures in windows for tag in figures}:
-        expected = [
-            (step, float32.get(f[tag], f[tag])) for step, f in enumerate(windows) if tag in f
-        ]
-        assert logged(tmp_path, tag) == expected
-
-
-def test_every_figure_of_a_window_has_a_tag() -> None:
-    """The window's rates, times and fractions go under the names that the field reads."""
-    figures = by_tag(Ledger(steps=1, images=8, elapsed_s=2.0, wait_s=1.0).window())
-    assert {str(tag) for tag in figures} >= {
-        "speed/images_per_s", "time/step_ms", "time/data_wait_ms", "time/copy_ms",
-        "time/compute_ms",
-        "time/gap_ms", "time/exposed_copy_ms", "time/prepare_ms", "time/starved_ms", "time/host_ms",
-        "time/launch_ms", "time/device_full_fraction",
-        "stall/data_fraction", "stall/data_wait_fraction",
-    }  # fmt: skip
-    assert (
-        figures["speed/images_per_s"],
-        figures["stall/data_fraction"],
-        figures["time/copy_ms"],
-    ) == (4.0, 0.5, None)
-
-
 def test_stages_are_told_per_sample_with_how_busy_the_workers_were() -> None:
     """Workers that made batches for 3 of 4 seconds were busy for three quarters."""
     totals = StageTotals(100, 10, 6.0, {"read": StageCost(1.0, 0.1), "decode": StageCost(4.0, 4.0)})
@@ -109,11 +73,6 @@ def test_stages_are_told_per_sample_with_how_busy_the_workers_were() -> None:
         Tag.BUSY_FRACTION: 0.75,
     }
     assert stages(totals, 12.0)[Tag.BUSY_FRACTION] == 0.5
-
-
-def test_workers_that_did_nothing_have_no_stages() -> None:
-    """A window without a sample says nothing."""
-    assert stages(StageTotals(0, 0, 0.0, {}), 8.0) == {}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
@@ -175,14 +134,6 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     expected = [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
     assert [(line["step"], line["a"]) for line in lines(tmp_path)] == expected
     assert logged(tmp_path, "a") == expected
-
-
-def test_a_new_board_keeps_what_it_finds(tmp_path: Path) -> None:
-    """Without a checkpoint nothing is taken out but a line that was cut off."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n{"st')
-    with Board(tmp_path, tensorboard=False) as board:
-        board.scalars(1, {})
-    assert [line["step"] for line in lines(tmp_path)] == [99, 1]
 
 
 Precision = Enum("Precision", ["fp32", "bf16"])
@@ -323,14 +274,6 @@ def test_a_folder_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     assert board.dropped == 3
 
 
-def test_closing_twice_is_fine(tmp_path: Path) -> None:
-    """close() may be called by the user and again by the end of a block."""
-    with Board(tmp_path, tensorboard=True) as board:
-        board.scalars(1, {"a": 1.0})
-        board.close()
-    assert len(lines(tmp_path)) == 1
-
-
 def test_a_tensor_is_refused(tmp_path: Path) -> None:
     """A tensor among the figures would be a hidden wait for the device."""
     import torch
@@ -352,15 +295,6 @@ def test_odd_metrics_give_way(
         board.scalars(6, {Tag.LOSS: 0.5})
     assert [line["step"] for line in lines(tmp_path)] == [6]
     assert board.dropped == 0 and oddities.untouched(path) and len(caplog.messages) <= 1
-
-
-@pytest.mark.parametrize("name", oddities.CONTENTS)
-def test_an_odd_line_is_dropped_on_resuming(tmp_path: Path, name: str) -> None:
-    """A line that holds no step is of no use; the others stay."""
-    good = b'{"step": 3}\n'
-    (tmp_path / "metrics.jsonl").write_bytes(good + oddities.CONTENTS[name] + b"\n" + good)
-    Board(tmp_path, tensorboard=False, resumed_step=5).close()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == good + good
 
 
 @pytest.mark.parametrize(

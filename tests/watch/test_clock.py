@@ -45,19 +45,6 @@ def test_a_window_holds_its_steps(clock: StepClock, hand: Hand) -> None:
     assert (window.copy_ms, window.gap_ms, window.exposed_copy_ms, window.launch_ms) == (None,) * 4
 
 
-def test_a_window_begins_where_the_last_one_ended(clock: StepClock, hand: Hand) -> None:
-    """Closing a window empties it, and the run's total keeps both."""
-    one_step(clock, hand, 0.0, 1.0)
-    one_step(clock, hand, 0.0, 0.1)
-    clock.close_window()
-    one_step(clock, hand, 0.0, 0.2)
-    window = known(clock.close_window())
-    assert (window.steps, window.elapsed_s) == (1, pytest.approx(0.2))
-    assert clock.close_window() is None
-    total = clock.total()
-    assert (total.steps, total.elapsed_s, total.first_steps) == (2, pytest.approx(0.3), 1)
-
-
 def test_total_does_not_end_the_open_window(clock: StepClock, hand: Hand) -> None:
     """Asking for the run's figures in between changes nothing."""
     for _ in range(3):
@@ -77,19 +64,6 @@ def test_the_first_step_of_every_epoch_is_kept_apart(clock: StepClock, hand: Han
     assert (total.steps, total.first_steps, total.first_step_s) == (3, 3, pytest.approx(9.0))
     assert known(total.step_ms).max == pytest.approx(100)
     assert total.data_wait_fraction == 0.0
-
-
-def test_a_run_of_first_steps_has_no_rates(clock: StepClock, hand: Hand) -> None:
-    """Where only a first step ended the window says so, and its rates are absent."""
-    clock.start_epoch()
-    one_step(clock, hand, 1.0, 1.0)
-    window = known(clock.close_window())
-    assert (window.steps, window.images_per_s, window.step_ms, window.first_step_s) == (
-        0,
-        None,
-        None,
-        2.0,
-    )
 
 
 def test_pauses_are_kept_apart_by_name(clock: StepClock, hand: Hand) -> None:
@@ -129,15 +103,6 @@ def test_what_is_told_in_a_pause_does_not_count(clock: StepClock, hand: Hand) ->
     total = clock.total()
     assert (total.steps, total.first_steps, total.elapsed_s) == (1, 1, pytest.approx(0.15))
     assert total.data_wait_fraction == 0.0
-
-
-def test_a_pause_ends_with_its_exception(clock: StepClock, hand: Hand) -> None:
-    """After a failed evaluation the clock goes on."""
-    with pytest.raises(KeyError), clock.pause("evaluate"):
-        raise KeyError
-    one_step(clock, hand, 0.0, 1.0)
-    one_step(clock, hand, 0.0, 0.5)
-    assert clock.total().elapsed_s == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -280,18 +245,6 @@ def test_watch_survives_break_and_exceptions(clock: StepClock, hand: Hand) -> No
     assert (total.steps, total.first_steps) == (1 + 0 + 2, 1 + 0 + 1)
 
 
-def test_watch_lets_a_loaders_error_through(clock: StepClock) -> None:
-    """An error of the loader arrives as it was raised."""
-
-    def failing() -> Iterator[list[int]]:
-        yield [1]
-        raise OSError("disk gone")
-
-    with pytest.raises(OSError, match="disk gone"):
-        list(clock.watch(failing()))
-    assert clock.total().first_steps == 1
-
-
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
@@ -308,13 +261,6 @@ def test_watch_finds_the_number_of_images(batch: object, expected: int) -> None:
     clock = StepClock()
     list(clock.watch([batch, batch]))
     assert clock.total().images == expected
-
-
-def test_watch_takes_a_count_of_the_callers_own() -> None:
-    """A batch of another shape is counted as the caller says."""
-    clock = StepClock()
-    list(clock.watch(["a", "b"], images=lambda batch: 11))
-    assert clock.total().images == 11
 
 
 def test_the_clock_is_light_to_import() -> None:

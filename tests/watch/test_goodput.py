@@ -8,7 +8,7 @@ import pytest
 from model_time import known
 
 from harness.watch.figures import Window
-from harness.watch.goodput import Course, Part
+from harness.watch.goodput import Course
 from harness.watch.ledger import Ledger
 
 
@@ -57,14 +57,3 @@ def test_busy_seconds_and_the_rest_make_up_the_wall_time() -> None:
 def test_there_is_none_where_the_device_time_is_not_known() -> None:
     """Without a share of computing nothing is claimed."""
     assert Course(0.0, Clock()).goodput(figures(shares={}, elapsed_s=5.0)) is None
-
-
-def test_a_name_that_is_marked_twice_adds_up() -> None:
-    """Two stretches of one kind are one part."""
-    clock = Clock()
-    course = Course(100.0, clock)
-    for at in (101.0, 103.0):
-        clock.now_s = at
-        course.mark("start")
-    found = known(course.goodput(figures(shares={"compute": 1.0}, elapsed_s=0.0)))
-    assert found.rest == (Part("start", 3.0),)

@@ -58,10 +58,3 @@ def test_looks_are_some_time_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 0.4, 1.0, 1.0, 2.0, 2.0])
     looked = Neighbours(2.0, lambda: next(times))
     assert [look(looked) for _ in range(3)] == [None, 1.6, None]
-
-
-def test_the_warning_says_how_many_cores() -> None:
-    """And of how many, and what it means for the figures."""
-    assert Neighbours(2.0).told(1.61) == (
-        "other programs took 1.6 of the 2 cores meanwhile, so that the figures are theirs too"
-    )

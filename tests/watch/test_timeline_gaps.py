@@ -18,17 +18,6 @@ def clock(gpu: Gpu) -> StepClock:
     return StepClock("cuda", now=gpu.now, events=gpu.events())
 
 
-def test_a_device_that_waits_for_data_is_stalled(clock: StepClock, gpu: Gpu) -> None:
-    """A feed of 8 ms and a step of 2 ms: it stood still for four fifths of the time."""
-    for _ in range(50):
-        step(clock, gpu, wait_s=0.008, launch_s=0.002)
-    total = settled(clock, gpu)
-    assert total.stall_basis == "device"
-    assert total.stall_fraction == pytest.approx(0.8, abs=0.01)
-    assert total.shares.get("compute") == pytest.approx(0.2, abs=0.01)
-    assert known(total.step_ms).median == pytest.approx(10, rel=0.011)
-
-
 def test_a_wait_that_the_device_does_not_notice_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
     """While queued work keeps the device busy the data wait is high, the stall nil."""
     for _ in range(50):
@@ -65,20 +54,6 @@ def test_normalising_behind_the_copy_is_the_devices_own_work(clock: StepClock, g
     )
     assert total.stall_fraction == pytest.approx(0.4, abs=0.01)
     assert known(total.copy_ms).median == pytest.approx(4, rel=0.011)
-
-
-def test_a_copy_behind_the_compute_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
-    """A copy one batch ahead, hidden behind the step before, is timed and harms nobody."""
-    ahead = gpu.copy(0.006)
-    for _ in range(50):
-        clock.copied(*ahead)
-        gpu.await_copy(ahead[1])
-        ahead = gpu.copy(0.006)
-        step(clock, gpu, compute_s=0.010)
-        gpu.host = max(gpu.host, gpu.compute_until - 0.005)
-    total = settled(clock, gpu)
-    assert known(total.copy_ms).max == pytest.approx(6)
-    assert total.stall_fraction == 0.0
 
 
 def test_of_a_copy_only_the_exposed_part_is_a_stall(clock: StepClock, gpu: Gpu) -> None:

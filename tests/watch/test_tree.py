@@ -110,19 +110,6 @@ def test_a_child_that_came_and_went_between_two_looks_counts(tmp_path: Path) -> 
     assert after - asked >= 4 * MIB
 
 
-def test_others_do_not_count(tmp_path: Path) -> None:
-    """A sibling's work is not ours, as a rank's is not that of the rank beside it."""
-    with family(tmp_path) as ours, family(tmp_path) as other:
-        tree = Tree(ours.pid)
-        cpu_s, asked = used(tree)
-        other.told("fork")
-        other.told("work")
-        after_s, after = used(tree)
-        other.told("reap")
-    assert after_s - cpu_s < 0.1
-    assert after - asked < MIB
-
-
 def test_bytes_from_storage_are_not_those_of_the_page_cache(tmp_path: Path) -> None:
     """A first read comes from storage, a second from the page cache; both are returned."""
     file = tmp_path / "data"
@@ -222,17 +209,6 @@ def test_a_kernel_that_does_not_say_how_long_threads_waited(proc: Proc) -> None:
     """There is no figure, and none is 0."""
     with pytest.raises(FileNotFoundError, match="50/task has no schedstat"):
         Tree(50, proc.folder).queued_s()
-
-
-def test_a_late_child_is_found_and_an_ended_one_is_let_go(proc: Proc) -> None:
-    """Every look has the processes of its time."""
-    tree = Tree(50, proc.folder)
-    assert ticks(tree) == 100
-    proc.add(60, 50, 10)
-    assert ticks(tree) == 110
-    proc.remove(60)
-    proc.add(50, 1, 115)
-    assert ticks(tree) == 115
 
 
 def test_an_orphan_stays_a_member(proc: Proc) -> None:
