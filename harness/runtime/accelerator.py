@@ -50,7 +50,6 @@ class Accelerator:
         place: the device that process groups and DDP are told of; None: the host.
     """
 
-    kind = "cpu"
     tells = True
     half_precision = "bf16"
     has_streams = False
@@ -62,6 +61,7 @@ class Accelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.kind = device.type
         self.place = device if device.type == "cuda" else None
 
     @property
@@ -145,8 +145,6 @@ class Accelerator:
 class Mps(Accelerator):
     """Apple's GPUs: asynchronous, with one stream."""
 
-    kind = "mps"
-
     def synchronize(self) -> None:
         torch.mps.synchronize()
 
@@ -156,15 +154,10 @@ class Unknown(Accelerator):
 
     tells = False
 
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        return self.device.type
-
 
 class Cuda(Accelerator):
     """One GPU of NVIDIA's."""
 
-    kind = "cuda"
     has_streams = True
     collective = "nccl"
 

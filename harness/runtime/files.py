@@ -11,7 +11,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
@@ -154,15 +154,10 @@ def typed(kind: Any, value: Any) -> Any:
     if isinstance(value, dict) and hasattr(kind, "__dataclass_fields__"):
         hints = get_type_hints(kind)
         if value.keys() == hints.keys():
-            return kind(
-                **{
-                    name: typed(hints[name], item)
-                    for name, item in value.items()
-                    if (hints[name], item) != (float, None)
-                }
-            )
-    elif isinstance(value, dict) and origin is Mapping:
-        return {name: typed(inner[1], item) for name, item in value.items()}
+            items = {
+                name: item for name, item in value.items() if (hints[name], item) != (float, None)
+            }
+            return kind(**{name: typed(hints[name], item) for name, item in items.items()})
     elif isinstance(value, list) and origin is tuple:
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         return tuple(typed(*pair) for pair in zip(kinds, value, strict=True))

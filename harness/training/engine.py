@@ -361,7 +361,7 @@ class Engine:
             shown.add(steps, figures.loss, lr, window, self.world.size)
         values: dict[str, Value] = {Tag.LOSS: figures.loss, Tag.LR: lr}
         if window is not None:
-            values |= by_tag(window, self.world.size)
+            values |= by_tag(window.of_ranks(self.world.size))
             if self.feed.meter is not None:
                 # what the training feed's workers did since the last window
                 workers = self.feed.settings.num_workers

@@ -11,7 +11,7 @@ Light: the standard library alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Self
 
@@ -246,6 +246,10 @@ class Window:
     first_step_s: float | None
     pauses_s: Mapping[str, float]
 
+    def of_ranks(self, ranks: int) -> Window:
+        """Returns the same with the images of all ``ranks`` at this rank's rate."""
+        return replace(self, images_per_s=self.images_per_s and ranks * self.images_per_s)
+
 
 STEP_FIGURES: Mapping[str, Metric] = {
     each.name: each.metadata["figure"] for each in fields(Window) if "figure" in each.metadata
@@ -257,24 +261,16 @@ FIGURES: Sequence[Metric] = (*STEP_FIGURES.values(), *(tag.figure for tag in Tag
 """All figures, in the order in which the page draws their charts."""
 
 
-def by_name(window: Window, ranks: int) -> dict[str, float | Spread | None]:
-    """Returns the figures of ``window``, with the images of all ``ranks`` at this one's rate."""
-    found = {name: getattr(window, name) for name in STEP_FIGURES}
-    if window.images_per_s:
-        found["images_per_s"] = ranks * window.images_per_s
-    return found
-
-
-def by_tag(window: Window, ranks: int = 1) -> dict[str, float | Spread | None]:
-    """Returns the same by tag."""
-    return {STEP_FIGURES[name].tag: figure for name, figure in by_name(window, ranks).items()}
+def by_tag(window: Window) -> dict[str, float | Spread | None]:
+    """Returns the figures of ``window`` by tag."""
+    return {figure.tag: getattr(window, name) for name, figure in STEP_FIGURES.items()}
 
 
 def told(total: Window, ranks: int) -> dict[str, Any]:
     """Returns what ``report.json`` has of a whole run of so many ranks; what is empty is None."""
     mappings = ("shares", "wait_parts", "host_parts_s")
     return {
-        **by_name(total, ranks),
+        **{name: getattr(total.of_ranks(ranks), name) for name in STEP_FIGURES},
         **{name: getattr(total, name) or None for name in mappings},
         "stall_basis": total.stall_basis,
         "pauses_s": total.pauses_s,

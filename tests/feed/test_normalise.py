@@ -124,11 +124,9 @@ def test_a_larger_batch_gets_larger_memory() -> None:
 
 def test_other_devices_keep_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a device whose work is done when a call returns goes by rows and uses memory again."""
-
-    class Other(accelerator.Accelerator):
-        kind = "mps"
-
-    monkeypatch.setattr(accelerator, "of", lambda device: Other(CPU))
+    other = accelerator.Accelerator(CPU)
+    other.kind = "mps"
+    monkeypatch.setattr(accelerator, "of", lambda device: other)
     one = Normalise(CPU, MEAN, STD, torch.float32, True)
     monkeypatch.setattr(one, "_by_rows", None)
     images = uint8(4, 3, 8, 8)

@@ -343,7 +343,6 @@ class EmulatedDevice(accelerator.Accelerator):
         wake_s: a blocking wait comes back so much later.
     """
 
-    kind = "cuda"
     has_streams = True
     name = "emulated"
 
@@ -361,6 +360,7 @@ class EmulatedDevice(accelerator.Accelerator):
         total: int = 80 * 2**30,
     ) -> None:
         super().__init__(torch.device("cpu"))
+        self.kind = "cuda"
         self.clock = clock or WallClock()
         self.now = self.clock.now
         self.queue = self.clock.queue
