@@ -33,7 +33,7 @@ from harness.watch.clock import StepClock
 from harness.watch.figures import by_tag
 from harness.watch.host import HostSensor, Sampler
 from harness.watch.stages import StageMeter, Stamps
-from harness.watch.timeline import Events
+from scripts.differential import Emulated
 from scripts.measured import machine, machine_line, markdown, parser, write
 from scripts.paired import Cost, Estimate, Plan, Work
 from scripts.watched_worker import BATCH, STAGES, Worker, timers_cost
@@ -118,7 +118,7 @@ def clocks() -> dict[str, tuple[StepClock, bool]]:
     found = {
         "step clock, host clock": (StepClock(), False),
         "step clock, events that cost nothing": (
-            StepClock(events=Events(HostEvent, lambda: None, None)),
+            StepClock(Emulated(HostEvent, lambda: None, None)),
             True,
         ),
     }
@@ -129,7 +129,7 @@ def clocks() -> dict[str, tuple[StepClock, bool]]:
 
 def window_cost(folder: Path, runs: int) -> Cost:
     """Measures the end of a window: all figures into ``metrics.jsonl`` and the event file."""
-    clock = StepClock(events=Events(HostEvent, lambda: None, None))
+    clock = StepClock(Emulated(HostEvent, lambda: None, None))
     meter = StageMeter(STAGES, 8)
     stepping(clock, copies=True)(_SETTINGS.window_steps)
     Worker(1, meter).make(1)

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import torch
+
+from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
 from harness.watch.figures import Window
-from harness.watch.timeline import Events
 
 LOADS = (
     (0.5, 0.0), (0.9, 0.0), (1.1, 0.0), (1.25, 0.0), (1.5, 0.0), (2.0, 0.0), (3.3, 0.0),
@@ -127,6 +129,38 @@ def _both(rig: Rig, load_s: float, work_s: float, steps: int) -> dict[str, float
         "step ms": 1e3 * real_s, "data wait": window.data_wait_fraction, **window.shares,
         "stall": window.stall_fraction, "differential": max(0.0, 1 - cached_s / real_s),
     }  # fmt: skip
+
+
+class Emulated(Accelerator):
+    """An accelerator whose events and streams are given; its tensors lie on the CPU."""
+
+    has_streams = True
+
+    def __init__(
+        self,
+        event: Callable[[], Any],
+        stream: Callable[[], Any],
+        idle: Any,
+        delay: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        super().__init__(torch.device("cpu"))
+        self._given = event, stream, idle, delay
+
+    def event(self, *, timed: bool = False) -> Any:
+        """A new event."""
+        return self._given[0]()
+
+    def stream(self) -> Any:
+        """The stream that the network runs on."""
+        return self._given[1]()
+
+    def idle_stream(self) -> Any:
+        """A stream that nothing runs on."""
+        return self._given[2]
+
+    def delay(self, seconds: float) -> None:
+        """Keeps the network's stream busy."""
+        self._given[3](seconds)
 
 
 class EmulatedStream:
@@ -249,7 +283,7 @@ def emulated_rig(step_s: float = 0.01, copy_s: float = 0.001) -> Rig:
         event.synchronize()
 
     return Rig(
-        clock=lambda: StepClock("cpu", events=Events(EmulatedEvent, lambda: compute, idle)),
+        clock=lambda: StepClock(Emulated(EmulatedEvent, lambda: compute, idle)),
         batches=batches,
         launch=lambda batch: compute.sleep(step_s),
         wait=wait,

@@ -32,7 +32,7 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {
     "torch": "torch", "torchvision": "torchvision", "numpy": "numpy", "PIL": "pillow",
-    "psutil": "psutil", "rich": "rich",
+    "psutil": "psutil",
     "pynvml": "nvidia-ml-py", "tensorboard": "tensorboard", "pytest": "pytest",
     "hydra": "hydra-core==1.3.2",
     "omegaconf": "omegaconf==2.3.0", "antlr4": "antlr4-python3-runtime==4.9.3", "yaml": "PyYAML",

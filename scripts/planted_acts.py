@@ -29,8 +29,7 @@ from harness.training.engine import Engine
 from harness.training.step import Step, StepFigures
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
-from harness.watch.timeline import Events
-from scripts.differential import EmulatedEvent, EmulatedStream
+from scripts.differential import Emulated, EmulatedEvent, EmulatedStream
 from scripts.planted_data import (
     BATCH,
     SIDE,
@@ -104,7 +103,7 @@ def asynchronous(
     device = EmulatedStream("device")
     idle = EmulatedStream("idle")
     read = Step.read
-    clock = StepClock("cpu", events=Events(EmulatedEvent, lambda: device, idle, device.sleep))
+    clock = StepClock(Emulated(EmulatedEvent, lambda: device, idle, device.sleep))
 
     def waiting_read(self: Step) -> StepFigures:
         event = EmulatedEvent()

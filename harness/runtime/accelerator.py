@@ -246,8 +246,10 @@ def _stream(device: torch.device, priority: int) -> Any:
 _KINDS = {"cpu": Accelerator, "cuda": Cuda, "mps": Mps}
 
 
-def of(device: torch.device | str) -> Accelerator:
+def of(device: torch.device | str | Accelerator) -> Accelerator:
     """Returns the accelerator behind ``device``; CUDA without an index is the current GPU."""
+    if isinstance(device, Accelerator):
+        return device
     device = torch.device(device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())

@@ -211,13 +211,6 @@ def logging_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-class _Log(logging.FileHandler):
-    """A log that loses what a full disk does not take: the console tells the lines too."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Prints no traceback for each line."""
-
-
 @contextmanager
 def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterator[logging.Logger]:
     """Opens a block in which the log goes to ``folder``, to one file for each rank.
@@ -230,9 +223,11 @@ def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterat
     name = f"train-rank{rank}.log" if rank else "train.log"
     try:
         make_way(folder / name)
-        handler = _Log(folder / name, encoding="utf-8")
+        handler = logging.FileHandler(folder / name, encoding="utf-8")
     except OSError as error:
         raise unusable(folder, error) from error
+    # what a full disk does not take is lost without a traceback: the console tells the lines too
+    logging.raiseExceptions = False
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     former = logger.level, logger.propagate
     logger.addHandler(handler)

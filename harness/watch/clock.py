@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from harness.watch.figures import Window
 from harness.watch.ledger import HOST_STEP, Collections, Ledger, add_all
 from harness.watch.stages import Stamps, wait_parts
-from harness.watch.timeline import Copy, Events, Timeline, TimingEvent
+from harness.watch.timeline import Copy, Timeline, TimingEvent
 
 if TYPE_CHECKING:
     import torch
+
+    from harness.runtime.accelerator import Accelerator
 
 Batch = TypeVar("Batch")
 
@@ -49,27 +51,21 @@ class StepClock:
     Args:
         device: where the network runs.
         now: a monotonic clock in seconds, kept as an attribute; None: the device's own.
-        events: where timing events come from; None: the device's own, if it has streams.
     """
 
     def __init__(
         self,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | Accelerator = "cpu",
         *,
         now: Callable[[], float] | None = None,
-        events: Events | None = None,
     ) -> None:
         from harness.runtime import accelerator  # which imports torch
 
         own = accelerator.of(device)
-        if events is None and own.has_streams:
-            events = Events(lambda: own.event(timed=True), own.stream, own.idle_stream(), own.delay)
         self.now = now or own.now
-        self._timeline = None
-        if events:
-            self._timeline = Timeline(events, self.now)
+        self._timeline = Timeline(own, self.now) if own.has_streams else None
         # when a call returns, a CPU has done its work; MPS has not
-        self._times_compute = own.kind == "cpu" and not events
+        self._times_compute = own.kind == "cpu" and not own.has_streams
         self._tells = own.tells
         self._ledger = Ledger()
         self._closed = Ledger()

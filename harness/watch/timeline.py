@@ -15,9 +15,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.watch.ledger import Ledger, add_all
+
+if TYPE_CHECKING:
+    from harness.runtime.accelerator import Accelerator
 
 # from when to when, in seconds of the host's clock
 Span = tuple[float, float]
@@ -27,18 +30,6 @@ TimingEvent = Any
 
 # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
 _SLOWEST = 1 - 1e-4
-
-
-class Events(NamedTuple):
-    """Where events come from and go to."""
-
-    make: Callable[[], TimingEvent]
-    # the one that the network runs on
-    stream: Callable[[], Any]
-    # a stream that nothing else runs on
-    idle: Any
-    # keeps the network's stream busy for some seconds, and not the host
-    delay: Callable[[float], object] | None = None
 
 
 class Copy(NamedTuple):
@@ -93,7 +84,7 @@ class Timeline:
     """Events around blocks of computing; ``StepClock`` says what the figures mean.
 
     Args:
-        events: makes the events, and says on which streams to record them.
+        own: makes the events, and says on which streams to record them.
         now: the host's clock in seconds.
 
     Attributes:
@@ -102,8 +93,8 @@ class Timeline:
         ends_s: when the device ended each of the last steps, by the host's clock.
     """
 
-    def __init__(self, events: Events, now: Callable[[], float]) -> None:
-        self._events = events
+    def __init__(self, own: Accelerator, now: Callable[[], float]) -> None:
+        self._own = own
         self._now = now
         # as many as the host was ahead of the device
         self._free: list[_Slot] = []
@@ -139,10 +130,12 @@ class Timeline:
         # computing of the last steps: a window may be too short to read one within it
         self._recent_s: deque[float] = deque(maxlen=16)
 
+    def _event(self) -> TimingEvent:
+        return self._own.event(timed=True)
+
     def begin(self, *, first: bool) -> None:
         """Begin a block."""
-        make = self._events.make
-        slot = self._free.pop() if self._free else _Slot(make(), make(), make())
+        slot = self._free.pop() if self._free else _Slot(*(self._event() for _ in range(3)))
         self._running = slot
         slot.waits = tuple(self.waits)
         slot.copies = tuple(self.copies)
@@ -153,9 +146,9 @@ class Timeline:
         slot.stepped_s = None
         self._fresh = False
         slot.usual_s = 0.0
-        slot.stream = self._events.stream()
+        slot.stream = self._own.stream()
         slot.mark_s = self._now()
-        slot.mark.record(self._events.idle)
+        slot.mark.record(self._own.idle_stream())
         slot.start.record(slot.stream)
         slot.begin = slot.start
         self._hold_back(slot)
@@ -165,7 +158,7 @@ class Timeline:
         slot = self._running
         if slot is None:
             self.copies.append(copy)
-        elif self._events.stream() != slot.stream:
+        elif self._own.stream() != slot.stream:
             # it delays nothing here
             slot.copies += (copy,)
         elif self._marked:
@@ -182,14 +175,13 @@ class Timeline:
 
         One from pageable memory would wait for the device.
         """
-        events = self._events
         copied = len(slot.copies) >= self._copies
-        if not (self._hold_s and events.delay and copied) or slot.first:
+        if not (self._hold_s and copied) or slot.first:
             return
-        begin = events.make()
-        end = events.make()
+        begin = self._event()
+        end = self._event()
         begin.record(slot.stream)
-        events.delay(min(1.0, 1.5 * self._hold_s))
+        self._own.delay(min(1.0, 1.5 * self._hold_s))
         end.record(slot.stream)
         slot.copies += (Copy(begin, begin, end, True),)
         slot.usual_s = self._hold_s
@@ -254,8 +246,8 @@ class Timeline:
         Returns the seconds by which the device ended epochs' first steps after the host, since the
         last call.
         """
-        end = self._events.make()
-        end.record(self._events.stream())
+        end = self._event()
+        end.record(self._own.stream())
         # the host waits for the device
         end.synchronize()
         self.read(ledger)

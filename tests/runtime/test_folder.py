@@ -192,7 +192,7 @@ def test_a_log_that_cannot_be_opened_is_refused(
     def refuse(*given: object, **more: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(folder, "_Log", refuse)
+    monkeypatch.setattr(logging, "FileHandler", refuse)
     with (
         pytest.raises(ConfigError, match="cannot be the run's folder: Permission denied"),
         folder.logging_to(tmp_path),

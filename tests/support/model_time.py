@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from harness.watch.clock import StepClock
 from harness.watch.figures import Window
-from harness.watch.timeline import Events
+from scripts.differential import Emulated
 
 # streams
 COMPUTE = "compute"
@@ -72,8 +72,8 @@ class Gpu:
         self.made += 1
         return Event(self)
 
-    def events(self) -> Events:
-        return Events(self.event, lambda: COMPUTE, IDLE)
+    def clock(self, kind: type[StepClock] = StepClock) -> StepClock:
+        return kind(Emulated(self.event, lambda: COMPUTE, IDLE), now=self.now)
 
     def launch(self, seconds: float) -> None:
         self.compute_until = max(self.compute_until, self.host) + seconds

@@ -26,7 +26,7 @@ SAVED = Path(__file__).with_name(
 def on_a_gpu() -> StepClock:
     """A clock of steps with every part: waits, copies that are waited for, launches, pauses."""
     gpu = Gpu()
-    clock = StepClock("cuda", now=gpu.now, events=gpu.events())
+    clock = gpu.clock()
     for number in range(40):
         step(
             clock,

@@ -15,7 +15,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture
 def clock(gpu: Gpu) -> StepClock:
-    return StepClock("cuda", now=gpu.now, events=gpu.events())
+    return gpu.clock()
 
 
 @pytest.mark.parametrize("kind", ["starved_ms", "host_ms", "compute_ms"])

@@ -15,7 +15,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture
 def clock(gpu: Gpu) -> StepClock:
-    return StepClock("cuda", now=gpu.now, events=gpu.events())
+    return gpu.clock()
 
 
 def test_a_wait_that_the_device_does_not_notice_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
