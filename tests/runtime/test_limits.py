@@ -51,14 +51,6 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
             id="v2 ancestor",
         ),
         pytest.param(
-            "0::/a/b",
-            {"a/b/cpu.max": "300000 100000", "a/cpu.max": "200000 100000"},
-            2,
-            64,
-            id="v2 smallest",
-        ),
-        pytest.param("0::/a/b", {"cpu.max": "50000 100000"}, 0.5, 64, id="v2 root of a container"),
-        pytest.param(
             "0::/../../pod/x",
             {"cpu.max": "50000 100000"},
             0.5,
@@ -78,9 +70,6 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
             id="v1 namespace that names the host's groups",
         ),
         pytest.param(
-            "0::/a", {"a/cpu.max": "9900000 100000"}, 16, 64, id="v2 quota above the affinity"
-        ),
-        pytest.param(
             "0::/a/b",
             {
                 "a/b/memory.max": "max",
@@ -91,13 +80,6 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
             16,
             5,
             id="v2 memory of an ancestor",
-        ),
-        pytest.param(
-            "0::/a",
-            {"a/memory.max": 2 * GIB, "a/memory.current": 3 * GIB},
-            16,
-            0,
-            id="v2 memory overdrawn",
         ),
         pytest.param(
             "0::/a",
@@ -124,17 +106,6 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
             id="v1 inactive page cache of the whole tree is not use",
         ),
         pytest.param(
-            "0::/a",
-            {
-                "a/memory.max": 2 * GIB,
-                "a/memory.current": GIB,
-                "a/memory.stat": f"inactive_file {3 * GIB}",
-            },
-            16,
-            2,
-            id="v2 more cache than use leaves no more than the limit",
-        ),
-        pytest.param(
             "4:cpu,cpuacct:/job\n9:memory:/job",
             {
                 "cpu/job/cpu.cfs_quota_us": -1,
@@ -149,18 +120,6 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
             2.5,
             4,
             id="v1",
-        ),
-        pytest.param(
-            "1:name=systemd:/x\n4:cpu:/a\n0::/b",
-            {
-                "cpu/a/cpu.cfs_quota_us": 300000,
-                "cpu/a/cpu.cfs_period_us": 100000,
-                "b/memory.max": GIB,
-                "b/memory.current": 0,
-            },
-            3,
-            1,
-            id="both versions at once",
         ),
     ],
 )
@@ -238,18 +197,6 @@ SRUN = {"SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PE
             16,
             id="srun of one torchrun",
         ),
-        pytest.param(
-            {
-                "SLURM_CPUS_ON_NODE": "99",
-                "SLURM_STEP_TASKS_PER_NODE": "4",
-                "SLURM_CPUS_PER_TASK": "3",
-            },
-            4,
-            16,
-            3,
-            16,
-            id="srun, a task's share",
-        ),
         pytest.param({"SLURM_CPUS_ON_NODE": "64"}, 1, 16, 16, 64, id="more than the affinity"),
         pytest.param(
             {"SLURM_CPUS_ON_NODE": "8,4"},
@@ -258,14 +205,6 @@ SRUN = {"SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PE
             16,
             64,
             id="malformed",
-        ),
-        pytest.param(
-            {"SLURM_CPUS_ON_NODE": "0"},
-            1,
-            16,
-            16,
-            64,
-            id="zero is no limit",
         ),
     ],
 )

@@ -204,14 +204,6 @@ def test_handlers_come_back() -> None:
     assert [signal.getsignal(number) for number in NUMBERS] == former
 
 
-def test_a_new_block_begins_without_a_signal() -> None:
-    """What an earlier block received is forgotten."""
-    with signals.caught():
-        send(signal.SIGTERM)
-    with signals.caught():
-        signals.check()
-
-
 def test_a_worker_is_deaf() -> None:
     """A worker ignores the signals that end a run."""
     signals.ignored_in_worker()

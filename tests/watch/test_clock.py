@@ -130,22 +130,6 @@ def test_a_wait_in_a_wait_counts_once(clock: StepClock, hand: Hand) -> None:
     assert clock.total().data_wait_fraction == pytest.approx(0.1)
 
 
-def test_several_batches_in_one_step_add_up(clock: StepClock, hand: Hand) -> None:
-    """With gradient accumulation a step's wait and compute are the sums over its batches."""
-    one_step(clock, hand, 0.0, 1.0)
-    for _ in range(2):
-        with clock.waiting():
-            hand.pass_(0.1)
-        with clock.computing():
-            hand.pass_(0.3)
-    clock.step(8)
-    total = clock.total()
-    assert (known(total.data_wait_ms).max, known(total.compute_ms).max) == (
-        pytest.approx(200),
-        pytest.approx(600),
-    )
-
-
 def test_mps_has_no_compute_time(hand: Hand) -> None:
     """Where a call returns before its work is done, compute time is absent."""
     clock = StepClock("mps", now=hand)

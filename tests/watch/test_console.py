@@ -254,19 +254,6 @@ def test_progress_ends_with_its_exception(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.splitlines() == ["next: 4 of 4 files in 3 s"]
 
 
-def test_progress_inside_progress_on_a_terminal_does_not_raise() -> None:
-    """The inner one stays away."""
-    code = (
-        "from harness.watch.console import progress, say\n"
-        "with progress('outer', 2, 'parts') as bar:\n"
-        "    with progress('inner', 2, 'files') as inner: inner.advance(1)\n"
-        "    say('between'); bar.advance(2)\n"
-    )
-    seen = on_terminal(code)
-    assert "between" in seen
-    assert "inner" not in seen
-
-
 def test_a_live_table_in_a_pipe_is_lines(
     capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture
 ) -> None:

@@ -209,17 +209,6 @@ def test_multiprocessors_are_counted_where_the_gpu_does(
     assert Tag.GPU_SM_UTILIZATION not in sensor.sample()
 
 
-def test_what_is_not_a_number_is_not_measured(install: Callable[[Nvml | None], None]) -> None:
-    """It is absent this time, and neither full use nor a loss."""
-    nvml = Nvml()
-    nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=math.nan)  # type: ignore[method-assign]
-    install(nvml)
-    sensor = GpuSensor(UUID)
-    assert [set(sensor.sample()) for _ in range(2)] == [
-        {Tag.GPU_MEMORY_USED_BYTES, Tag.GPU_POWER_W}
-    ] * 2
-
-
 @pytest.mark.parametrize(
     ("users", "others"),
     [

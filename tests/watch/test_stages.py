@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import pytest
 
 from harness.watch.stages import (
-    AUGMENT,
     COLLATE,
     GROUPS,
     SHARE,
@@ -121,12 +120,6 @@ def test_each_batch_is_divided_by_itself_where_all_samples_are_timed(clocks: Clo
     window = meter.read().since(first)
     assert walls(window) == pytest.approx([0.0, 5.2, 4.4, 0.0])
     assert window.stages["decode"].cpu_s == pytest.approx(0.4)
-
-
-def test_nothing_has_been_done_at_first() -> None:
-    """A new meter has all stages, at zero."""
-    totals = StageMeter(STAGES, 2, shared=False).read()
-    assert totals == StageTotals(0, 0, 0.0, dict.fromkeys((*STAGES, COLLATE), StageCost(0.0, 0.0)))
 
 
 def test_memory_that_processes_share_is_handing_over(clocks: Clocks) -> None:
@@ -261,31 +254,10 @@ def test_what_warming_up_took_is_not_taken_for_the_rule() -> None:
     assert walls(totals)[:3] == pytest.approx(true, rel=0.05)
 
 
-def test_batches_count_before_they_are_divided(clocks: Clocks) -> None:
-    """A reading between two timed batches divides the others like those before them."""
-    meter = StageMeter(STAGES, 0)
-    timer = clocks.timer(meter)
-    sample = [(3e-6, 3e-6), (6e-6, 6e-6), (3e-6, 3e-6)]
-    for _ in range(5):
-        make(timer, clocks, [sample] * 32)
-    totals = meter.read()
-    assert (totals.samples, totals.batches) == (160, 5)
-    assert_adds_up(totals)
-    assert totals.stages["decode"].wall_s == pytest.approx(
-        2 * totals.stages["read"].wall_s, rel=0.01
-    )
-
-
 def test_a_window_never_shows_less_than_nothing() -> None:
     """since() of a stage to which an earlier reading gave too much is zero."""
     totals = [StageTotals(2, 1, 1.0, {"read": StageCost(wall_s, wall_s)}) for wall_s in (0.75, 0.5)]
     assert totals[1].since(totals[0]).stages["read"] == (0.0, 0.0)
-
-
-def test_stages_have_groups() -> None:
-    """Reading is storage; every transform, whatever its name, is augmentation."""
-    groups = [GROUPS.get(stage, AUGMENT) for stage in ("read", "decode", "blur", COLLATE, "sample")]
-    assert groups == ["storage", "decode", "augment", "collate", "sample"]
 
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])

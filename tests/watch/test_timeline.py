@@ -97,18 +97,6 @@ def test_what_an_epochs_end_leaves_to_the_device_is_its_steps(
     assert total.elapsed_s + (total.first_step_s or 0.0) == pytest.approx(0.4 * steps, rel=0.01)
 
 
-def test_settling_breaks_no_gap(clock: StepClock, gpu: Gpu) -> None:
-    """A step after settling is measured from the end of the one before."""
-    for _ in range(5):
-        step(clock, gpu, compute_s=0.1)
-        clock.settle()
-        gpu.host += 0.02
-    total = settled(clock, gpu)
-    assert (known(total.gap_ms).median, known(total.gap_ms).max) == pytest.approx(
-        (20, 20), rel=0.02
-    )
-
-
 def test_a_pause_lets_the_device_finish_and_books_it_to_the_steps(
     clock: StepClock, gpu: Gpu
 ) -> None:

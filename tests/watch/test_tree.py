@@ -245,12 +245,6 @@ def test_an_end_amid_the_reading_is_read_again(
     assert (ticks(tree) if expected else tree.processor()) == expected
 
 
-def test_a_hidden_stranger_is_none_of_ours(proc: Proc) -> None:
-    """Where others' processes may not be read (hidepid=1), ours are summed all the same."""
-    (proc.folder / "80").mkdir()
-    assert ticks(Tree(50, proc.folder)) == 100
-
-
 @pytest.mark.parametrize(
     "error", [FileNotFoundError, PermissionError], ids=["missing", "forbidden"]
 )

@@ -18,7 +18,7 @@ import torch
 from harness import job
 from harness.config import Config, ConfigError, Wandb
 from harness.runtime.distributed import World
-from harness.watch import station, wandb_writer
+from harness.watch import wandb_writer
 from harness.watch.board import Board
 from harness.watch.wandb_writer import WandbWriter
 
@@ -221,19 +221,6 @@ def test_a_run_writes_there_too(
     assert service.summary["top1"] == report["top1"]
     assert service.summary["verdict"]["sentence"] == report["verdict"]["sentence"]
     assert service.ended == [0]
-
-
-def test_only_the_first_rank_writes_there(service: Service, tmp_path: Path) -> None:
-    """Other ranks do not begin a run; by default none does."""
-    second = World(1, 2, 1, 2, torch.device("cpu"))
-    with station.watched(settings(), second, tmp_path, 0.0):
-        pass
-    with station.watched(Config(), CPU, tmp_path, 0.0):
-        pass
-    assert service.inits == []
-    with station.watched(settings(), CPU, tmp_path, 0.0):
-        pass
-    assert len(service.inits) == 1
 
 
 def test_settings_from_the_environment_are_sent_as_they_were_written(
