@@ -117,10 +117,9 @@ def progress(
 ) -> Iterator[Bar]:
     """Show how far the block's work is: a line that changes on a terminal, else a few lines.
 
-    The lines: one after 5 s, then at most every tenth of the work and every 5 s, and one at the
-    end; none for work under a second. Inside another ``progress`` nothing is shown. ``total`` is
-    None where it is not known; ``unit`` is what is counted, in the plural, or B for bytes, which
-    are shown in millions.
+    The lines: after 5, 10, 20, 40 s and so on, and one at the end; none for work under a second.
+    Inside another ``progress`` nothing is shown. ``total`` is None where it is not known; ``unit``
+    is what is counted, in the plural, or B for bytes, which are shown in millions.
     """
     global _busy
     bar = Bar(description, total, unit)
@@ -129,29 +128,29 @@ def progress(
         return
     _busy = True
     live = draws(sys.stdout)
-    began = said = now()
-    said_done = 0
+    began = now()
+    due_s = 0.1 if live else 5.0
 
     def show() -> None:
-        nonlocal said, said_done
-        is_tenth = (bar.done - said_done) * 10 >= (total or 1)
-        if now() - said < (0.1 if live else 5) or not (live or is_tenth or not said_done):
+        nonlocal due_s
+        took_s = now() - began
+        if took_s < due_s:
             return
-        said = now()
-        said_done = bar.done
         if live:
-            left_s = ((total or bar.done) - bar.done) * (said - began) / bar.done
+            due_s = took_s + 0.1
+            left_s = ((total or bar.done) - bar.done) * took_s / max(1, bar.done)
             text = f"{bar}, {left_s:.0f} s left" if left_s else str(bar)
             _write(_ERASE + text[: shutil.get_terminal_size().columns - 1])
         else:
+            due_s = 2 * took_s
             _print(str(bar))
 
     bar.show = show
     try:
         yield bar
-        took = now() - began
-        if not live and took >= 1 and bar.done > said_done:
-            _print(f"{bar.counts} in {took:.0f} s")
+        took_s = now() - began
+        if not live and took_s >= 1:
+            _print(f"{bar.counts} in {took_s:.0f} s")
     finally:
         _busy = False
         if live:
