@@ -201,9 +201,8 @@ def logging_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        text = "".join(traceback.format_exception(error)).rstrip()
-        if known := described(error):
-            text = known[0]
+        known = described(error)
+        text = known[0] if known else "".join(traceback.format_exception(error)).rstrip()
         rank = int(os.environ.get("RANK", "0"))
         # a logger of its own, for the console tells the error too; the disk may have failed
         with suppress(OSError, RunError, ConfigError), logging_to(folder, rank, "failure") as kept:

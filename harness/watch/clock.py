@@ -331,10 +331,9 @@ class StepClock:
 
         Empty where they are not known.
         """
-        if self._timeline is None or len(self._timeline.ends_s) <= count:
-            return ()
-        ends_s = list(self._timeline.ends_s)[-count - 1 :]
-        return tuple(later - earlier for earlier, later in pairwise(ends_s))
+        ends_s = [*self._timeline.ends_s][-count - 1 :] if self._timeline else []
+        steps_s = tuple(later - earlier for earlier, later in pairwise(ends_s))
+        return steps_s if len(steps_s) == count else ()
 
     def close_window(self) -> Window | None:
         """Returns the figures since the last call; None where no step has ended since.

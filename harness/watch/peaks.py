@@ -28,8 +28,9 @@ class MemoryPeaks:
         """As in ``peak 21.3 GB allocated (9.8 GB in evaluation), 24.0 GB reserved, of 80.0 GB``."""
         most = max(self.training_bytes, self.evaluation_bytes)
         return (
-            f"peak {_gb(most)} allocated ({_gb(self.evaluation_bytes)} in evaluation), "
-            f"{_gb(self.reserved_bytes)} reserved, of {_gb(self.total_bytes)}"
+            f"peak {most / 1e9:.1f} GB allocated ({self.evaluation_bytes / 1e9:.1f} GB in "
+            f"evaluation), {self.reserved_bytes / 1e9:.1f} GB reserved, of "
+            f"{self.total_bytes / 1e9:.1f} GB"
         )
 
 
@@ -63,7 +64,3 @@ class MemoryWatch:
             Tag.GPU_MEMORY_PEAK_ALLOCATED_BYTES: peak,
             Tag.GPU_MEMORY_PEAK_RESERVED_BYTES: memory.peak_reserved,
         }
-
-
-def _gb(count: float) -> str:
-    return f"{count / 1e9:.1f} GB"
