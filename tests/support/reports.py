@@ -63,7 +63,7 @@ def report(num_workers: int = 3, **changes: Any) -> TuningReport:
             trial(num_workers, rate(620.0), "steps"),
             trial(8, None, refused="worker 7 exited: /dev/shm is full"),
         ),
-        "limits": Limits(2.0, 8 * 10**9, None, 1024, 30, {"cores": "quota in cpu.max"}),
+        "limits": Limits(2.0, 8 * 10**9, None, 1024, 30, by_quota=True),
         "notes": ("pin_memory has no use without an accelerator",),
         "seconds": 9.23,
         "complete": True,
