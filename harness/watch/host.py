@@ -127,7 +127,7 @@ class Sampler:
 
     def look(self) -> None:
         """Take one sample of every sensor."""
-        if self._is_over:
+        if self._is_over and not self._aside:
             self._is_over = False
             self._whole = {}
         for sensor in self._sources:
