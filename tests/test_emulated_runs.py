@@ -171,15 +171,9 @@ def test_an_update_of_two_batches_takes_two_batches(run: Run) -> None:
 def test_neighbours_that_do_no_harm_are_not_accused(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-<<<<<<< HEAD
     """Others have most of the processors and threads wait, yet the device is busy."""
     seen = {Tag.OTHERS_CPU_CORES: 1.5, Tag.QUEUED_THREADS: 1.2, Tag.CPU_CORES: 0.4}
     monkeypatch.setattr(HostSensor, "sample", lambda source: dict(seen))
-=======
-    """Others have most of the processors, and the device is busy all the same."""
-    seen = {Tag.OTHERS_CPU_CORES: 1.5, Tag.QUEUED_THREADS: queued, Tag.CPU_CORES: 0.4}
-    monkeypatch.setattr(HostSensor, "sample", lambda source: dict(seen))
->>>>>>> 55d2f1a (Draw progress without rich; sensors lose corners; pictures lose letters)
     report = run(*FORMS["threads"], seen=True)
     assert report["sampled"][Tag.OTHERS_CPU_CORES] == 1.5
     assert report["verdict"]["bottleneck"] == "compute"
