@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Sequence
 
@@ -11,9 +10,14 @@ import yaml  # type: ignore[import-untyped]
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-# settings that are paths
-_PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
-# names of other programs, and what they are called here
+_LOGGERS = (
+    "a run writes TensorBoard's event file, metrics.jsonl and report.html by itself; for Weights & "
+    "Biases write watch.wandb=online"
+)
+_FOLDER = "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER"
+_PRECISION = "write trainer.precision=bf16 or trainer.precision=fp16"
+_GPUS = "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N"
+# names of other programs: what they are called here, or what to write
 _OTHER_NAMES = {
     "a": "model.name",
     "arch": "model.name",
@@ -30,46 +34,25 @@ _OTHER_NAMES = {
     "dir": "data.root",
     "data_dir": "data.root",
     "data_path": "data.root",
-}
-_LOGGERS = (
-    "a run writes TensorBoard's event file, metrics.jsonl and report.html by itself; for Weights & "
-    "Biases write watch.wandb=online"
-)
-# names whose answer is more than another name
-_ANSWERS = {
     "pretrained": (
         "write model.weights=DEFAULT, with a network of torchvision such as model=resnet18"
     ),
-    "amp": "write trainer.precision=bf16 or trainer.precision=fp16",
+    "amp": _PRECISION,
+    "fp16": _PRECISION,
+    "opt": "write optim=adamw or optim=sgd",
     "optimizer": "write optim=adamw or optim=sgd",
     "scheduler": "write schedule=cosine, schedule=step or schedule=constant",
     "dataset": "write data=NAME, or data=imagefolder data.root=FOLDER for your own images",
     "num_classes": "leave it out; the number of classes is taken from the data",
     "wandb": _LOGGERS,
     "logger": _LOGGERS,
-    "output_dir": "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER",
-    "gpus": "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N",
+    "output_dir": _FOLDER,
+    "run.dir": _FOLDER,
+    "checkpoint.dir": _FOLDER,
+    "gpus": _GPUS,
+    "devices": _GPUS,
     "evaluate": "write mode=evaluate resume=PATH",
 }
-_ANSWERS |= {
-    "fp16": _ANSWERS["amp"],
-    "opt": _ANSWERS["optimizer"],
-    "run.dir": _ANSWERS["output_dir"],
-    "checkpoint.dir": _ANSWERS["output_dir"],
-    "devices": _ANSWERS["gpus"],
-}
-
-
-def expanded(arguments: Sequence[str]) -> list[str]:
-    """Returns ``arguments`` with the home folder for ``~`` in paths, which no shell puts there."""
-    found = []
-    for text in arguments:
-        name, equals, value = text.partition("=")
-        if name.lstrip("+") in _PATHS:
-            # a sweep lists several
-            value = ",".join(map(os.path.expanduser, value.split(",")))
-        found.append(f"{name}{equals}{value}")
-    return found
 
 
 def refused_flag(text: str, following: Sequence[str], settings: Sequence[str]) -> str:
@@ -79,7 +62,8 @@ def refused_flag(text: str, following: Sequence[str], settings: Sequence[str]) -
     """
     flag, _, value = text.partition("=")
     name = flag.lstrip("-").replace("-", "_")
-    if name in _ANSWERS or not (meant := _meant(name, settings)):
+    meant = _meant(name, settings)
+    if not meant or " " in meant[0]:
         return f"{flag}: settings are written NAME=VALUE, without dashes{_hint(name, settings)}"
     if following and not re.match("-|.*=", following[0]):
         value = value or following[0]
@@ -88,26 +72,23 @@ def refused_flag(text: str, following: Sequence[str], settings: Sequence[str]) -
 
 def _hint(name: str, settings: Sequence[str]) -> str:
     """Returns what follows "unknown setting": what to write, what may be meant, where to look."""
-    if answer := _ANSWERS.get(name) or _ANSWERS.get(name.rpartition(".")[2]):
-        return f"; {answer}"
-    if meant := _meant(name, settings):
-        return f"; did you mean {' or '.join(meant)}?"
-    return "; see --help"
+    meant = _meant(name, settings) or ["see --help"]
+    return f"; {meant[0]}" if " " in meant[0] else f"; did you mean {' or '.join(meant)}?"
 
 
 def _meant(name: str, settings: Sequence[str]) -> list[str]:
-    """Returns at most three settings that ``name`` may stand for.
+    """Returns at most three settings that ``name`` may stand for, or what to write instead.
 
-    Those of the same last part come first, then other programs' names, then the most similar name
-    of the same group, then of any.
+    Other programs' names come first, then settings of the same last part, then the most similar
+    name of the same group, then of any.
     """
     group, _, last = name.rpartition(".")
+    if other := _OTHER_NAMES.get(name) or _OTHER_NAMES.get(last):
+        return [other]
     same = [path for path in settings if path.rpartition(".")[2] == last]
     if same:
         depth = min(path.count(".") for path in same)
         return [path for path in same if path.count(".") == depth][:3]
-    if last in _OTHER_NAMES:
-        return [_OTHER_NAMES[last]]
     neighbours = [path for path in settings if path.rpartition(".")[0] == group]
     for paths in (neighbours, settings):
         by_last = {path.rpartition(".")[2]: path for path in paths}
@@ -135,15 +116,6 @@ def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
     keys = re.findall(r"full_key: (\S+)", str(error))
     if not keys and not isinstance(error, HydraException | OmegaConfBaseException):
         return None
-    if isinstance(error, OverrideParseException):
-        name, equals, value = error.override.partition("=")
-        if not equals and name in settings:
-            return f"{name}: write {name}=VALUE, without spaces"
-        if not equals:
-            return f"{name}: settings are written NAME=VALUE{_hint(name, settings)}"
-        plain = value.replace("'", "")
-        return f"""{name}={value}: the value cannot be read; quote it twice: "{name}='{plain}'\""""
-
     # what Hydra wraps says more
     if isinstance(error, HydraException) and (wrapped := explain(error.__cause__, settings)):
         return wrapped
@@ -156,23 +128,15 @@ def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
     # any other text, without the lines that name Python's types
     text = re.sub(r"(?m)^\s*(full_key|object_type|reference_type)\b.*", "", str(error))
     said = " ".join(text.split())
-    if "is not Optional" in said:
-        return f"{name}=null: needs a value"
-    if "is not a ListConfig" in said:
-        return f"{name}: needs a list; write {name}=[VALUE,VALUE]"
-    if several := re.match(r"Ambiguous value for argument '(.*?)=(.*?)' 1\. ", said):
-        name, value = several.groups()
-        return (
-            f"{name}={value}: several values; add -m for one run of each, or write a list: "
-            f"{name}=[{value}]"
-        )
+    if isinstance(error, OverrideParseException):
+        name = error.override
+        if "=" not in name:
+            said += _hint(name, settings)
     if mistyped := re.search(r"Invalid value '([^']+)', expected one of \[(.*?)\]", said):
         said += nearest(mistyped[1], mistyped[2].split(", "))
     elif name.startswith("loader.") and "'auto'" in said:
         said += "; to have it found, write loader.autotune=true"
-    if name in said:
-        return said
-    return f"{name}: {said}"
+    return said if name in said else f"{name}: {said}"
 
 
 def yaml_fault(error: yaml.YAMLError) -> str:
@@ -192,9 +156,4 @@ def no_choice(group: str, value: str, options: Sequence[str]) -> str:
         more = "; to have the loader's settings found, write loader.autotune=true"
     elif group == "data":
         more = f"; for your own images write data=imagefolder data.root=FOLDER{more}"
-    elif group.startswith("hydra/"):
-        more = (
-            "; others come with plugins of Hydra: hydra-submitit-launcher, hydra-joblib-launcher, "
-            "hydra-optuna-sweeper"
-        )
     return f"{group}={value}: no such choice; {listed}{more}"

@@ -11,7 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-import hydra
+from hydra import version
+from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -76,24 +77,19 @@ def cli() -> int:
         return f"multirun/{name}" if name else str(folder.new_folder(Path("multirun")))
 
     tell_crashes()
-    try:
-        os.getcwd()
-    except OSError:
-        return tell([schema.ConfigError("the current folder is gone; change to another one")])
     # Hydra then raises what is wrong with the settings
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    schema.register()
     OmegaConf.register_new_resolver("wellfed.run_dir", run_folder)
     OmegaConf.register_new_resolver("wellfed.sweep_dir", sweep_folder, use_cache=True)
-    # applied here, and not as a decorator: launchers then send ``main`` by its name
-    composing = hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")
+    version.setbase("1.3")
+    read = None
     try:
-        sys.argv[1:] = schema.prepared(sys.argv[1:])
-        composing(main)()
+        read = schema.prepared(sys.argv[1:])
+        schema.register(helps=read.help)
+        _run_hydra(read, get_args_parser(), main, str(schema.CONF), "config")
     except SystemExit as ended:
         # with --cfg no job runs: Hydra has said that there is no such --package
-        is_shown = "--cfg" in " ".join(sys.argv)
-        raise SystemExit(2 if is_shown and ended.code else ended.code) from None
+        raise SystemExit(2 if ended.code and read and read.cfg else ended.code) from None
     except BrokenPipeError:
         return tell(_failed) or 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:

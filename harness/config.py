@@ -13,13 +13,13 @@ import io
 import operator
 import os
 import re
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 from hydra._internal.utils import get_args_parser
@@ -58,8 +58,10 @@ DistBackend = Enum("DistBackend", "auto nccl gloo")
 # what takes a network from a checkpoint for other images; what else does not train
 _APPLIED = ["mode=predict", "mode=export"]
 _UNTRAINED = ["mode=evaluate", "mode=diagnose", "mode=verify"]
+_NUMBER = r"\d+(\.\d+)?(e[+-]?\d+)?"
 
-
+# settings that are paths
+_PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
 # before the names of timm's networks
 TIMM = "timm/"
 
@@ -76,11 +78,11 @@ def setting(default: Any, text: str, **limits: Any) -> Any:
         default: the value when no file in ``conf/`` says otherwise.
         text: one sentence, with the unit.
         **limits: any of ``ge``, ``gt``, ``le``, ``lt`` (bounds of a number, or of every number of a
-            tuple), ``increasing`` (a tuple whose values may not fall) and ``no_effect_with`` (other
-            settings, as they are typed: beside any of these entries a value other than the default
-            is refused).
+            tuple), ``increasing`` (a tuple whose values may not fall), ``pattern`` (of the value as
+            it is typed, and what to use) and ``no_effect_with`` (other settings, as they are typed:
+            beside any of these entries a value other than the default is refused).
     """
-    return field(default=default, metadata={"text": text, "default": default, **limits})
+    return field(default=default, metadata={"text": text, **limits})
 
 
 @dataclass(slots=True)
@@ -88,7 +90,9 @@ class RunConfig:
     """The run's folder."""
 
     name: str | None = setting(
-        None, "Folder under outputs/; null: the date and the time of the start."
+        None,
+        "Folder under outputs/; null: the date and the time of the start.",
+        pattern=(r"\w[\w.+=@ -]{0,199}", "up to 200 letters, digits and, after one, ._+=@-"),
     )
 
 
@@ -154,13 +158,11 @@ class DataConfig:
         "Share of the images kept for validation where root has no train and val folders.",
         gt=0.0,
         lt=1.0,
-        no_effect_with=["mode=predict"],
     )
     evaluate: Evaluate = setting(
         Evaluate.val,
         "Images that mode=evaluate uses: val, or test, the folder beside train and val. If root "
         "holds class folders instead, all its images are used.",
-        no_effect_with=["mode=train", "mode=diagnose", "mode=verify", *_APPLIED],
     )
     fraction: float = setting(
         1.0,
@@ -168,7 +170,7 @@ class DataConfig:
         "ones for every seed.",
         gt=0.0,
         le=1.0,
-        no_effect_with=["data=fake", "mode=predict"],
+        no_effect_with=["data=fake"],
     )
     balance: float = setting(
         0.0,
@@ -177,7 +179,7 @@ class DataConfig:
         "augmented differently each time; an epoch stays as long.",
         ge=0.0,
         le=1.0,
-        no_effect_with=["data=fake", "mode=predict"],
+        no_effect_with=["data=fake"],
     )
     exif_orientation: bool = setting(False, "Turn images as their EXIF orientation says.")
     background: tuple[int, int, int] = setting(
@@ -434,6 +436,10 @@ class OptimConfig:
         "classes' order; balanced: images / (classes * images of the class), as scikit-learn's; "
         "null: all are 1.",
         gt=0.0,
+        pattern=(
+            rf"balanced|\[{_NUMBER}(,{_NUMBER})*\]",
+            "null, balanced, or a number above 0 for each class, such as [1,2.5]",
+        ),
         no_effect_with=["data=fake"],
     )
     freeze: str | None = setting(
@@ -504,7 +510,6 @@ class TrainerConfig:
     compile: bool = setting(
         False,
         "Train by torch.compile; short batches and evaluations run eagerly.",
-        no_effect_with=_APPLIED,
     )
     accumulate_steps: int = setting(1, "Batches whose gradients make one optimizer update.", ge=1)
     eval_every_epochs: int = setting(
@@ -587,7 +592,7 @@ class ProfileConfig:
     steps: str | None = setting(
         None,
         "First and last step of a trace in the run folder, such as 10-20; null: none.",
-        no_effect_with=[*_UNTRAINED, *_APPLIED],
+        pattern=(r"[1-9]\d*-[1-9]\d*", "the first and the last step, such as 10-20"),
     )
 
 
@@ -599,7 +604,6 @@ class PredictConfig:
         5,
         "Classes for each image, the most probable first; at most all there are.",
         ge=1,
-        no_effect_with=["mode=train", *_UNTRAINED, "mode=export"],
     )
 
 
@@ -610,7 +614,6 @@ class ExportConfig:
     format: Format = setting(
         Format.pt2,
         "pt2: a program of torch.export; onnx needs the packages of the extra onnx.",
-        no_effect_with=["mode=train", *_UNTRAINED, "mode=predict"],
     )
 
 
@@ -682,7 +685,6 @@ _CONTRADICTIONS = {
     "mode=predict data.root=null": "nothing to predict; write data.root=FOLDER or data.root=FILE",
     "mode=export dist=spawn": "one process exports; use dist=single",
     "mode=export dist=torchrun": "one process exports; start it without torchrun",
-    "resume=": "empty; use null, auto or a path",
 }
 
 
@@ -696,64 +698,61 @@ def load(composed: DictConfig) -> Config:
     config = _typed(composed)
     settings = list(walk(config))
     # as they are typed: dist= is dist.name=
-    held = set()
-    for path, value, _ in settings:
-        text = str(value) if isinstance(value, str) else shown(value)
-        held.add(f"{path.removesuffix('.name')}={text}")
-    # each setting by itself
-    for path, value, meta in settings:
-        given = f"{path}={shown(value)}"
-        numbers = value if isinstance(value, tuple) else (value,)
-        # OmegaConf looks into no item that is a mapping or a list
-        kinds = [*map(type, numbers)]
-        default = meta["default"]
-        if isinstance(default, tuple) and kinds != [*map(type, default)]:
-            raise ConfigError(f"{given}: takes exactly {len(default)} numbers")
-        for number in numbers:
-            # bool is an int too
-            if type(number) not in (int, float):
-                continue
-            # so that NaN is refused too, and an integer that is too long for a float
-            if not abs(number) <= 1e300:
-                raise ConfigError(f"{given}: must be a finite number")
-            for name, sign in {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}.items():
-                if name in meta and not getattr(operator, name)(number, meta[name]):
-                    raise ConfigError(f"{given}: must be {sign} {meta[name]}")
-        if meta.get("increasing") and list(numbers) != sorted(numbers):
-            raise ConfigError(f"{given}: the first number may not be larger than the second")
-        # a setting without effect is refused, unless it asks for nothing
-        asks = value not in (None, meta["default"]) and value is not False
-        asks = asks and not (path.endswith("num_workers") and value == 0)
-        for others in meta.get("no_effect_with", ()):
-            if asks and held.issuperset(others.split()):
-                way_out = f"change that, or set it to {shown(meta['default'])}"
-                raise ConfigError(f"{given}: has no effect with {others}; {way_out}")
-    # settings together
-    for typed, reason in _CONTRADICTIONS.items():
-        if held.issuperset(typed.split()):
-            raise ConfigError(f"{typed.split()[0]}: {reason}")
+    held = {f"{path.removesuffix('.name')}={shown(value)}" for path, value, _ in settings}
+    for path, value, declared in settings:
+        _check(path, value, declared, held)
+    for together, reason in _CONTRADICTIONS.items():
+        if held.issuperset(together.split()):
+            raise ConfigError(f"{together.split()[0]}: {reason}")
     _check_values(config)
     return config
+
+
+def _check(path: str, value: Any, declared: Field[Any], held: set[str]) -> None:
+    """Refuses a setting out of its range, or without effect beside what is ``held``."""
+    given = f"{path}={shown(value)}"
+    meta = declared.metadata
+    default = declared.default
+    numbers = value if isinstance(value, tuple) else (value,)
+    # OmegaConf looks into no item that is a mapping or a list
+    if isinstance(default, tuple) and [*map(type, numbers)] != [*map(type, default)]:
+        raise ConfigError(f"{given}: takes exactly {len(default)} numbers")
+    pattern, hint = meta.get("pattern", (".*", ""))
+    text = value if isinstance(value, str) else shown(value)
+    if value is not None and not re.fullmatch(pattern, text, re.S):
+        raise ConfigError(f"{given}: use {hint}")
+    for number in numbers:
+        # bool is an int too
+        if type(number) not in (int, float):
+            continue
+        # so that NaN is refused too, and an integer that is too long for a float
+        if not abs(number) <= 1e300:
+            raise ConfigError(f"{given}: must be a finite number")
+        for name, sign in {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}.items():
+            if name in meta and not getattr(operator, name)(number, meta[name]):
+                raise ConfigError(f"{given}: must be {sign} {meta[name]}")
+    if meta.get("increasing") and list(numbers) != sorted(numbers):
+        raise ConfigError(f"{given}: the first number may not be larger than the second")
+    # a setting without effect is refused, unless it asks for nothing
+    if value is None or value is False or value == default or given.endswith("num_workers=0"):
+        return
+    for others in meta.get("no_effect_with", ()):
+        if held.issuperset(others.split()):
+            way_out = f"change that, or set it to {shown(default)}"
+            raise ConfigError(f"{given}: has no effect with {others}; {way_out}")
 
 
 def _check_values(c: Config) -> None:
     """Refuses what neither a range nor a list of contradictions can say."""
     jitter = c.augment.color_jitter
-    steps = re.fullmatch(r"(\d+)-(\d+)", str(c.profile.steps))
-    weights = shown(c.optim.class_weights)
-    number = r"\d+(\.\d+)?(e[+-]?\d+)?"
+    steps = [*map(int, (c.profile.steps or "1-1").split("-"))]
     for wrong, text in (
         (
             jitter[3] > 0.5,
             f"augment.color_jitter={shown(jitter)}: the last number is of the hue; use at most 0.5",
         ),
         (
-            not re.fullmatch(rf"null|balanced|\[{number}(,{number})*\]", weights),
-            f"optim.class_weights={weights}: use null, balanced, or a number above 0 for each "
-            "class, such as [1,2.5]",
-        ),
-        (
-            weights == "balanced" and c.data.balance > 0,
+            c.optim.class_weights == "balanced" and c.data.balance > 0,
             f"optim.class_weights=balanced: data.balance={c.data.balance:g} evens out the same "
             "classes already; use one of the two, or a list of weights",
         ),
@@ -768,17 +767,8 @@ def _check_values(c: Config) -> None:
             f"data.image_size={c.data.image_size}; raise it or set it to null",
         ),
         (
-            not re.fullmatch("[0-9a-fA-F]{32}|None", str(c.data.md5)),
-            f"data.md5={c.data.md5}: an MD5 has 32 hexadecimal digits",
-        ),
-        (
-            not re.fullmatch(r"\w[\w.+=@ -]{0,199}", str(c.run.name)),
-            f"run.name={c.run.name!r}: use up to 200 letters, digits and, after one, ._+=@-",
-        ),
-        (
-            c.profile.steps is not None
-            and (steps is None or not 0 < int(steps[1]) <= int(steps[2])),
-            f"profile.steps={c.profile.steps}: write the first and the last step, such as 10-20",
+            steps != sorted(steps),
+            f"profile.steps={c.profile.steps}: write the first step before the last, such as 10-20",
         ),
     ):
         if wrong:
@@ -796,10 +786,7 @@ def _typed(composed: DictConfig) -> Config:
     try:
         # without Hydra's own part; resolving finds every missing environment variable
         ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-        plain = OmegaConf.to_container(ours, resolve=True)
-        # the schema's default would take its place
-        for key in sorted(OmegaConf.missing_keys(ours)):
-            raise ConfigError(f"{key}=???: a value is missing; write {key}=VALUE")
+        plain = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
         # merged once more: composing lets keys pass that were added with a plus
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
     except (OmegaConfBaseException, OverflowError) as error:
@@ -826,14 +813,12 @@ def typed(chosen: HydraConf) -> tuple[str, ...]:
     First the flags that name other folders or files of settings, then the overrides.
     """
     places = {source.provider: source.path for source in chosen.runtime.config_sources}
-    flags = (
-        ("path", places.get("main"), str(CONF)),
-        ("name", chosen.job.config_name, "config"),
-        ("dir", places.get("command-line"), None),
-    )
-    others = [f"--config-{name}={value}" for name, value, usual in flags if value != usual]
+    flags = {"path": places.get("main"), "name": chosen.job.config_name}
+    flags["dir"] = places.get("command-line")
+    usual = {"path": str(CONF), "name": "config", "dir": None}
+    others = [f"--config-{name}={flags[name]}" for name in flags if flags[name] != usual[name]]
     # as they were written: an item of the list itself is resolved
-    overrides = cast("list[str]", OmegaConf.to_container(cast("Any", chosen.overrides.task)))
+    overrides: Any = OmegaConf.to_container(chosen.overrides.task)
     return (*others, *overrides)
 
 
@@ -846,8 +831,7 @@ def to_plain(config: Config) -> dict[str, Any]:
     for path, value, _ in walk(config):
         if isinstance(value, Interpolated):
             OmegaConf.update(tree, path, value.written)
-    plain = OmegaConf.to_container(tree, enum_to_str=True)
-    return cast("dict[str, Any]", plain)
+    return OmegaConf.to_container(tree, enum_to_str=True)  # type: ignore[return-value]
 
 
 def from_plain(plain: dict[str, Any]) -> Config:
@@ -861,28 +845,27 @@ def saved(text: bytes) -> dict[str, Any]:
     Raises:
         ConfigError: it is not YAML, or has aliases, which may stand for any number of values.
     """
-    if why := _fault(text):
-        raise ConfigError(why)
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-        raise ConfigError("it has aliases, which Hydra does not write")
     try:
+        for event in yaml.parse(text.decode(), yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfigError("it has aliases, which Hydra does not write")
         plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
     # YAML's own, which has no base that Python has; omegaconf's
     except Exception as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(explain(error) or str(error)) from error
     # a list, in a file that is not ours
     return plain if isinstance(plain, dict) else {}
 
 
-def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
     """Yields every leaf of a tree of settings: dotted name, value, and its declaration."""
-    for item in dataclasses.fields(config):
-        path = f"{prefix}{item.name}"
-        value = getattr(config, item.name)
+    for declared in dataclasses.fields(config):
+        path = f"{prefix}{declared.name}"
+        value = getattr(config, declared.name)
         if dataclasses.is_dataclass(value):
             yield from walk(value, f"{path}.")
         else:
-            yield path, value, item.metadata
+            yield path, value, declared
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -958,69 +941,51 @@ def names() -> list[str]:
     return [path for path, _, _ in walk(Config())]
 
 
-def prepared(arguments: list[str]) -> list[str]:
-    """Returns the command line's ``arguments`` as Hydra takes them.
+def prepared(arguments: list[str]) -> Namespace:
+    """Returns the command line's ``arguments`` as Hydra's own parser reads them.
 
     A ``--config-path`` is in the current folder; Hydra would look beside its caller. Flags may
-    stand anywhere. ``model=`` takes torchvision's and timm's names too.
+    stand anywhere. ``model=`` takes any name that ``model.name=`` takes.
 
     Raises:
-        ConfigError: a flag that there is not, such as ``--lr 0.1``, ``loader=null``, or a file of
-            settings that cannot be read.
+        ConfigError: a flag that there is not, such as ``--lr 0.1``.
     """
     parser = get_args_parser()
     # its own would print its usage
     parser.error = _refused  # type: ignore[method-assign]
     read, unknown = parser.parse_known_intermixed_args(arguments)
+    if read.experimental_rerun:
+        _refused("--experimental-rerun unpickles a file")
     if unknown:
         following = arguments[arguments.index(unknown[0]) + 1 :]
         raise ConfigError(answers.refused_flag(unknown[0], following, names()))
-    words = read.overrides
-    pairs = [text.lstrip("+").partition("=")[::2] for text in words]
-    for group, value in pairs:
-        # Hydra would take it for an error of its own
-        if re.fullmatch("null|true|false|[0-9.]+", value, re.I) and group in _groups():
-            raise ConfigError(answers.no_choice(group, value, choices(group)))
-    for name in ("config_path", "config_dir"):
-        folder = getattr(read, name)
-        # pkg://... is Hydra's
-        if folder is not None and "://" not in folder:
-            place = Path.cwd() / folder
-            setattr(read, name, place)
-            # what Hydra will read first
-            for file in (read.config_name or "config", *map("/".join, pairs)):
-                _check_file(place / f"{file}.yaml")
-    # Hydra copies what is stored for each group that it lists: 0.4 s of --help
-    if any(text.startswith("model=") for text in words):
-        store = ConfigStore.instance()
-        for name in set(classifiers()).difference(choices("model")):
-            store.store(group="model", name=name, node={"name": name})
-        # any name: check_names knows them
-        for name in re.findall(rf"[=,]{TIMM}([^,\s]+)", " ".join(words)):
-            node = {"name": TIMM + name}
-            store.store(group="model/timm", name=name, node=node, package="model")
-    # Hydra takes no settings on both sides of a flag, and the one behind --info for its value
-    flags = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-        for name, value in vars(read).items()
-        if name != "overrides" and value not in (None, False)
-    ]
-    return answers.expanded([*map(_as_typed, words)]) + flags
+    # pkg://... is Hydra's
+    if read.config_path and "://" not in read.config_path:
+        read.config_path = str(Path.cwd() / read.config_path)
+    # a folder of the user's may have networks of its own
+    networks = [] if read.config_path or read.config_dir else choices("model")
+    read.overrides = [_as_written(text, networks) for text in read.overrides]
+    return read
 
 
-def _as_typed(text: str) -> str:
-    """Returns a setting of text in quotes where Hydra would rewrite it: 1.50 as 1.5."""
-    name, _, value = text.partition("=")
-    *path, last = name.lstrip("+").split(".")
-    place: Any = Config()
-    for part in path:
-        place = getattr(place, part, None)
-    kind = getattr(type(place), "__annotations__", {}).get(last, "")
-    # the types of choices have large letters
-    if kind[:1].isupper() and re.fullmatch("[+-]?[0-9.]+", value):
-        raise ConfigError(f"{text}: a number; use one of the choices in docs/settings.md")
-    is_rewritten = re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan", value, re.I)
-    return f"{name}='{value}'" if is_rewritten and kind.startswith("str") else text
+def _as_written(text: str, networks: Sequence[str]) -> str:
+    """Returns a setting as Hydra takes it; ``model=`` with none of ``networks`` is a name.
+
+    ``~`` is the home folder in paths, which no shell puts there. Text is quoted where Hydra would
+    rewrite it: 1.50 as 1.5.
+    """
+    name, equals, value = text.partition("=")
+    if value.startswith("~") and name.lstrip("+") in _PATHS:
+        # a sweep lists several
+        value = ",".join(map(os.path.expanduser, value.split(",")))
+    elif name == "model" and networks and not {*value.split(",")} <= {*networks}:
+        name = "model.name"
+    elif re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan", value, re.I):
+        # annotations are text
+        kinds = {path: str(declared.type) for path, _, declared in walk(Config())}
+        if kinds.get(name.lstrip("+"), "").startswith("str"):
+            value = f"'{value}'"
+    return f"{name}{equals}{value}"
 
 
 def _refused(message: str) -> NoReturn:
@@ -1101,37 +1066,6 @@ def check_names(config: Config) -> None:
         )
 
 
-def _check_file(path: Path) -> None:
-    """Refuses a file of settings that YAML cannot read.
-
-    Raises:
-        ConfigError: with the file and the reason.
-    """
-    # the name is of any text that was typed
-    if not os.path.isfile(path):
-        return
-    try:
-        with path.open("rb") as file:
-            why = _fault(file.read())
-    except OSError as error:
-        why = error.strerror
-    if why is not None:
-        raise ConfigError(f"{path}: {why}; settings are YAML, as in conf/")
-
-
-def _fault(text: bytes) -> str | None:
-    """Returns why a file of settings cannot be read; None: it can."""
-    try:
-        yaml.compose(text.decode(), yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        return answers.yaml_fault(error).removeprefix("<unicode string>, ")
-    except UnicodeDecodeError:
-        return "is not UTF-8"
-    except RecursionError:
-        return "nested too deeply"
-    return None
-
-
 def _groups() -> list[str]:
     return sorted(path.name for path in CONF.iterdir() if path.is_dir())
 
@@ -1181,16 +1115,16 @@ def help_text(config: Config) -> str:
         walk(config), lambda leaf: leaf[0].rpartition(".")[0] or "run"
     ):
         lines += ["", f"{section}:"]
-        for path, value, meta in settings:
+        for path, value, declared in settings:
             options = ""
             if isinstance(value, Enum):
                 options = f" [{' | '.join(member.name for member in type(value))}]"
-            lines.append(f"  {path}={shown(value)}{options}\n      {meta['text']}")
+            lines.append(f"  {path}={shown(value)}{options}\n      {declared.metadata['text']}")
     return _HELP + "\n".join(lines)
 
 
-def register() -> None:
-    """Gives Hydra the schema, the help page, and defaults for folders, logs and sweepers.
+def register(*, helps: bool = False) -> None:
+    """Gives Hydra the schema, the help page where it ``helps``, defaults for folders and sweepers.
 
     The last replace Hydra's own rather than standing in ``conf/config.yaml``: they also hold for a
     run that starts from the ``.hydra`` folder of another.
@@ -1198,9 +1132,7 @@ def register() -> None:
 
     def help_page(*, _root_: DictConfig) -> str:
         # Hydra resolves this for every run, which would cost each 15 ms
-        if "--help" not in sys.argv:
-            return ""
-        return help_text(_typed(_root_)).replace("$", "$$")
+        return help_text(_typed(_root_)).replace("$", "$$") if helps else ""
 
     # every name that conf/config.yaml and the defaults below refer to
     store = ConfigStore.instance()

@@ -20,7 +20,6 @@ from harness.config import (
     Mode,
     OnError,
     StartMethod,
-    TunerName,
     Wandb,
 )
 from harness.runtime import folder, parts, signals, workers
@@ -85,28 +84,23 @@ def _check_launcher(config: Config) -> None:
         ConfigError: a variable is missing, or no number, or torchrun started this process.
     """
     kind = config.dist.name
-    # what is read without torchrun too, and what it sets besides
-    numbers = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
     if kind is DistName.torchrun:
-        numbers += ["LOCAL_WORLD_SIZE", "MASTER_PORT"]
-    for name in (*numbers, "MASTER_ADDR"):
-        value = os.environ.get(name)
-        if value is None and kind is DistName.torchrun:
-            raise ConfigError(
-                f"dist=torchrun: {name} is not set; start with `torchrun --nproc-per-node N "
-                "train.py ...`"
-            )
-        if value is not None and name in numbers and not value.isdecimal():
-            raise ConfigError(f"{name}={value}: not a number; unset it, or use torchrun")
-    if kind is DistName.torchrun:
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        for name in (*names, "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+            value = os.environ.get(name, "")
+            if not value.isdecimal():
+                raise ConfigError(
+                    f"dist=torchrun: {name}={value}: not a number; start with `torchrun "
+                    "--nproc-per-node N train.py ...`"
+                )
+    elif os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
             f"dist={kind.name}: started by torchrun, whose processes would not meet; add "
-            "dist=torchrun"
+            "dist=torchrun, or unset WORLD_SIZE"
         )
-    for name in (*numbers, "TORCHELASTIC_RUN_ID"):
-        os.environ.pop(name, None)
+    else:
+        for name in (*names, "TORCHELASTIC_RUN_ID"):
+            os.environ.pop(name, None)
 
 
 def _needs_processes(config: Config) -> bool:
@@ -115,12 +109,10 @@ def _needs_processes(config: Config) -> bool:
     With the data sets here, threads and tuner=auto may do without.
     """
     loader = config.loader
-    none_asked_for = loader.num_workers == 0 and not loader.val.num_workers
-    if none_asked_for or loader.start_method is not StartMethod.forkserver:
+    if loader.num_workers == 0 or loader.start_method is not StartMethod.forkserver:
         return False
     is_own = parts.is_own(config.data.name)
-    searched = loader.autotune and config.tuner.name is TunerName.grid
-    return is_own or searched or schema.named_backend(loader) is BackendName.processes
+    return is_own or schema.named_backend(loader) is BackendName.processes
 
 
 def main_worker(local_rank: int, job: Job) -> None:
@@ -203,7 +195,9 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
         found = None
         if config.loader.autotune:
             found = tuned(feeds, trials, config, allowed, world, resumed)
-            train, val = found.told(watch)
+            found.report.publish(watch.board)
+            watch.course.mark("tuning")
+            train, val = found.report.settings, found.report.val
         has_stepped = found is not None and not found.report.reused
         if config.mode is Mode.train and feeds.on_device(train) and not has_stepped:
             # a step first takes what the network needs: images get of the rest

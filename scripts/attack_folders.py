@@ -335,10 +335,9 @@ def _walked(name: str, reader: Reader, rng: random.Random) -> Iterator[Case]:
 
 
 def remembered(seed: int, place: Path) -> Iterator[Case]:
-    """The tuner's memory, records of checkpoints and the list of generated images."""
+    """Records of checkpoints and the list of generated images."""
     rng = random.Random(f"remembered {seed}")
     each = [
-        _walked("tuner's memory", fuzz_runs.tuner(_made(place / "tuner")), rng),
         _walked("record", fuzz_runs.record(_made(place / "record")), rng),
         _walked("shapes.json", fuzz_data.shapes_file(_made(place / "shapes")), rng),
     ]

@@ -80,7 +80,10 @@ def _mistyped(name: str, draw: random.Random) -> str:
 
 
 def _drawn(draw: random.Random) -> Iterator[Case]:
-    settings = [(path, value, meta) for path, value, meta in schema.walk(schema.Config())]
+    settings = [
+        (path, value, {**declared.metadata, "default": declared.default})
+        for path, value, declared in schema.walk(schema.Config())
+    ]
     draw.shuffle(settings)
     count = 0
     for path, value, meta in settings:
@@ -97,7 +100,7 @@ def _drawn(draw: random.Random) -> Iterator[Case]:
 
 
 _WORDS: tuple[tuple[str, ...], ...] = (
-    ("optim.name=2",), ("trainer.precision=3",), ("loader.backend=1",), ("dist.name=1",),
+    ("optim.name=2",), ("trainer.precision=3",), ("dist.name=1",),
     ("seed=1", "--cfg", "job", "run.name=y"), ("--info", "config", "seed=1", "--resolve"),
     ("seed=${seed}",), ("seed=${data}",), ("data.root=${data.root}", "data=imagefolder"),
     ("data.root=${oc.env:NOT_THERE}", "data=imagefolder"), ("seed=${oc.decode:'['}",),

@@ -80,7 +80,9 @@ def checked(overrides: Sequence[str]) -> Config:
     """
     try:
         with initialize_config_dir(str(schema.CONF), version_base="1.3"):
-            config = schema.load(compose("config", overrides=schema.prepared([*overrides])))
+            config = schema.load(
+                compose("config", overrides=schema.prepared([*overrides]).overrides)
+            )
         job.check(config)
         folder.own(Path(folder.run_folder(config.run.name, config.resume, config.mode)))
     except Exception as error:
@@ -299,7 +301,7 @@ def together(seed: int, place: Path) -> Iterator[Case]:
     register()
     rng = random.Random(f"together {seed}")
     kinds = leaves()
-    metas = {path: meta for path, _, meta in schema.walk(Config())}
+    metas = {path: declared.metadata for path, _, declared in schema.walk(Config())}
     for text in _GROUPS:
         yield _together(text.split(), ("loader.num_workers=0",))
     while True:

@@ -25,7 +25,6 @@ READERS: dict[str, tuple[int, Make]] = {
     "decoded disk cache": (1000, fuzz_data.decoded),
     "index of a tree": (1000, fuzz_data.index_file),
     "shapes.json": (1000, fuzz_data.shapes_file),
-    "tuner's memory": (1000, fuzz_runs.tuner),
     "checkpoint's record": (1000, fuzz_runs.record),
     "checkpoint": (1000, fuzz_runs.checkpoint_file),
     **{name.rpartition("/")[2]: (500, partial(fuzz_runs.run, name)) for name in fuzz_runs.RUN},

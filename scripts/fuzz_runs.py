@@ -8,13 +8,10 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from random import Random
-from types import UnionType
-from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -25,25 +22,15 @@ from harness import app
 from harness import config as schema
 from harness.compare import folders
 from harness.config import Config
-from harness.data.datasets import Splits
-from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
-from harness.data.storage import ArraySource
-from harness.data.transforms import TrainTransform
-from harness.feed.feeds import Feeds
 from harness.page import course, document, runs
-from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, described
 from harness.training import checkpoint, resume
 from harness.training.state import TrainState, state_of
-from harness.tuning.answer import TuningReport
-from harness.tuning.memory import Memory, _digest
-from harness.tuning.session import _recalled
 from harness.watch.board import Board
 from harness.watch.figures import Tag
 from scripts.fuzz_changes import mutated, mutated_json, mutated_yaml
-from scripts.fuzz_reader import Reader, Told
+from scripts.fuzz_reader import Reader
 
 _RATE = {"images_per_s": 1.0, "low": 1.0}
 # what the page and compare take of a run's files
@@ -74,54 +61,6 @@ TUNING: dict[str, Any] = {
     "trials": [{"settings": {"num_workers": 1}, "kind": "steps", "rate": _RATE}],
     "seconds": 1.0,
 }
-
-
-def _example(kind: Any) -> Any:
-    """Returns a value of ``kind``."""
-    if kind in (str, object):
-        return "x"
-    if kind in (float, int, bool):
-        return kind(1)
-    if is_dataclass(kind):
-        return {field.name: _example(get_type_hints(kind)[field.name]) for field in fields(kind)}
-    inner = get_args(kind)
-    if get_origin(kind) in (UnionType, tuple):
-        first = _example(inner[0])
-        return [first, first] if get_origin(kind) is tuple else first
-    return inner[0] if get_origin(kind) is Literal else {"x": _example(inner[1])}
-
-
-def tuner(place: Path) -> Reader:
-    world = World(0, 1, 0, 1, torch.device("cpu"))
-    free = limits.measure()
-    source = ArraySource(np.zeros((9, 8, 8, 3), np.uint8), np.zeros(9, int), ("a",), "zeros")
-    transform = TrainTransform(8)
-    images = ImageDataset(source, transform, DecodeOptions(), 8, 0)
-    feeds = Feeds(Splits(images, images, ("a",), "zeros", ""), Config(), world)
-    own = feeds.settings(free)
-    answer = _example(TuningReport)
-    answer["settings"] |= {"backend": "processes", "start_method": "spawn"}
-    kept = Memory({"cores": 2}, place)
-    kept.keep(answer)
-    told = Told()
-
-    def read(data: bytes) -> str:
-        kept.path.write_bytes(data)
-        told.lines.clear()
-        # the steps that a search would take are not asked for
-        found = kept.recall(lambda answer: _recalled(answer, own, feeds, cast(Any, None), free))
-        if found is not None:
-            found.lines()
-            found.summary()
-            json.dumps(found.to_plain())
-        return told.reason() or ("" if found else "does not fit today")
-
-    def seal(data: bytes) -> bytes:
-        entry = json.loads(data)
-        entry["digest"] = _digest([kept.fingerprint, entry["answer"]])
-        return json.dumps(entry).encode()
-
-    return Reader([kept.path.read_bytes()], read, mutated_json, seal)
 
 
 def record(place: Path) -> Reader:

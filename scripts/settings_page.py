@@ -89,7 +89,8 @@ def page() -> str:
             "| setting | value | what it is |",
             "|---|---|---|",
         ]
-        for name, value, meta in settings:
+        for name, value, declared in settings:
+            meta = declared.metadata
             text = f"{meta['text']}{_limits(value, meta)}".replace("|", "\\|")
             shown = str(value).lower() if isinstance(value, bool) else schema.shown(value)
             lines.append(f"| `{name}` | `{shown}` | {text} |")

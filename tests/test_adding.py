@@ -20,7 +20,7 @@ from harness.data import datasets
 from harness.runtime.errors import CheckpointError
 from harness.runtime.limits import Limits
 from harness.training import checkpoint, models
-from harness.tuning.memory import fingerprint
+from harness.tuning.session import fingerprint
 
 Composed = Callable[..., Config]
 Write = Callable[[str, str], None]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.job import Job, main_worker
-from harness.tuning.memory import Memory
+from harness.tuning.session import TuningCache
 from harness.watch.neighbours import Neighbours
 from scripts import planted_acts
 from scripts.planted import PLANTS, composed
@@ -40,7 +40,7 @@ def test_tuning_and_diagnosis_warn_of_a_neighbour(
     """One warning, and no answer of then is remembered."""
     monkeypatch.setattr(Neighbours, "look", LOOK)
     kept: list[object] = []
-    monkeypatch.setattr(Memory, "keep", lambda self, answer: kept.append(answer))
+    monkeypatch.setattr(TuningCache, "keep", lambda self, answer: kept.append(answer))
     with planted_acts.neighbours(1.5):
         main_worker(0, Job(composed(override), tmp_path, ()))
     said = capsys.readouterr().out

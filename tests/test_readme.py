@@ -151,13 +151,14 @@ def test_every_command_composes(composed: Callable[..., Config], command: str) -
         if not text.startswith("-") and text != "job"
     ]
     # the launchers are no part of the tools that tests need
-    composed(*prepared([text for text in overrides if not text.startswith("hydra/")]))
+    plain = [text for text in overrides if not text.startswith("hydra/")]
+    composed(*prepared(plain).overrides)
 
 
 @pytest.mark.parametrize("overrides", OVERRIDES)
 def test_every_setting_composes(composed: Callable[..., Config], overrides: str) -> None:
     """Each setting in backticks exists, and takes its value."""
-    compose("config", overrides=prepared(overrides.split()))
+    compose("config", overrides=prepared(overrides.split()).overrides)
 
 
 def test_commands_are_found() -> None:

@@ -19,7 +19,6 @@ from harness.runtime.distributed import World, again
 from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.tuning.measures import Rate
-from harness.tuning.model import Model, undisturbed
 from harness.tuning.probe import Lab
 from harness.watch.board import Board, plain, publish
 from harness.watch.console import aligned, live_table
@@ -167,15 +166,8 @@ def measure(
     wall_s, cpu_s = total(runs.stages.stages.values())
     samples = runs.stages.samples
     cost = replace(cost, wall_s=wall_s / samples, cpu_s=cpu_s / samples)
-    demand = runs.demand.images_per_s
-    model = Model(
-        demand=demand,
-        cost=undisturbed(cost, runs.loading.settings.num_workers, limits.cores),
-        cores=limits.cores,
-        step_cpu_s=runs.step_cpu_s,
-        alone_s=lab.launch_s if trainee.overlaps else 1 / demand,
-    )
-
+    workers = runs.loading.settings.num_workers
+    model = lab.model(runs.demand.images_per_s, runs.step_cpu_s, cost, workers)
     return Facts(
         runs=runs,
         settings=settings,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from multiprocessing import get_all_start_methods, get_start_method
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -28,8 +26,8 @@ from harness.runtime import limits, workers
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError, words
 from harness.runtime.snapshot import Snapshot
-from harness.tuning.answer import TuningReport
 from harness.tuning.measures import Probes
+from harness.tuning.tuner import TuningReport
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.clock import StepClock
 from harness.watch.stages import StageMeter
@@ -63,7 +61,7 @@ def tune(
         step: takes one batch as the loader gives it, and trains on it.
         batch_size: samples in a batch.
         state: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``.
-        device: where the step computes; None: where the first network or optimizer of ``state`` is.
+        device: where the step computes; None: where the first network of ``state`` is.
         collate_fn: as the loader's.
         worker_init_fn: as the loader's.
         num_workers: what the loop uses now: the choice is not slower than that.
@@ -73,12 +71,10 @@ def tune(
     Raises:
         BadSample: the data set raised an error.
         RuntimeError: several ranks have been started.
-        TypeError: the data set is not map-style, an argument is of another type, or a part of
-            ``state`` cannot be put back.
+        TypeError: the data set is not map-style, or a part of ``state`` cannot be put back.
         ValueError: the data set has no batch of ``batch_size`` samples, or steps on ``device``
             cannot be timed.
     """
-    _check(locals())
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError("dataset: not map-style; tune() needs __len__ and __getitem__")
     if not 1 <= batch_size <= len(dataset):
@@ -87,34 +83,14 @@ def tune(
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError("tune() works in one process; give the answer of one to all ranks")
     if device is None:
-        networks = (part.parameters() for part in state if isinstance(part, nn.Module))
-        groups = (group["params"] for part in state for group in getattr(part, "param_groups", ()))
-        device = next((weight.device for weight in chain(*networks, *groups)), "cpu")
+        weights = (w for part in state if isinstance(part, nn.Module) for w in part.parameters())
+        device = next((weight.device for weight in weights), "cpu")
     method = start_method or get_start_method(allow_none=True) or get_all_start_methods()[0]
     own = with_workers(FeedSettings(batch_size, 0, False, None, False, 300.0, method), num_workers)
     probes = _Probes(dataset, collate_fn, worker_init_fn)
     trainee = _Trainee(probes, step, state, torch.device(device))
     config = config or TunerConfig()
     return tune_probes(probes, trainee, own, config, limits.measure(), trainee.world)
-
-
-def _check(given: dict[str, Any]) -> None:
-    """Refuses arguments of ``tune`` that only fail once something is measured."""
-    kinds: dict[str, Any] = {
-        "step": Callable,
-        "batch_size": Integral,
-        "state": Iterable,
-        "collate_fn": Callable,
-        "worker_init_fn": Callable | None,
-        "num_workers": Integral,
-        "start_method": str | None,
-        "config": TunerConfig | None,
-    }
-    for name, kind in kinds.items():
-        if not isinstance(given[name], kind):
-            raise TypeError(
-                f"{name}={given[name]!r}: of type {type(given[name]).__name__}; see help(tune)"
-            )
 
 
 @dataclass
@@ -161,12 +137,11 @@ class _Feed(ProcessFeed):
         except Exception as error:
             text = f"{type(error).__name__}: {words(error)}".strip()
             if self.settings.num_workers:
-                text = str(error).strip()
-                # torch's own: a worker died, or no batch came in time
-                if not text.startswith("Caught "):
+                # without it torch's own: a worker died, or no batch came in time
+                if not words(error).startswith("Caught "):
                     raise
                 # the data set's comes behind its traceback
-                text = text.splitlines()[-1]
+                text = words(error).strip().splitlines()[-1]
             if re.search(_NO_ROOM, text):
                 raise LoaderError(text) from error
             raise BadSample("the data set", text) from error
@@ -195,8 +170,9 @@ class _Timed(Dataset[Any]):
         worker = get_worker_info()
         slot = worker.id if worker else 0
         # a data set that gives whole batches can only be timed by the batch
-        if hasattr(self.dataset, "__getitems__"):
-            return self.meter.timed(slot, self.dataset.__getitems__, len(indices))(indices)
+        whole = getattr(self.dataset, "__getitems__", None)
+        if whole is not None:
+            return self.meter.timed(slot, whole, len(indices))(indices)
         return [*map(self.meter.timed(slot, self.dataset.__getitem__), indices)]
 
 

@@ -19,9 +19,12 @@ _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 _UNEVEN = 0.3
 
 
-@dataclass(frozen=True, slots=True)
+Kind = Literal["supply", "steps"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class Rate:
-    """Images per second: the mean and its 95 % interval."""
+    """Images per second: the mean and its 95 % interval; ordered by the mean."""
 
     images_per_s: float
     low: float
@@ -55,11 +58,10 @@ class Rate:
 
         The interval is that of order statistics.
         """
-        rates = np.sort(np.divide(images, seconds))
-        n = len(rates)
-        # blocks on each side that lie outside the interval
-        beyond = max(0, int((n - 1.96 * math.sqrt(n)) / 2))
-        return cls(float(np.median(rates)), float(rates[beyond]), float(rates[n - 1 - beyond]))
+        rates = np.divide(images, seconds)
+        beyond = min(0.5, 0.98 / math.sqrt(len(rates)))
+        low, middle, high = np.quantile(rates, [0.5 - beyond, 0.5, 0.5 + beyond]).tolist()
+        return cls(middle, low, high)
 
     @property
     def half_width(self) -> float:
@@ -108,7 +110,6 @@ class Trial:
         kind: "supply": the loader with nothing consuming; "steps": what it delivered to real
             training steps.
         rate: images/s of one rank, the slowest; None where it was refused.
-        images: how many images the rate rests on.
         seconds: what the trial cost, the workers' start and end included.
         wait_fraction: share of the time in which the steps waited for data ("steps" alone).
         cost: of one sample in a worker.
@@ -116,9 +117,8 @@ class Trial:
     """
 
     settings: FeedSettings
-    kind: Literal["supply", "steps"]
+    kind: Kind
     rate: Rate | None = None
-    images: int = 0
     seconds: float = 0.0
     wait_fraction: float | None = None
     cost: SampleCost | None = None

@@ -7,34 +7,55 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import psutil
-import torch
 
-from harness.feed.interface import PROCESSES, Backend, FeedSettings, HostBatch, with_workers
+from harness.feed.interface import (
+    PROCESSES,
+    THREADS,
+    Backend,
+    FeedSettings,
+    HostBatch,
+    with_workers,
+)
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory, printable
 from harness.runtime.limits import Limits
-from harness.tuning import capacity
-from harness.tuning.capacity import Needs
 from harness.tuning.measures import Probes, Rate, SampleCost, Trial
+from harness.tuning.model import Model, undisturbed
 from harness.tuning.search import Ask, in_flight
 from harness.watch.stages import Work
 
 POLL_S = 0.05
-# without a single sample for so long, the workers hang
-STUCK_S = 10.0
 _BLOCKS = 10
 
 Clock = Callable[[], float]
+
+
+class Needs(NamedTuple):
+    """The most that a feed takes at any time.
+
+    Attributes:
+        shm: bytes of shared memory, which are part of ``memory``.
+        memory: bytes in all.
+        open_files: how many.
+    """
+
+    shm: int = 0
+    memory: int = 0
+    open_files: int = 0
+
+
+NONE = Needs()
 
 
 @dataclass(slots=True)
@@ -42,56 +63,39 @@ class Supply:
     """What a loader gives with nothing consuming, counted sample by sample in its workers.
 
     Attributes:
-        ask: the measurement.
-        grew: when the number of samples that are done grew last.
+        settings: the loader's.
+        skip: batches that are left out, besides those that fill the queue.
         batches: how many have come.
-        batch: the last of them in memory of its own, if ``ask`` needs one.
+        last: the last of them, lent by its feed.
         worker_bytes: private memory of one worker; 0 without workers.
         points: the window: when, this process's processor seconds, and the workers' work so far.
     """
 
-    ask: Ask
-    grew: float
+    settings: FeedSettings
+    skip: int
     batches: int = 0
-    batch: HostBatch | None = None
+    last: HostBatch | None = None
     worker_bytes: int = 0
     points: list[tuple[float, float, Work]] = field(default_factory=list)
-    # when every worker had moved, or all were seen to be at work
-    _began: float | None = None
-    # samples that were done at the last look
-    _done: int = 0
+    # when every worker had moved
+    _moved: float = math.inf
 
-    def look(self, at: float, cpu_s: float, work: Work) -> bool:
-        """Notes how far the workers are. Returns whether enough is known.
-
-        Raises:
-            LoaderError: they have finished nothing for too long.
-        """
-        ask = self.ask
-        allowed_s = STUCK_S
-        if not work.samples:
-            # what workers may take to start on a busy machine
-            allowed_s += 3 * ask.settings.num_workers
-        if work.samples > self._done:
-            self._done = work.samples
-            self.grew = at
-        elif at - self.grew > allowed_s:
-            raise LoaderError(
-                f"no sample for {allowed_s:g} s: the workers hang, or the storage does"
-            )
+    def look(self, at: float, cpu_s: float, work: Work) -> None:
+        """Notes how far the workers are."""
+        if work.moved >= max(1, self.settings.num_workers) and self.batches >= self.skip:
+            self._moved = min(self._moved, at)
         # what came before is no measure of the feed's speed: it filled the queue
-        is_full = self.batches > ask.skip + in_flight(ask.settings)
-        has_moved = work.moved >= max(1, ask.settings.num_workers) and self.batches >= ask.skip
-        if self._began is None and (is_full or has_moved):
-            self._began = at
+        is_full = self.batches > self.skip + in_flight(self.settings)
         # a queue that does not fill is waited for no longer
-        if self._began is not None and (is_full or at - self._began >= 0.3):
+        if self.points or is_full or at - self._moved >= 0.3:
             self.points.append((at, cpu_s, work))
-        if len(self.points) < 3 or not self.images or (ask.needs_batch and not self.batches):
+
+    def is_known(self, limit_s: float) -> bool:
+        """Whether the window has lasted for ``limit_s``, or three of them with uneven samples."""
+        if len(self.points) < 3 or not self.images:
             return False
-        # uneven samples take longer to be known
         factor = 3 if self.rate.half_width > 0.2 else 1
-        return at - self.points[0][0] >= factor * ask.limit_s
+        return self.points[-1][0] - self.points[0][0] >= factor * limit_s
 
     @property
     def images(self) -> int:
@@ -100,11 +104,11 @@ class Supply:
 
     @property
     def rate(self) -> Rate:
-        """Images/s over the window, with the interval that ten blocks give."""
-        times = [at for at, _, _ in self.points]
-        samples = [work.samples for _, _, work in self.points]
-        edges = np.linspace(times[0], times[-1], 1 + min(_BLOCKS, len(times) - 1))
-        return Rate.of(np.diff(np.interp(edges, times, samples)), np.diff(edges))
+        """Images/s over the window, with the interval that ten blocks or more give."""
+        stride = max(1, len(self.points) // _BLOCKS)
+        edges = [(at, work.samples) for at, _, work in self.points[::-stride]]
+        seconds, images = np.diff(edges, axis=0).T
+        return Rate.of(-images, -seconds)
 
     @property
     def cost(self) -> SampleCost:
@@ -114,68 +118,11 @@ class Supply:
         count = self.images
         _, _, wall_s, square_s2, made_s = (np.subtract(last, first) / count).tolist()
         receive_s = (last_cpu_s - cpu_s) / count
-        if self.ask.settings.backend != PROCESSES or self.ask.settings.num_workers == 0:
+        if self.settings.backend != PROCESSES or self.settings.num_workers == 0:
             # the samples are made in this process
             receive_s = max(0.0, receive_s - made_s)
         variation = math.sqrt(max(0.0, square_s2 - wall_s**2)) / wall_s
         return SampleCost(wall_s, made_s, variation, receive_s)
-
-
-def measure_supply(
-    feed: Backend,
-    ranks: World,
-    ask: Ask,
-    now: Clock = time.perf_counter,
-    cpu_now: Clock = time.process_time,
-) -> Supply:
-    """Takes batches as fast as ``feed`` gives them, counts samples in its workers, and closes it.
-
-    A worker's batches may take seconds each, and come in bursts: counting batches here would say
-    nothing in a short time. The window opens when every worker has moved and the queue is full,
-    after what is to be skipped. The window closes after the limit, or after three of them if the
-    interval is over 20 % (uneven samples). The clock is read before any worker is ended. All ranks
-    stop together.
-
-    Raises:
-        BadSample: a sample cannot be read.
-        LoaderError: a worker died, or none has finished a sample for ten seconds, or for a while
-            longer at the start, or there is no shared memory to count in.
-    """
-    looked = now()
-    supply = Supply(ask, looked)
-    last = None
-    feed.times_samples = True
-    agreed = 0.0
-    with closing(feed), closing(feed.polled(POLL_S)) as batches:
-        while not agreed:
-            try:
-                batch = next(batches)
-                signals.check()
-                if batch is not None:
-                    supply.batches += 1
-                    last = batch
-                if now() - looked < POLL_S:
-                    continue
-                looked = now()
-                if feed.meter is None:
-                    raise LoaderError("no shared memory for counting samples")
-                is_over = supply.look(looked, cpu_now(), feed.meter.work())
-            except Exception:
-                # all ranks are told before it is raised
-                ranks.smallest(-1.0)
-                raise
-            # every rank comes here equally often, whatever its own feed does
-            agreed = ranks.smallest(float(is_over))
-        if agreed < 0:
-            raise LoaderError("refused on another rank")
-        if feed.worker_pids:
-            with suppress(psutil.Error):
-                supply.worker_bytes = psutil.Process(feed.worker_pids[0]).memory_full_info().uss
-        if ask.needs_batch and last is not None:
-            supply.batch = last._replace(
-                images=last.images.clone(), labels=last.labels.clone(), indices=last.indices.clone()
-            )
-    return supply
 
 
 @dataclass(slots=True)
@@ -183,7 +130,8 @@ class Lab:
     """Measures settings for one data set and one step.
 
     Attributes:
-        worker_bytes: private memory of the largest worker that was seen.
+        worker_bytes: private memory of a worker, as the last probe has seen it on any rank; before
+            one has, an assumption.
         batch: a batch of the data set, in memory of its own, once one has been seen.
         first_s: what first steps took longer than others, which training has to pay anyway.
         launch_s: of the step, as ``StepRun`` has it.
@@ -197,7 +145,7 @@ class Lab:
     batch: HostBatch | None = None
     first_s: float = 0.0
     launch_s: float = 0.0
-    _largest_bytes: int = 0
+    cpu_now: Clock = time.process_time
 
     def attempt(self, ask: Ask) -> Trial:
         """Returns what came of one measurement: the slowest rank's figures.
@@ -205,30 +153,17 @@ class Lab:
         Raises:
             BadSample: a sample cannot be read: no setting's fault.
         """
-        trial = Trial(ask.settings, "steps" if ask.kind == "steps" else "supply")
-        if refused := self.unfit(ask.settings):
+        settings = ask.settings
+        trial = Trial(settings, "steps" if ask.kind == "steps" else "supply")
+        if refused := self.unfit(settings):
             return replace(trial, refused=refused)
         begin = self.now()
         bad: BadSample | None = None
         # a worker that hangs is refused within a minute, however long the user's runs wait
-        settings = ask.settings
-        patience_s = min(settings.timeout_s or 60.0, 60.0)
-        ask = replace(ask, settings=replace(settings, timeout_s=patience_s))
+        patient = replace(settings, timeout_s=min(settings.timeout_s or 60.0, 60.0))
+        measure = {"supply": self._supply, "steps": self._steps, "passes": self._passes}[ask.kind]
         try:
-            if ask.kind == "steps":
-                trial = self._steps(ask)
-            elif ask.kind == "passes":
-                # as the tutorial times a loader: four passes, each with its start-up
-                images = 0
-                for _ in range(4):
-                    with closing(self.probes.probe(ask.settings)) as feed:
-                        for batch in itertools.islice(feed, 15):
-                            images += len(batch.labels)
-                            signals.check()
-                rate = Rate.of([images], [self.now() - begin])
-                trial = replace(trial, rate=rate, images=images)
-            else:
-                trial = self._supply(ask)
+            trial = replace(measure(patient, ask.limit_s), settings=settings)
         except BadSample as error:
             bad = error
         except LoaderError as error:
@@ -237,8 +172,7 @@ class Lab:
             if not is_out_of_memory(error):
                 raise
             refused = "out of memory"
-        seconds = self.now() - begin
-        trial = replace(trial, settings=settings, refused=refused, seconds=seconds)
+        trial = replace(trial, refused=refused, seconds=self.now() - begin)
         trials, met = zip(*self.ranks.gathered((trial, bad)), strict=True)
         for bad in filter(None, met):
             raise bad
@@ -257,13 +191,22 @@ class Lab:
         """
         assert self.batch is not None, "a supply probe comes first"
         run = self.trainee.demand(self.batch, limit_s)
-        own = rate(run.images, run.seconds), run.cpu_s / sum(run.images)
         self.first_s += run.first_s
         self.launch_s = -self.ranks.smallest(-run.launch_s)
-        slowest: tuple[Rate, float] = min(
-            self.ranks.gathered(own), key=lambda rank: rank[0].images_per_s
-        )
+        own = rate(run.images, run.seconds), run.cpu_s / sum(run.images)
+        slowest: tuple[Rate, float] = min(self.ranks.gathered(own))
         return slowest
+
+    def model(self, demand: float, step_cpu_s: float, cost: SampleCost, workers: int) -> Model:
+        """Returns a model of throughput; ``cost`` was measured in so many ``workers``."""
+        cores = self.limits.cores
+        return Model(
+            demand=demand,
+            cost=undisturbed(cost, workers, cores),
+            cores=cores,
+            step_cpu_s=step_cpu_s,
+            alone_s=self.launch_s if self.trainee.overlaps else 1 / demand,
+        )
 
     @property
     def now(self) -> Clock:
@@ -272,13 +215,12 @@ class Lab:
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
         """Returns whether page-locked batches fit and reach the device 5 % sooner on every rank."""
-        pays = False
-        if self.refusal(replace(own, pin_memory=True)) is None:
-            # the system may have no room for page-locked memory all the same
-            with suppress(RuntimeError):
+        copies_s = None
+        # the system may have no room for page-locked memory all the same
+        with suppress(RuntimeError):
+            if self.refusal(replace(own, pin_memory=True)) is None:
                 copies_s = self.copies_s()
-                pays = copies_s is not None and copies_s[1] < 0.95 * copies_s[0]
-        return all(self.ranks.gathered(pays))
+        return all(self.ranks.gathered(copies_s is not None and copies_s[1] < 0.95 * copies_s[0]))
 
     def copies_s(self) -> tuple[float, float] | None:
         """Returns the median seconds of a batch's copy, from pageable and from pinned memory.
@@ -292,78 +234,186 @@ class Lab:
         own = accelerator.of(self.trainee.device)
         if not own.has_streams or self.batch is None:
             return None
-
-        def taken_s(source: torch.Tensor) -> float:
+        images = self.batch.images
+        taken_s = []
+        for source in (images, own.pin(images)) * 12:
             begin = own.now()
             own.copy(source)
             own.synchronize()
-            return own.now() - begin
-
-        images = self.batch.images
-        pinned = own.pin(images)
-        turns = [(taken_s(images), taken_s(pinned)) for _ in range(12)]
-        # the first two warm up
-        pageable_s, pinned_s = zip(*turns[2:], strict=True)
-        return statistics.median(pageable_s), statistics.median(pinned_s)
+            taken_s.append(own.now() - begin)
+        # the first two of each warm up
+        return median(taken_s[4::2]), median(taken_s[5::2])
 
     def needs(self, settings: FeedSettings) -> Needs:
         """Returns what a feed takes: private memory, batches in flight, images that it holds."""
         size = self.probes.batch_bytes(settings)
         held = self.probes.held_bytes(settings)
-        return capacity.needs(settings, size, self.worker_bytes, held)
+        return needs(settings, size, self.worker_bytes, held)
 
-    def refusal(self, settings: FeedSettings, beside: Needs = capacity.NONE) -> str | None:
+    def refusal(self, settings: FeedSettings, beside: Needs = NONE) -> str | None:
         """Returns why ``settings`` cannot fit on this rank, or None."""
-        return capacity.refusal(self.needs(settings), self.limits, beside)
+        return refusal(self.needs(settings), self.limits, beside)
 
     def unfit(self, settings: FeedSettings) -> str | None:
         """Returns why ``settings`` cannot fit on all ranks, or None."""
         return next(filter(None, self.ranks.gathered(self.refusal(settings))), None)
 
     def val_beside(self, train: FeedSettings) -> FeedSettings:
-        """Returns the validation feed's settings, with less until they fit beside ``train``.
-
-        That is fewer batches in flight, then fewer workers.
-        """
+        """Returns the validation feed's settings, with as many workers as fit beside ``train``."""
         val = self.probes.val_settings(train)
         while val.num_workers and self.refusal(val, self.needs(train)):
-            if val.prefetch_factor and val.prefetch_factor > 1:
-                val = replace(val, prefetch_factor=val.prefetch_factor - 1)
-            else:
-                val = with_workers(val, val.num_workers - 1)
+            val = with_workers(val, val.num_workers - 1)
         return val
 
-    def _supply(self, ask: Ask) -> Trial:
-        settings = ask.settings
-        # samples that have loaded before: none of them can hang this process, nor is decoded in it
-        seen = len(self.probes.cursor.seen)
-        again = settings.num_workers == 0 and seen > 0
-        ask = replace(ask, needs_batch=self.batch is None, skip=again * seen)
-        feed = self.probes.probe(settings, again=again)
-        found = measure_supply(feed, self.ranks, ask, self.now)
-        # the largest worker of any rank and probe; before the first has been seen it is assumed
-        self._largest_bytes = max(self._largest_bytes, *self.ranks.gathered(found.worker_bytes))
-        self.worker_bytes = self._largest_bytes or self.worker_bytes
-        self.batch = self.batch or found.batch
-        if found.batches and not again:
-            self.probes.cursor.saw(found.batches)
-        return Trial(settings, "supply", found.rate, found.images, cost=found.cost)
+    def supplied(self, feed: Backend, limit_s: float, skip: int = 0) -> Supply:
+        """Takes batches as fast as ``feed`` gives them, counts samples in its workers, closes it.
 
-    def _steps(self, ask: Ask) -> Trial:
-        settings = ask.settings
+        A worker's batches may take seconds each, and come in bursts: counting batches here would
+        say nothing in a short time. The window opens when every worker has moved and the queue is
+        full, after ``skip`` batches. The window closes after ``limit_s``, or after three of them if
+        the interval is over 20 % (uneven samples), and no sooner than a first batch was seen. The
+        clock is read before any worker is ended. All ranks stop together.
+
+        Raises:
+            BadSample: a sample cannot be read.
+            LoaderError: a worker died, or gave nothing in time, or there is no shared memory to
+                count in.
+        """
+        looked = self.now()
+        supply = Supply(feed.settings, skip)
+        feed.times_samples = True
+        agreed = 0.0
+        with closing(feed), closing(feed.polled(POLL_S)) as batches:
+            while not agreed:
+                try:
+                    batch = next(batches)
+                    signals.check()
+                    if batch is not None:
+                        supply.batches += 1
+                        supply.last = batch
+                    if self.now() - looked < POLL_S:
+                        continue
+                    looked = self.now()
+                    if feed.meter is None:
+                        raise LoaderError("no shared memory for counting samples")
+                    supply.look(looked, self.cpu_now(), feed.meter.work())
+                    is_over = supply.is_known(limit_s) and (self.batch or supply.last) is not None
+                except Exception:
+                    # all ranks are told before it is raised
+                    self.ranks.smallest(-1.0)
+                    raise
+                # every rank comes here equally often, whatever its own feed does
+                agreed = self.ranks.smallest(float(is_over))
+            if agreed < 0:
+                raise LoaderError("refused on another rank")
+            if feed.worker_pids:
+                with suppress(psutil.Error):
+                    supply.worker_bytes = psutil.Process(feed.worker_pids[0]).memory_full_info().uss
+            if self.batch is None and supply.last is not None:
+                # lent, as its feed has it
+                images, labels, indices = (tensor.clone() for tensor in supply.last[:3])
+                self.batch = HostBatch(images, labels, indices)
+        return supply
+
+    def _supply(self, settings: FeedSettings, limit_s: float) -> Trial:
+        # samples that have loaded before: none of them can hang this process, nor is decoded in it
+        cursor = self.probes.cursor
+        seen = len(cursor.seen)
+        again = settings.num_workers == 0 and seen > 0
+        found = self.supplied(self.probes.probe(settings, again=again), limit_s, again * seen)
+        # before a worker has been seen, its memory is assumed
+        self.worker_bytes = max(self.ranks.gathered(found.worker_bytes)) or self.worker_bytes
+        if found.batches and not again:
+            cursor.saw(found.batches)
+        return Trial(settings, "supply", found.rate, cost=found.cost)
+
+    def _steps(self, settings: FeedSettings, limit_s: float) -> Trial:
         # without workers on samples that have come from one: none of them can hang this process
         again = settings.num_workers == 0
         with closing(self.probes.probe(settings, again=again)) as feed:
-            run = self.trainee.deliver(feed, in_flight(settings), ask.limit_s)
+            run = self.trainee.deliver(feed, in_flight(settings), limit_s)
         count = len(run.images)
         if count == 0:
             raise LoaderError("refused on another rank")
-        # the interval is that of ten blocks of whole bursts, of a batch from each process; where
-        # there are too few bursts, of steps
-        burst = 1
-        if settings.backend == PROCESSES and 1 < settings.num_workers <= count // 2:
-            burst = settings.num_workers
-        blocks = range(count % burst, count, burst * math.ceil(count // burst / _BLOCKS))
+        # the interval is that of ten blocks, each at least a burst: a batch from each process
+        burst = settings.num_workers if settings.backend == PROCESSES else 1
+        block = max(1, math.ceil(count / _BLOCKS), min(burst, count // 2))
+        blocks = range(count % block, count, block)
         rate = Rate.of(np.add.reduceat(run.images, blocks), np.add.reduceat(run.seconds, blocks))
-        wait_fraction = run.stall_fraction
-        return Trial(settings, "steps", rate, sum(run.images), wait_fraction=wait_fraction)
+        return Trial(settings, "steps", rate, wait_fraction=run.stall_fraction)
+
+    def _passes(self, settings: FeedSettings, limit_s: float) -> Trial:
+        """Times a loader as the tutorial does: four passes, each with its start-up."""
+        begin = self.now()
+        images = 0
+        for _ in range(4):
+            with closing(self.probes.probe(settings)) as feed:
+                for batch in itertools.islice(feed, 15):
+                    images += len(batch.labels)
+                    signals.check()
+        return Trial(settings, "supply", Rate.of([images], [self.now() - begin]))
+
+
+def needs(
+    settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, held_bytes: int = 0
+) -> Needs:
+    """Returns what a feed takes before a consumer that stands still.
+
+    All batches in flight are then page-locked.
+
+    Args:
+        settings: the feed's.
+        batch_bytes: of a batch's images, int64 labels and indices; None where that is not known,
+            and batches are left out.
+        worker_bytes: private memory of one worker process, without its batches.
+        held_bytes: what the feed holds besides its batches.
+    """
+    workers = settings.num_workers
+    depth = settings.prefetch_factor or 0
+    size = batch_bytes or 0
+    pinned_bytes = 0
+    if size and settings.pin_memory:
+        # torch gives images and labels a power of two each; indices stay as they are
+        labels = 8 * settings.batch_size
+        tensors = (max(1, size - 2 * labels), labels)
+        pinned_bytes = sum(1 << (tensor - 1).bit_length() for tensor in tensors)
+    # beside those that are ready: one in the making or on its way, one handed over, one in use
+    batches = (1 if settings.backend == THREADS else workers) * depth + 3
+    if settings.backend == THREADS:
+        return Needs(memory=batches * (pinned_bytes or size))
+    shm = batches * size if workers else 0
+    memory = batches * (size + pinned_bytes) + workers * worker_bytes + held_bytes
+    # a batch has two files for each of images, labels and indices, a worker its pipes and queues
+    return Needs(shm, memory, workers * (6 * depth + 10))
+
+
+def refusal(wanted: Needs, limits: Limits, beside: Needs = NONE) -> str | None:
+    """Returns why a feed will not fit, in a line; None where it does.
+
+    Args:
+        wanted: what the feed takes.
+        limits: what this rank may use.
+        beside: what another feed of this rank takes at the same time; the line does not show it.
+    """
+    files = limits.open_files - limits.files_open
+    free = (limits.shm_bytes, limits.memory_bytes, files)
+    names = ("shared memory", "memory", "open files (ulimit -n raises them)")
+    for what, asked, taken, most in zip(names, wanted, beside, free, strict=True):
+        if not asked or most is None:
+            continue
+        told = shown if what.endswith("memory") else str
+        # for what the reckoning leaves out; of files for logs, checkpoints and libraries
+        kept = most / 5 if told is shown else 64
+        if asked > most - kept - taken:
+            return (
+                f"the feed would take {told(asked)} of {what}, of which {told(most)} are free "
+                f"({told(kept)} are kept back): not tried"
+            )
+    return None
+
+
+def shown(count: float) -> str:
+    """Returns ``count`` bytes in MB, from a thousand of them on in GB."""
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e6:.1f} MB"

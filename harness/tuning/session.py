@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from harness.config import Config, TunerName
+from harness.config import Config, TunerName, shown, walk
+from harness.data.storage import cache_root
 from harness.feed.feeds import Feeds
 from harness.feed.interface import Backend, FeedSettings
 from harness.feed.threads import ThreadFeed
 from harness.feed.timed import TimedSteps
-from harness.runtime import accelerator
+from harness.runtime import accelerator, parts
 from harness.runtime.distributed import World
-from harness.runtime.files import typed
+from harness.runtime.files import read_regular, set_aside, typed, write_whole
 from harness.runtime.folder import log
 from harness.runtime.limits import Limits
-from harness.tuning.answer import TuningReport
 from harness.tuning.live import Live
-from harness.tuning.memory import Memory, fingerprint
 from harness.tuning.probe import Lab
-from harness.tuning.tuner import most_workers, tune
+from harness.tuning.tuner import TuningReport, most_workers, override, tune
 from harness.watch.clock import StepClock
 from harness.watch.console import say
 from harness.watch.figures import Window
+from harness.watch.host import environment
 from harness.watch.station import Watch
 
+_MAX_AGE_S = 30 * 24 * 3600.0
+# settings that decide what a sample or a step costs, and what is searched, besides all of augment
+_SETTINGS = {
+    "data.image_size",
+    "data.eval_resize",
+    "data.interpolation",
+    "data.exif_orientation",
+    "data.cache",
+    "data.cache_gb",
+    "data.cache_max_side",
+    "loader.backend",
+    "loader.batch_size",
+    "loader.start_method",
+    "loader.device_prefetch",
+    "model.name",
+    "optim.name",
+    "optim.freeze",
+    "trainer.precision",
+    "trainer.channels_last",
+    "trainer.compile",
+    "trainer.accumulate_steps",
+    "trainer.num_threads",
+    "trainer.deterministic",
+    "tuner.name",
+    "tuner.budget_s",
+    "tuner.max_workers",
+}
 STEPS = 100
 
 
@@ -50,40 +81,32 @@ class Tuned:
     live: Live | None = None
     checked: bool = False
 
-    def told(self, watch: Watch) -> tuple[FeedSettings, FeedSettings]:
-        """Prints all, the first rank writes it; returns the settings of both feeds."""
-        self.report.publish(watch.board)
-        watch.course.mark("tuning")
-        return self.report.settings, self.report.val
-
     def follow(self, feed: Backend, val_feed: Backend, watch: Watch, step: int) -> None:
         """Checks while training what was predicted, and lets threads follow the run.
 
         ``step`` updates of the run are done.
         """
-        feeds = [feed, val_feed] if self.val_follows else [feed]
-        threads = [one for one in feeds if isinstance(one, ThreadFeed)]
         if self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers:
-            cores = self.report.limits.cores
-            self.live = Live(threads, cores, self.most, step=step)
+            feeds = [feed]
+            if self.val_follows and isinstance(val_feed, ThreadFeed):
+                feeds.append(val_feed)
+            self.live = Live(feeds, self.report.limits.cores, self.most, step=step)
         watch.on_window.append(self.look)
 
     def look(self, clock: StepClock, window: Window) -> None:
         """Takes in a window of steps, and what came before it."""
         if self.live is not None:
-            self.live.look(clock, window)
-            # another number was predicted for
-            if self.live.changes:
-                return
-        self.check(clock)
+            self.live.look(window)
+        # another number was predicted for
+        if self.live is None or not self.live.changes:
+            self.check(clock)
 
     def check(self, clock: StepClock) -> None:
         """Tells once, after a hundred steps, whether training waits no more than tuning said."""
-        predicted = self.report.after.wait_fraction
-        if self.checked or predicted is None:
-            return
+        report = self.report
+        predicted = report.after.wait_fraction
         total = clock.total()
-        if total.steps + total.first_steps < STEPS:
+        if self.checked or predicted is None or total.steps + total.first_steps < STEPS:
             return
         self.checked = True
         stall = total.stall_fraction or 0.0
@@ -93,15 +116,13 @@ class Tuned:
         # a step that became faster, or else a slower loader
         why = (
             f"The feed delivers {total.images_per_s or 0.0:.0f} images/s a rank and not "
-            f"{self.report.after.images_per_s}. Other programs, slower storage or costlier samples "
+            f"{report.after.images_per_s}. Other programs, slower storage or costlier samples "
             "may be why: see host/cpu_fraction and host/disk_read_bytes_per_s"
         )
-        if self.report.demand and total.compute_ms:
-            was_ms = self.report.settings.batch_size / self.report.demand.images_per_s * 1e3
-            is_ms = total.compute_ms.median
-            if total.prepare_ms:
-                # both are what a step takes
-                is_ms += total.prepare_ms.median
+        if report.demand and total.compute_ms:
+            was_ms = report.settings.batch_size / report.demand.images_per_s * 1e3
+            # both are what a step takes
+            is_ms = total.compute_ms.median + (total.prepare_ms.median if total.prepare_ms else 0)
             if is_ms < 0.9 * was_ms:
                 why = f"A step takes {is_ms:.1f} ms and not {was_ms:.1f}. Try: tuner.fresh=true"
         log.warning(
@@ -115,18 +136,13 @@ class Tuned:
         """Returns what ``report.json`` says of tuning."""
         report = self.report
         found = report.summary()
-        live = self.live
-        if live is None:
-            return found
-        if live.changes:
-            found["changes"] = live.changes
-        if live.policy.settled != report.settings.num_workers:
-            # how to begin with the last number
-            settings = replace(report.settings, num_workers=live.policy.settled)
-            val = report.val
-            if self.val_follows:
-                val = replace(val, num_workers=live.policy.settled)
-            found["settled"] = replace(report, settings=settings, val=val).override
+        if self.live and self.live.changes:
+            found["changes"] = self.live.changes
+            if (threads := self.live.policy.settled) != report.settings.num_workers:
+                # how to begin with the last number
+                settings = replace(report.settings, num_workers=threads)
+                val = replace(report.val, num_workers=threads) if self.val_follows else report.val
+                found["settled"] = override(settings, val)
         return found
 
 
@@ -145,24 +161,24 @@ def tuned(
     Raises:
         BadSample: a sample cannot be read.
     """
-    begin = time.perf_counter()
     own = feeds.settings(limits)
     device = accelerator.of(world.device)
     data = feeds.splits.fingerprint()
-    memory = Memory(fingerprint(config, data, limits, world.size, world.local_size, device.name))
-    report: TuningReport | None = None
+    memory = TuningCache(
+        fingerprint(config, data, limits, world.size, world.local_size, device.name)
+    )
+    report = None
     if world.is_main:
         if config.tuner.fresh:
             memory.forget()
-        report = memory.recall(lambda answer: _recalled(answer, own, feeds, trainee, limits))
+        if answer := memory.recall():
+            lab = Lab(feeds, trainee, limits, world)
+            report = _fitting(typed(TuningReport, answer), own, lab)
     report = world.agreed(report)
-    if report is not None:
-        report = replace(report, seconds=time.perf_counter() - begin)
-    else:
+    if report is None:
         # no update is left where a resumed run is done
         steps = config.trainer.epochs * feeds.steps_per_epoch()
-        if config.trainer.max_steps is not None:
-            steps = min(steps, config.trainer.max_steps)
+        steps = min(steps, config.trainer.max_steps or steps)
         left = max(0, steps - (step or 0)) * config.trainer.accumulate_steps
         images = left * config.loader.batch_size
         report = tune(feeds, trainee, own, config.tuner, limits, world, images)
@@ -187,32 +203,109 @@ def tuned(
     )
 
 
-def _recalled(
-    answer: Any, own: FeedSettings, feeds: Feeds, trainee: TimedSteps, limits: Limits
-) -> TuningReport | None:
-    """Returns the remembered report as it holds for this run; None if it does not fit today.
+def _fitting(report: TuningReport, own: FeedSettings, lab: Lab) -> TuningReport | None:
+    """Returns a remembered report as it holds for this run; None if it does not fit today.
 
     What is never tuned comes from this run's settings, and so does all about the validation feed.
-
-    Raises:
-        TypeError, ValueError: it is no report.
     """
-    report: TuningReport = typed(TuningReport, answer)
-    settings = replace(
-        report.settings,
-        batch_size=own.batch_size,
-        start_method=own.start_method,
-        timeout_s=own.timeout_s,
-    )
-    most = max(own.num_workers, most_workers(feeds.config.tuner, limits))
-    # more are of a run whose own setting it was
-    if settings.num_workers > most or settings.backend not in feeds.backends:
-        return None
-    # private memory of one worker, as it was measured
-    lab = Lab(feeds, trainee, limits, feeds.world, worker_bytes=0)
-    others = (report.after.memory_bytes or 0) - lab.needs(settings).memory
-    lab.worker_bytes = max(0, others) // max(1, settings.num_workers)
+    settings = replace(report.settings, timeout_s=own.timeout_s)
+    lab.worker_bytes = report.worker_bytes
     if lab.refusal(settings):
         return None
     # what was before is that run's, and its row has that run's setting
-    return replace(report, settings=settings, val=lab.val_beside(settings), reused=True)
+    after = replace(report.after, settings=settings)
+    val = lab.val_beside(settings)
+    return replace(report, after=after, val=val, seconds=0.0, reused=True)
+
+
+class TuningCache:
+    """The answer to one fingerprint, in a file of its own in ``folder`` (None: the user's cache).
+
+    The file has a digest of the fingerprint and the answer, then the answer. A folder or a file
+    that cannot be used costs one warning and the memory, never the run.
+    """
+
+    def __init__(self, fingerprint: Mapping[str, Any], folder: Path | None = None) -> None:
+        self._key = json.dumps(fingerprint, sort_keys=True).encode()
+        self.path = (folder or cache_root() / "tuning") / f"{_digest(self._key).decode()}.json"
+
+    def recall(self) -> Any:
+        """Returns what was kept last; None for nothing, or over 30 days old."""
+        try:
+            digest, _, answer = read_regular(self.path).partition(b"\n")
+            if digest != _digest(self._key + answer):
+                raise ValueError("not as it was kept")
+            # from the future too: a clock was wrong
+            if abs(time.time() - self.path.stat().st_mtime) < _MAX_AGE_S:
+                return json.loads(answer)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, ValueError) as error:
+            log.warning("%s: %s: this run tunes again", self.path, error)
+            self.forget()
+        return None
+
+    def keep(self, answer: Mapping[str, Any]) -> None:
+        """Remembers ``answer``, which holds what JSON can, in place of any before it."""
+        text = json.dumps(answer).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, _digest(self._key + text) + b"\n" + text)
+        except OSError as error:
+            why = error.strerror or error
+            log.warning("%s: %s; tuning is not remembered; set WELLFED_CACHE", self.path, why)
+
+    def forget(self) -> None:
+        """Removes the answer, if there is one and it can be removed."""
+        with suppress(OSError):
+            set_aside(self.path)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
+
+
+def fingerprint(
+    config: Config,
+    data_identity: Mapping[str, Any],
+    limits: Limits,
+    world_size: int,
+    local_size: int,
+    device_name: str,
+) -> dict[str, Any]:
+    """Returns all that decides which loader settings are best, as plain values.
+
+    Free memory is not in it, since it changes by the minute: whether an answer still fits is for
+    who recalls it to reckon.
+
+    Args:
+        config: the run's settings; the loader's own, which are searched, do not count.
+        data_identity: of the training set.
+        limits: what this rank may use.
+        world_size: number of ranks.
+        local_size: number of ranks on this node.
+        device_name: where the network runs, such as the GPU's name.
+    """
+    settings = {
+        path: shown(value)
+        for path, value, _ in walk(config)
+        if path in _SETTINGS or path.startswith("augment.")
+    }
+    # the code that decides what a sample costs, and what is chosen
+    package = Path(__file__).parents[1]
+    sources = hashlib.sha256()
+    for room in ("data", "feed", "tuning"):
+        for path in sorted((package / room).glob("*.py")):
+            sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return {
+        "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
+        "sources": sources.hexdigest(),
+        "own": [
+            parts.digest(name)
+            for name in (config.data.name, config.model.name)
+            if parts.is_own(name)
+        ],
+        "ranks": [world_size, local_size],
+        "data": dict(data_identity),
+        "settings": settings,
+    }

@@ -1,25 +1,166 @@
-"""The stage before training that measures loader settings and chooses among them."""
+"""The stage before training that measures loader settings, chooses among them, and tells why."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_all_start_methods
+from typing import Any
 
-from harness.config import TunerConfig, TunerName
-from harness.feed.interface import FeedSettings, with_backend, with_workers
+from harness.config import LoaderConfig, TunerConfig, TunerName
+from harness.feed.interface import (
+    ARRAYS,
+    PROCESSES,
+    FeedSettings,
+    val_settings,
+    with_backend,
+    with_workers,
+)
 from harness.feed.threads import MOST_THREADS
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.folder import log
 from harness.runtime.limits import Limits
-from harness.tuning.answer import Side, TuningReport
-from harness.tuning.look import FED, Look
 from harness.tuning.measures import Probes, Trial
-from harness.tuning.probe import Lab
-from harness.tuning.search import Ask, Choice, Search, follow, grid
-from harness.watch.console import AddRow, live_table
+from harness.tuning.probe import Lab, shown
+from harness.tuning.search import Ask, AutoSearch, Choice, Search, Side, follow, grid
+from harness.watch.board import Board, plain, publish
+from harness.watch.console import AddRow, aligned, live_table
 from harness.watch.neighbours import Neighbours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningReport(Choice):
+    """What a search measured and chose.
+
+    Attributes:
+        search: which one: auto or grid.
+        val: the choice for the validation feed.
+        trials: all that was measured or refused, in order.
+        limits: what a rank may use.
+        notes: what else the user should know, a sentence each.
+        seconds: what tuning cost this run.
+        reused: whether the answer was remembered from an earlier run.
+        others_cores: those that other programs took while it was measured; None where they spoilt
+            nothing.
+        worker_bytes: private memory of one worker.
+    """
+
+    search: str
+    val: FeedSettings
+    trials: tuple[Trial, ...]
+    limits: Limits
+    notes: tuple[str, ...]
+    seconds: float
+    reused: bool = False
+    others_cores: float | None = None
+    worker_bytes: int = 0
+
+    @property
+    def override(self) -> str:
+        """What to type to get this choice without tuning."""
+        return override(self.settings, self.val)
+
+    @property
+    def loader_arguments(self) -> dict[str, Any]:
+        """The choice as keyword arguments of torch's ``DataLoader``."""
+        own = self.settings
+        names = ["batch_size", "num_workers", "pin_memory"]
+        if own.num_workers:
+            names += ["prefetch_factor", "persistent_workers"]
+        found = {name: getattr(own, name) for name in names}
+        # the first is what Python does by itself
+        if own.num_workers and own.start_method != get_all_start_methods()[0]:
+            found["multiprocessing_context"] = own.start_method
+        return found
+
+    @property
+    def dataloader(self) -> str:
+        """The line that gives the same in code; empty: torch's loader has no such backend."""
+        if self.settings.backend != PROCESSES:
+            return ""
+        arguments = ", ".join(f"{k}={v!r}" for k, v in self.loader_arguments.items())
+        return f"DataLoader(dataset, shuffle=True, {arguments})"
+
+    def publish(self, board: Board | None) -> None:
+        """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page by ``board``."""
+        names = ("settings", "ceiling", "sentence", "override", "dataloader")
+        more = {name: getattr(self, name) for name in names}
+        publish("tuning", self.lines(), {**self.to_plain(), **more}, board)
+
+    def lines(self) -> list[str]:
+        """Returns the outcome: before and after, why, how to get it again, what was refused."""
+        count = f"{len(self.trials)} measurement" + "s" * (len(self.trials) != 1)
+        title = f"tuner={self.search}: {count} in {self.seconds:.1f} s"
+        if self.reused:
+            title = f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"
+        elif not self.complete:
+            title += ", the time was over"
+        rows = [
+            (
+                name,
+                str(side.images_per_s or "-"),
+                "-" if side.wait_fraction is None else f"{side.wait_fraction:.0%}",
+                "-" if side.memory_bytes is None else shown(side.memory_bytes),
+                str(side.settings),
+            )
+            for name, side in (("before", self.before), ("after", self.after))
+        ]
+        what = "images/s" if self.demand else "images/s (loader alone)"
+        code = [f"the same in code: {self.dataloader}"] if self.dataloader else []
+        return [
+            title,
+            *aligned(("", what, "waiting", "memory", "setting"), rows),
+            self.sentence,
+            f"the same without tuning: {self.override}",
+            *code,
+            *(
+                f"refused {trial.settings}: {trial.refused}"
+                for trial in self.trials
+                if trial.refused
+            ),
+            *(f"note: {note}" for note in self.notes),
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what ``report.json`` says of tuning."""
+        before = self.before.images_per_s
+        after = self.after.images_per_s
+        return {
+            "seconds": round(self.seconds, 2),
+            "chosen": str(self.settings),
+            "reused": self.reused,
+            "before_images_per_s": before and before.images_per_s,
+            "after_images_per_s": after and after.images_per_s,
+            "sentence": self.sentence,
+        }
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns everything as JSON can hold it; ``files.typed`` is the inverse.
+
+        An open end of an interval is None.
+        """
+        return dict(plain(dataclasses.asdict(self)))
+
+
+def override(train: FeedSettings, val: FeedSettings) -> str:
+    """Returns what to type to get these settings of both feeds."""
+    words: dict[str, Any] = {"backend": train.backend, "pin_memory": train.pin_memory}
+    if train.backend != ARRAYS:
+        words["num_workers"] = train.num_workers
+    if train.num_workers:
+        words["prefetch_factor"] = train.prefetch_factor
+        words["persistent_workers"] = train.persistent_workers
+    # the validation feed's follow from these, unless they had to be less
+    derived = val_settings(LoaderConfig(), train)
+    for name in ("batch_size", "num_workers", "prefetch_factor"):
+        value = getattr(val, name)
+        if value not in (None, getattr(derived, name)):
+            words[f"val.{name}"] = value
+    return " ".join(f"loader.{name}={str(value).lower()}" for name, value in words.items())
 
 
 def tune(
@@ -78,7 +219,7 @@ def tune(
             log.warning("%s; tune again when they have ended", neighbours.told(others))
     device.release()
     seconds = device.now() - begin
-    return _report(lab, own, choice, config.name.name, trials, seconds, others)
+    return _report(lab, choice, config.name.name, trials, seconds, others)
 
 
 def most_workers(config: TunerConfig, limits: Limits) -> int:
@@ -94,7 +235,7 @@ def automatic(
     begin: float,
     images_left: float,
 ) -> Search:
-    """Measures what the user's setting supplies, then the step, and lets ``Look`` go on."""
+    """Measures what the user's setting supplies, then the step, and lets ``AutoSearch`` go on."""
     trials: list[Trial] = []
     # one worker where the user has none, and a modest one of any backend where that fails
     modest = with_workers(own, 1, 1)
@@ -113,7 +254,7 @@ def automatic(
         log.warning("the loader could not be tuned: %s", symptom)
         # what did not even run does not fit
         chosen = own if any(trial.seconds for trial in trials) else with_workers(own, 0)
-        return Choice(chosen, None, None, reason="No setting could be measured")
+        return Choice(Side(own), Side(chosen), reason="No setting could be measured")
 
     demand, step_cpu_s = lab.demand(0.5)
     add_row(("demand", str(demand), "", "", "steps on one batch that is at hand"))
@@ -125,25 +266,22 @@ def automatic(
         budget_s = min(max(5.0, 7 * own.batch_size / takes), 0.1 * rest_s)
     # what the first step takes longer comes on top, for training pays that anyway
     budget_s += lab.first_s - (lab.now() - begin)
-    look = Look(
+    look = AutoSearch(
         own=own,
-        calibration=tuple(trials),
+        trials=trials,
         backends=backends,
         demand=demand,
-        step_cpu_s=step_cpu_s,
-        cores=lab.limits.cores,
+        modelled=partial(lab.model, takes, step_cpu_s),
         most=most_workers(config, lab.limits),
         pin_memory=lab.pays_to_pin(own),
-        alone_s=lab.launch_s if lab.trainee.overlaps else 1 / takes,
         fits=lab.unfit,
-        budget_s=lab.ranks.agreed(budget_s),
+        left_s=lab.ranks.agreed(budget_s),
     )
     return (yield from look.run())
 
 
 def _report(
     lab: Lab,
-    own: FeedSettings,
     choice: Choice,
     search: str,
     trials: list[Trial],
@@ -151,42 +289,26 @@ def _report(
     others_cores: float | None,
 ) -> TuningReport:
     """Returns everything that was found, with the validation feed's settings."""
-    chosen = choice.settings
-    wanted = lab.probes.val_settings(chosen)
-    val: FeedSettings = lab.ranks.agreed(lab.val_beside(chosen))
-    notes = []
+    val: FeedSettings = lab.ranks.agreed(lab.val_beside(choice.settings))
+    notes: tuple[str, ...] = ()
     if lab.ranks.size > 1:
-        notes.append(f"images/s are those of the slowest of {lab.ranks.size} ranks")
-    if val != wanted:
-        notes.append(
-            f"the validation feed gets {val} instead of {wanted}, to fit beside the training feed"
-        )
+        notes = (f"images/s are those of the slowest of {lab.ranks.size} ranks",)
+    before, after = (
+        replace(side, memory_bytes=lab.needs(side.settings).memory)
+        for side in (choice.before, choice.after)
+    )
     return TuningReport(
-        search=search,
-        settings=chosen,
-        val=val,
-        before=Side(own, choice.before, choice.waits[0], lab.needs(own).memory),
-        after=Side(chosen, choice.after, choice.waits[1], lab.needs(chosen).memory),
+        before=before,
+        after=after,
         demand=choice.demand,
-        ceiling=choice.ceiling,
-        sentence=sentence(own, choice),
+        reason=choice.reason,
+        complete=choice.complete,
+        search=search,
+        val=val,
         trials=tuple(trials),
         limits=lab.limits,
-        notes=tuple(notes),
+        notes=notes,
         seconds=seconds,
-        complete=choice.complete,
-        reused=False,
         others_cores=others_cores,
+        worker_bytes=lab.worker_bytes,
     )
-
-
-def sentence(own: FeedSettings, choice: Choice) -> str:
-    """Returns what the step takes, what settings deliver, and why one was chosen."""
-    if not (choice.demand and choice.before and choice.after):
-        return f"Chosen: {choice.settings}. {choice.reason}."
-    rates = f"The model takes {choice.demand} images/s. {own} delivers {choice.before}"
-    if choice.settings != own:
-        return f"{rates}, {choice.settings} {choice.after}. {choice.reason}."
-    if choice.before.images_per_s >= FED * choice.demand.images_per_s:
-        return f"Nothing to gain (ceiling {choice.ceiling:.1f}x). {rates}. {choice.reason}."
-    return f"{rates}, and stays. {choice.reason}."

@@ -73,9 +73,7 @@ class Rig:
             got = self.steps[(self.did.count("A") - 1) % len(self.steps)]
             if isinstance(got, str):
                 return Trial(ask.settings, "steps", refused=got)
-            return Trial(
-                ask.settings, "steps", Rate.exactly(got), images=50, wait_fraction=got / 1000
-            )
+            return Trial(ask.settings, "steps", Rate.exactly(got), wait_fraction=got / 1000)
         self.spend("P" if self.warm else "loading")
         if self.loading and not self.warm:
             return Trial(ask.settings, "supply", refused=self.loading)
@@ -84,7 +82,6 @@ class Rig:
             ask.settings,
             "supply",
             Rate.exactly(350.0),
-            100,
             cost=SampleCost(self.sample_s, self.sample_s, 0.1),
         )
 

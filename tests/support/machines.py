@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import samples
 
 from harness.feed.interface import FeedSettings, with_workers
-from harness.tuning.look import Look
 from harness.tuning.measures import Rate, SampleCost, Trial
-from harness.tuning.search import Ask, Choice, follow
+from harness.tuning.model import Model, undisturbed
+from harness.tuning.search import Ask, AutoSearch, Choice, follow
 
 
 def own(num_workers: int) -> FeedSettings:
@@ -30,7 +30,7 @@ class Machine:
     ``receive_s`` is what the trainer's processor takes to receive an image. ``ceiling`` is the most
     that the storage gives, ``handing`` the most that the trainer takes; ``noise`` the relative
     standard deviation of a measurement; a setting in ``broken`` is refused. ``form_speed`` makes a
-    form so much faster, ``form_ceiling`` is the most that it gives with any number of workers,
+    backend so much faster, ``form_ceiling`` is the most that it gives with any number of workers,
     ``form_slows`` what it leaves of the step's speed.
     """
 
@@ -98,39 +98,61 @@ class Machine:
         wait = max(0.0, 1 - exact / self.steps(ask.settings))
         interval = Rate(rate, rate * 0.97, rate * 1.03)
         if steps:
-            return Trial(ask.settings, "steps", interval, 1000, 1.5, wait_fraction=wait)
-        return Trial(ask.settings, "supply", interval, 1000, 1.5, cost=cost)
+            return Trial(ask.settings, "steps", interval, 1.5, wait_fraction=wait)
+        return Trial(ask.settings, "supply", interval, 1.5, cost=cost)
 
 
 def look(
     machine: Machine,
     own: FeedSettings,
     most: int = 16,
-    fits: Callable[[FeedSettings], str | None] | None = None,
+    fits: Callable[[FeedSettings], str | None] = lambda _: None,
     budget_s: float = 30.0,
-) -> Look:
-    """What is known of ``machine`` before a search, with a probe of ``own``, or of one worker."""
-    first = machine.answer(Ask(own if own.num_workers else with_workers(own, 1), "supply"))
-    return Look(
-        own=own, calibration=(first,), backends=tuple(machine.form_speed),
-        demand=Rate(machine.demand, machine.demand, machine.demand), step_cpu_s=machine.step_cpu_s,
-        cores=machine.cores,
-        most=most, pin_memory=False, alone_s=1 / machine.demand, fits=fits or (lambda _: None),
-        budget_s=budget_s,
-    )  # fmt: skip
+) -> AutoSearch:
+    """What is known of ``machine`` before a search, with probes of ``own``, or of one worker."""
+
+    def modelled(cost: SampleCost, workers: int) -> Model:
+        return Model(
+            demand=machine.demand,
+            cost=undisturbed(cost, workers, machine.cores),
+            cores=machine.cores,
+            step_cpu_s=machine.step_cpu_s,
+            alone_s=1 / machine.demand,
+        )
+
+    trials: list[Trial] = []
+    for settings in (with_workers(own, own.num_workers or 1), with_workers(own, 1, 1)):
+        refused = fits(settings)
+        ask = Ask(settings, "supply")
+        trials.append(
+            Trial(settings, "supply", refused=refused) if refused else machine.answer(ask)
+        )
+        if trials[-1].rate:
+            break
+    return AutoSearch(
+        own=own,
+        trials=trials,
+        backends=tuple(machine.form_speed),
+        demand=Rate.exactly(machine.demand),
+        modelled=modelled,
+        most=most,
+        pin_memory=False,
+        fits=fits,
+        left_s=budget_s,
+    )
 
 
 def search(
     machine: Machine,
     own: FeedSettings,
     most: int = 16,
-    fits: Callable[[FeedSettings], str | None] | None = None,
+    fits: Callable[[FeedSettings], str | None] = lambda _: None,
     budget_s: float = 30.0,
 ) -> Choice:
     """What tuner=auto chooses on ``machine``, before which the user had ``own``."""
 
     def attempt(ask: Ask) -> Trial:
-        refused = fits and fits(ask.settings)
+        refused = fits(ask.settings)
         return Trial(ask.settings, "supply", refused=refused) if refused else machine.answer(ask)
 
     return follow(look(machine, own, most, fits, budget_s).run(), attempt)

@@ -20,10 +20,9 @@ from harness.config import TunerConfig
 from harness.feed.interface import FeedSettings
 from harness.runtime.distributed import World
 from harness.tuning import library
-from harness.tuning.answer import TuningReport
 from harness.tuning.measures import Rate
 from harness.tuning.session import STEPS, Tuned
-from harness.tuning.tuner import tune
+from harness.tuning.tuner import TuningReport, tune
 from harness.watch import console
 from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun

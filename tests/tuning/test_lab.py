@@ -18,7 +18,7 @@ from harness.feed.interface import Backend, FeedSettings, HostBatch, with_backen
 from harness.feed.order import Cursor
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
-from harness.tuning import capacity, probe
+from harness.tuning import probe
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.tuning.probe import Lab
 from harness.tuning.search import Ask
@@ -113,29 +113,24 @@ def fail(error: Exception) -> Callable[[], StepRun]:
     return run
 
 
-def found() -> SimpleNamespace:
-    """What a supply probe finds: 200 images/s and workers of 50 MB."""
-    return SimpleNamespace(
-        rate=Rate(200.0, 190.0, 210.0),
-        images=300,
-        cost=SampleCost(0.01, 0.005, 0.1),
-        worker_bytes=50 * 10**6,
-        batches=7,
-        batch=batch(),
-    )
-
-
 @pytest.fixture
 def supply(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supply probe that finds 200 images/s and workers of 50 MB."""
-    monkeypatch.setattr(probe, "measure_supply", lambda *_: found())
+
+    def found(self: Lab, feed: Backend, limit_s: float, skip: int) -> SimpleNamespace:
+        self.batch = batch()
+        cost = SampleCost(0.01, 0.005, 0.1)
+        rate = Rate(200.0, 190.0, 210.0)
+        return SimpleNamespace(rate=rate, cost=cost, worker_bytes=50 * 10**6, batches=7)
+
+    monkeypatch.setattr(Lab, "supplied", found)
 
 
 def test_what_does_not_fit_is_refused_before_it_runs() -> None:
     """With the arithmetic as the reason, and no feed made."""
     small = lab(limits=dataclasses.replace(PLENTY, shm_bytes=4 * 10**6))
     trial = small.attempt(Ask(OWN, "supply"))
-    assert trial.rate is None and "take 6.0 MB of shared memory, of which 4.0 MB are free" in (
+    assert trial.rate is None and "take 7.0 MB of shared memory, of which 4.0 MB are free" in (
         trial.refused or ""
     )
     assert asked(small) == []
@@ -149,37 +144,28 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
         own.refusal(dataclasses.replace(OWN, num_workers=8)) is not None
     )  # a hundred MiB each, before one was seen
     trial = own.attempt(Ask(OWN, "supply"))
-    assert (trial.rate, trial.images, trial.kind) == (Rate(200.0, 190.0, 210.0), 300, "supply")
+    assert (trial.rate, trial.kind) == (Rate(200.0, 190.0, 210.0), "supply")
     assert own.worker_bytes == 50 * 10**6 and own.batch is not None
     assert isinstance(own.probes, Feeds) and own.probes.cursor.seen == range(7)
     assert own.refusal(dataclasses.replace(OWN, num_workers=8)) is None
-    assert own.needs(OWN).memory == 2 * 50 * 10**6 + (2 * 2 + 2) * 10**6
+    assert own.needs(OWN).memory == 2 * 50 * 10**6 + (2 * 2 + 3) * 10**6
 
 
-@pytest.mark.parametrize(
-    ("shm", "expected"),
-    [
-        pytest.param(1000, (4, 3), id="both fit as they are"),
-        pytest.param(300, (4, 2), id="fewer batches in flight"),
-        pytest.param(200, (3, 1), id="one in flight each, and fewer workers"),
-        pytest.param(50, (0, None), id="no workers"),
-    ],
-)
+@pytest.mark.parametrize(("shm", "workers"), [(1000, 4), (250, 1), (50, 0)])
 def test_validation_makes_way_for_training(
-    shm: int, expected: tuple[int, int | None], monkeypatch: pytest.MonkeyPatch
+    shm: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The validation feed gives up batches in flight first, then workers, until both feeds fit."""
+    """The validation feed gives up workers until both feeds fit."""
     train = samples.settings(4, persistent_workers=True)
     wanted = dataclasses.replace(train, batch_size=5, prefetch_factor=3)
     monkeypatch.setattr(Feeds, "val_settings", lambda _, settings: wanted)
     monkeypatch.setattr(Feeds, "batch_bytes", lambda _, s: 10 if s == train else 12)
     limits = dataclasses.replace(PLENTY, shm_bytes=shm)
     val = lab(limits=limits).val_beside(train)
-    assert (val.num_workers, val.prefetch_factor) == expected
-    assert val.persistent_workers == (expected[0] > 0)
+    assert val.num_workers == workers
     assert (val == wanted) == (shm == 1000)
-    taken = capacity.needs(train, 10, 100)
-    assert capacity.refusal(capacity.needs(val, 12, 100), limits, taken) is None
+    taken = probe.needs(train, 10, 100)
+    assert probe.refusal(probe.needs(val, 12, 100), limits, taken) is None
 
 
 def test_real_steps_tell_the_wait() -> None:
@@ -210,19 +196,6 @@ def test_arrays_are_probed_on_what_was_seen() -> None:
     assert [again for _, again in asked(own)] == [False, False, True]
 
 
-def test_held_images_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays that do not fit are refused before they are made."""
-    monkeypatch.setattr(
-        Feeds, "held_bytes", lambda _, settings: 10**10 if settings.backend == "arrays" else 0
-    )
-    own = lab()
-    assert "the feed would take 10.0 GB of memory" in (
-        own.attempt(Ask(with_backend(OWN, "arrays"), "supply")).refused or ""
-    )
-    assert (asked(own), own.refusal(OWN)) == ([], None)
-    assert own.needs(with_backend(OWN, "arrays")).memory == 10**10 + 2 * 10**6
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -251,7 +224,7 @@ def test_a_bad_sample_is_no_settings_fault(here: bool) -> None:
 
 def test_the_slowest_rank_counts() -> None:
     """One that was refused there is refused here."""
-    slow = Trial(OWN, "steps", Rate(40.0, 39.0, 41.0), 100)
+    slow = Trial(OWN, "steps", Rate(40.0, 39.0, 41.0))
     assert lab(ranks=Ranks((slow, None))).attempt(Ask(OWN, "steps")) == slow
     refused = Trial(OWN, "steps", refused="a worker died")
     assert lab(ranks=Ranks((slow, None), (refused, None))).attempt(Ask(OWN, "steps")) == refused

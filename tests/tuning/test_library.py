@@ -98,21 +98,6 @@ def test_a_batch_without_samples_is_refused() -> None:
         tune(Pairs(), lambda _: None, batch_size=0, config=QUICK)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("batch_size", "8"), ("batch_size", None), ("batch_size", 2.5), ("num_workers", "2")),
-        *(("state", 5), ("step", "x"), ("collate_fn", 5), ("worker_init_fn", 5)),
-        *(("start_method", 5), ("config", {}), ("dataset", None)),
-    ],
-)
-def test_an_argument_of_another_type_is_named(name: str, value: Any) -> None:
-    """Before anything is measured."""
-    given = {"dataset": Pairs(), "step": print, "batch_size": 4, "config": QUICK, name: value}
-    with pytest.raises(TypeError, match=f"^{name}"):
-        tune(**given)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_memory_that_runs_out_is_no_sample_s_fault(workers: int) -> None:
     """In a worker or in this process, the setting is refused."""

@@ -13,7 +13,6 @@ import pytest
 from harness.feed.interface import THREADS, FeedSettings
 from harness.feed.threads import ThreadFeed
 from harness.tuning.live import Live, Period, Policy
-from harness.watch.clock import StepClock
 from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost, StageTotals
 
@@ -32,7 +31,6 @@ class Machine:
     demand: float = 1500.0
     storage: float = math.inf  # images/s for all threads together
     step_cpu_s: float = 0.1e-3
-    busy: float = 0.5
 
     def period(self, threads: int, luck: float = 1.0) -> Period:
         supply = min(
@@ -43,7 +41,7 @@ class Machine:
         rate = min(self.demand, supply)
         # threads that are not slow enough to be waited for rest
         wall_s = threads / supply if supply < self.demand else luck * self.wait_s + self.cpu_s
-        return Period(rate, 1 - rate / self.demand, wall_s, self.cpu_s, self.step_cpu_s, self.busy)
+        return Period(rate, 1 - rate / self.demand, wall_s, self.cpu_s, self.step_cpu_s)
 
 
 LATE = Machine(wait_s=5e-3)
@@ -68,7 +66,7 @@ def test_late_files_get_as_many_threads_as_the_model_asks_for() -> None:
     """
     policy = Policy(2, CORES, 32)
     assert course(policy, LATE) == [2, *[9] * 7]
-    assert policy.reason == "Training waited for data 75% of the time. A sample takes 5.2 ms"
+    assert "75%" in policy.reason and "5.2 ms" in policy.reason
 
 
 @pytest.mark.parametrize(
@@ -78,14 +76,12 @@ def test_late_files_get_as_many_threads_as_the_model_asks_for() -> None:
         Machine(cpu_s=1e-3, demand=5000),
         Machine(cpu_s=0.1e-3, demand=5000, step_cpu_s=0.3e-3),
         Machine(wait_s=1.3e-3, demand=1300),
-        Machine(wait_s=5e-3, busy=0.9),
     ],
     ids=[
         "fed",
         "processors full of loading",
         "processors full of the step",
         "waits of 1 in 100",
-        "neighbours",
     ],
 )
 def test_nothing_is_changed_where_nothing_would_help(machine: Machine) -> None:
@@ -101,18 +97,6 @@ def test_what_gains_nothing_is_taken_back_and_seldom_tried_again() -> None:
     numbers = course(policy, Machine(wait_s=5e-3, storage=390), each=300)
     assert changes(numbers) == [2, 8, 2, 8, 2, 8, 2]
     assert [index for index, number in enumerate(numbers) if number == 8] == [1, 33, 155]
-    assert policy.reason == "Back again: 8 gave 390 images/s, 2 gave 381"
-
-
-def test_samples_that_cost_something_else_are_worth_another_try() -> None:
-    """The files are slower now, and the storage's limit is gone."""
-    policy = Policy(2, CORES, MOST)
-    assert changes(course(policy, Machine(wait_s=5e-3, storage=250), Machine(wait_s=20e-3))) == [
-        2,
-        8,
-        2,
-        8,
-    ]
 
 
 def test_threads_go_when_files_are_warm() -> None:
@@ -121,7 +105,6 @@ def test_threads_go_when_files_are_warm() -> None:
     assert changes(course(policy, LATE, Machine(), LATE)) == [2, 8, 2, 8]
     policy = Policy(2, CORES, MOST)
     assert changes(course(policy, LATE, Machine(wait_s=1.5e-3))) == [2, 8, 3]
-    assert policy.reason == "A sample takes 1.8 ms instead of 5.2"
 
 
 def test_a_look_that_chose_many_is_no_floor() -> None:
@@ -245,7 +228,7 @@ class Run:
             ledger = Ledger(
                 10, 160, took_s, period.stall * took_s, (1 - period.stall) * took_s, **facts
             )
-            self.live.look(StepClock("cpu"), ledger.window())
+            self.live.look(ledger.window())
 
 
 @pytest.fixture
@@ -258,7 +241,6 @@ def run() -> Run:
         MOST,
         step=100,
         cpu_now=lambda: cpu_s[0],
-        machine_now=lambda: (0, 0),
     )
     return Run(feeds, live, cpu_s)
 
@@ -309,9 +291,7 @@ def test_threads_are_no_more_than_samples_in_the_making(run: Run) -> None:
     """Of small batches there are too few to share."""
     small = Feed(2)
     small.settings = replace(small.settings, batch_size=1)
-    live = Live(
-        [cast(Any, small)], CORES, MOST, cpu_now=lambda: run.cpu_s[0], machine_now=lambda: (0, 0)
-    )
+    live = Live([cast(Any, small)], CORES, MOST, cpu_now=lambda: run.cpu_s[0])
     alone = Run((small, small), live, run.cpu_s)
     alone.windows(LATE, 40)
     assert small.settings.num_workers == 3

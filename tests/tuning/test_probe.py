@@ -17,10 +17,11 @@ from harness.runtime import signals
 from harness.runtime.errors import BadSample, Interrupted, LoaderError
 from harness.runtime.limits import Limits
 from harness.tuning.measures import Rate
-from harness.tuning.probe import STUCK_S, Lab, Supply, measure_supply
+from harness.tuning.probe import Lab, Supply
 from harness.tuning.search import Ask
 
 BATCH = 10
+LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
 
 
 class OneRank:
@@ -137,16 +138,26 @@ class TimedFeed:
         self.closed += 1
 
 
+class Timed(Lab):
+    """A lab on the clocks of ``feed``."""
+
+    feed: Any = None
+
+    @property
+    def now(self) -> Any:
+        return self.feed.now
+
+
 def measure(
-    feed: TimedFeed,
-    limit_s: float = 1.5,
-    ranks: OneRank | None = None,
-    **more: Any,
+    feed: TimedFeed, limit_s: float = 1.5, ranks: OneRank | None = None, skip: int = 0
 ) -> Supply:
-    ask = Ask(feed.settings, "supply", limit_s=limit_s, **more)
     world: Any = ranks or OneRank()
-    typed: Any = feed
-    return measure_supply(typed, world, ask, feed.now, feed.cpu_now)
+    lab = Timed(cast(Any, None), cast(Any, None), LIMITS, world)
+    lab.feed = feed
+    lab.cpu_now = feed.cpu_now
+    # of single samples, no batch of which comes
+    lab.batch = cast(Any, "seen")
+    return lab.supplied(cast(Any, feed), limit_s, skip)
 
 
 def test_samples_are_counted_in_the_workers() -> None:
@@ -215,33 +226,16 @@ def test_a_rate_that_is_not_known_at_the_limit_is_given_three(rate: float, limit
     assert lasted_s == pytest.approx(limits, abs=0.1)
 
 
-def test_a_probe_may_have_to_bring_a_batch() -> None:
-    """It then goes on until one has come, however long the figures have been known."""
-    supply = measure(TimedFeed(rate=0.8), needs_batch=True)
-    assert supply.batches == 1 and supply.batch is not None
-
-
-def test_the_last_batch_comes_in_memory_of_its_own() -> None:
-    """What the tuner keeps for its steps holds no shared memory."""
-    batch = measure(TimedFeed(rate=100.0), needs_batch=True).batch
-    assert batch is not None and not batch.images.is_shared() and len(batch.labels) == BATCH
-
-
-@pytest.mark.parametrize("ends_s", [0.0, 0.6], ids=["from the start", "later"])
-def test_workers_that_hang_are_told(ends_s: float) -> None:
-    """Nobody waits for them longer than ten seconds, and three for each that starts."""
-    feed = TimedFeed(100.0, ends_s=ends_s)
-    with pytest.raises(LoaderError, match="no sample for 1[06] s: the workers hang"):
-        measure(feed, limit_s=60.0)
-    assert feed.closed == 1
-    assert feed.clock - 1100.0 < STUCK_S + 9
-
-
-def test_workers_that_start_slowly_are_waited_for() -> None:
-    """Each is given three seconds more; not afterwards."""
-    assert measure(TimedFeed(100.0, workers=3, start_s=18.0)).images
-    with pytest.raises(LoaderError, match="no sample for 19 s"):
-        measure(TimedFeed(100.0, workers=3, start_s=20.0))
+def test_a_first_probe_brings_a_batch() -> None:
+    """It goes on until one has come, however long the figures have been known; the copy that the
+    steps get holds no shared memory.
+    """
+    feed = TimedFeed(rate=0.8)
+    lab = Timed(cast(Any, None), cast(Any, None), LIMITS, cast(Any, OneRank()))
+    lab.feed = feed
+    assert lab.supplied(cast(Any, feed), 1.5).batches == 1
+    assert lab.batch is not None and not lab.batch.images.is_shared()
+    assert len(lab.batch.labels) == BATCH
 
 
 @pytest.mark.parametrize("kind", [BadSample, LoaderError])
@@ -307,12 +301,11 @@ def test_the_tutorials_passes_hold_their_start(monkeypatch: pytest.MonkeyPatch) 
         return feeds[-1]
 
     probes: Any = SimpleNamespace(probe=fresh, batch_bytes=lambda _: 0, held_bytes=lambda _: 0)
-    limits = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
     ranks: Any = OneRank()
     monkeypatch.setattr(Lab, "now", lambda _: sum(feed.clock for feed in feeds))
-    trial = Lab(probes, cast(Any, None), limits, ranks).attempt(Ask(samples.settings(2), "passes"))
-    assert (trial.kind, trial.images, len(feeds)) == ("supply", 4 * 15 * BATCH, 4)
-    assert trial.rate is not None and trial.images / trial.images_per_s > 4 * 3.0
+    trial = Lab(probes, cast(Any, None), LIMITS, ranks).attempt(Ask(samples.settings(2), "passes"))
+    assert (trial.kind, len(feeds)) == ("supply", 4)
+    assert trial.rate is not None and 4 * 15 * BATCH / trial.images_per_s > 4 * 3.0
 
 
 def test_a_rate_has_an_interval() -> None:

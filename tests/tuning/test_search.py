@@ -30,7 +30,7 @@ def run(
         seen.append(ask.settings)
         rate = curve(ask.settings.num_workers)
         found = Rate(rate, rate, rate) if rate > 0 else None
-        return Trial(ask.settings, "supply", found, 100, 1.0, refused=None if found else "died")
+        return Trial(ask.settings, "supply", found, 1.0, refused=None if found else "died")
 
     return seen, follow(grid(own, cores, pins, budget_s), attempt)
 
@@ -136,7 +136,7 @@ def test_of_forms_with_as_many_workers_the_one_that_takes_least_is_cheaper() -> 
 
 
 @pytest.mark.parametrize(
-    ("form", "workers", "expected"),
+    ("backend", "workers", "expected"),
     [
         ("processes", 3, 6),
         ("threads", 3, 3),
@@ -145,12 +145,10 @@ def test_of_forms_with_as_many_workers_the_one_that_takes_least_is_cheaper() -> 
         ("arrays", 0, 0),
     ],
 )
-def test_batches_that_are_made_before_one_is_taken(form: str, workers: int, expected: int) -> None:
+def test_batches_that_are_made_before_one_is_taken(
+    backend: str, workers: int, expected: int
+) -> None:
     """Each process makes its own ahead; threads make one together, beside those that are ready."""
-    assert in_flight(with_backend(samples.settings(workers, prefetch_factor=2), form)) == expected
-
-
-def test_arrays_stay_without_workers() -> None:
-    """Whatever number of them is asked for."""
-    arrays = with_backend(samples.settings(0), "arrays")
-    assert with_workers(arrays, 3, 2) == arrays
+    assert (
+        in_flight(with_backend(samples.settings(workers, prefetch_factor=2), backend)) == expected
+    )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import reports
@@ -17,17 +15,16 @@ from harness.config import Config
 from harness.data import datasets
 from harness.feed.feeds import Feeds
 from harness.feed.interface import FeedSettings
-from harness.feed.timed import TimedSteps
 from harness.runtime import seeding
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
 from harness.training.step import Step
 from harness.training.trial import StepTrials
-from harness.tuning import memory, session
-from harness.tuning.answer import TuningReport
+from harness.tuning import session
 from harness.tuning.live import Change
 from harness.tuning.session import Tuned, tuned
+from harness.tuning.tuner import TuningReport
 from harness.watch.clock import StepClock
 from harness.watch.goodput import Course
 from harness.watch.station import Watch
@@ -129,116 +126,6 @@ def test_the_timeout_is_the_users_own(composed: Composed, searches: list[int]) -
     run(composed)
     report = run(composed, "loader.timeout_s=7").report
     assert (report.settings.timeout_s, report.val.timeout_s) == (7.0, 7.0)
-
-
-def test_an_answer_of_another_version_is_not_used(
-    composed: Composed, searches: list[int], cache: Path
-) -> None:
-    """It cannot be read as a report: tuned anew."""
-    run(composed)
-    (file,) = cache.glob("*.json")
-    file.write_text(file.read_text().replace('"wait_fraction"', '"waiting"'))
-    assert not run(composed).report.reused
-
-
-@pytest.fixture(scope="module")
-def quick(composed: Composed) -> Callable[[], Tuned]:
-    """The stage of a run like ``run``'s, again and again, for searches that need no step."""
-    config = composed("data=digits", "loader.autotune=true")
-    splits = datasets.load(config.data, config.augment, config.seed)
-    trainee = cast(TimedSteps, None)
-    return lambda: tuned(Feeds(splits, config, ALONE), trainee, config, LIMITS, ALONE)
-
-
-def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
-    """Puts ``value`` at a dotted path of the file's entry."""
-
-    def change(entry: dict[str, Any]) -> None:
-        *parts, last = path.split(".")
-        inner: Any = entry
-        for part in parts:
-            inner = inner[int(part) if isinstance(inner, list) else part]
-        inner[last] = value
-
-    return change
-
-
-ODD: dict[str, list[object]] = {
-    "answer.settings.num_workers": [-5, "x", None, 1.5, 512, 10**400, True],
-    "answer.settings.prefetch_factor": [-1, 0, "x", None, 10_000],
-    "answer.settings.pin_memory": [True, "x", None, 1],
-    "answer.settings.persistent_workers": ["x", None, 0],
-    "answer.settings.batch_size": [1, 0, -64, "x", None],
-    "answer.settings.backend": ["evil", None, 3, "arrays"],
-    "answer.settings.start_method": ["evil", None],
-    "answer.settings.timeout_s": ["x", None],
-    "answer.settings": [None, [], "x", {}],
-    "answer.trials": ["x", None, [1], [{}], {}],
-    "answer.trials.0.rate.images_per_s": ["x", None, -1.0, float("inf"), float("nan")],
-    "answer.trials.0.kind": ["passes", None],
-    "answer.demand": ["x", {}, {"images_per_s": 0, "low": 0, "high": 0}],
-    "answer.after.memory_bytes": ["x", -1, 10**400],
-    "answer.sentence": [None, 3, "\x1b[2J", "\ud800"],
-    "answer.notes": [None, "x", [3]],
-    "answer.limits": [None, {}],
-    "answer": [None, [], [1], {}, "x", 3],
-    "saved_at": ["x", None, 10**400, float("inf")],
-}
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        pytest.param(path, value, id=f"{path}={value!s:.9}")
-        for path, values in ODD.items()
-        for value in values
-    ],
-)
-def test_an_odd_answer_is_tuned_again(
-    quick: Callable[[], Tuned],
-    searches: list[int],
-    cache: Path,
-    path: str,
-    value: object,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """What no search of this run could have kept is said, forgotten and made again, whatever it
-    parses to.
-    """
-    quick()
-    (file,) = cache.glob("*.json")
-    entry = json.loads(file.read_text())
-    _set(path, value)(entry)
-    file.write_text(json.dumps(entry))
-    assert not quick().report.reused
-    assert [text.split(" (")[0] for text in caplog.messages] == [f"{file}: damaged"]
-    assert quick().report.reused and len(searches) == 2
-
-
-def test_no_workers_are_not_persistent(
-    composed: Composed, searches: list[int], cache: Path
-) -> None:
-    """Settings that torch would refuse together are refused as an answer."""
-    run(composed)
-    (file,) = cache.glob("*.json")
-    entry = json.loads(file.read_text())
-    entry["answer"]["settings"] |= {"num_workers": 0, "prefetch_factor": None}
-    file.write_text(json.dumps(entry))
-    assert not run(composed).report.reused
-
-
-def test_more_workers_than_are_tried_may_be_the_users_own(
-    composed: Composed, searches: list[int], cache: Path
-) -> None:
-    """A number beyond the search's own is taken from a run that asks for as many."""
-    run(composed)
-    (file,) = cache.glob("*.json")
-    entry = json.loads(file.read_text())
-    entry["answer"]["settings"]["num_workers"] = 40
-    entry["digest"] = memory._digest([entry["fingerprint"], entry["answer"]])
-    file.write_text(json.dumps(entry))
-    assert run(composed, "loader.num_workers=40").report.reused
-    assert not run(composed).report.reused
 
 
 def test_an_answer_that_does_not_hold_is_forgotten(
