@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import logging
-import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ from typing import Any
 import pytest
 import samples
 import torch
-from reports import OPEN, rate, report, workers
+from reports import OPEN, report, workers
 from torch.utils.data import DataLoader
 
 from harness.config import Config, LoaderConfig
@@ -151,28 +147,3 @@ def test_everything_is_written(tmp_path: Path) -> None:
     assert written.pop("settings")["num_workers"] == 3
     assert typed(TuningReport, written) == own
     assert written["trials"][0]["rate"] == {"images_per_s": 55.0, "low": 0.0, "high": None}
-
-
-def test_a_full_disk_costs_the_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning, no half-made file, and the run goes on."""
-
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    board = Board(tmp_path, tensorboard=False)
-    with caplog.at_level(logging.WARNING), board:
-        report().publish(board)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/tuning.json: No space left on device; figures are lost until it can be "
-        "written, training goes on"
-    ]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_open_interval_is_not_shown_as_one() -> None:
-    """The mean stands alone where a single block was seen."""
-    assert "inf" not in "".join(report(before=Side(workers(1), OPEN), demand=rate(1.0)).lines())
-    assert math.isinf(OPEN.high)

@@ -249,13 +249,6 @@ def test_demand_needs_a_batch() -> None:
     assert own.demand(1.0) == (Rate(50.0, 50.0, 50.0), 0.02)
 
 
-def test_nothing_is_pinned_without_a_cuda_device() -> None:
-    """There is no copy that it could speed up."""
-    own = lab()
-    own.batch = batch()
-    assert not own.pays_to_pin(OWN)
-
-
 @pytest.mark.parametrize(
     ("memory_bytes", "pinned_s", "pays"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import samples
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from harness.config import ConfigError, TunerConfig, TunerName
@@ -120,38 +120,6 @@ def test_what_cannot_be_put_back_is_refused() -> None:
         tune(Pairs(), lambda _: None, batch_size=4, state=({},), config=QUICK)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_batches_are_those_of_the_callers_collate(workers: int, tmp_path: Path) -> None:
-    """The step gets what its own loader would give it."""
-    kinds: set[type] = set()
-    tune(
-        Pairs(), lambda batch: kinds.add(type(batch)), batch_size=8, collate_fn=as_tuple,
-        num_workers=workers, start_method="forkserver", config=QUICK,
-    )  # fmt: skip
-    assert kinds == {tuple}
-
-
-def test_a_batch_may_be_any_dictionary() -> None:
-    """A defaultdict, whose type wants a function first, is copied for each step like others."""
-    seen: list[Any] = []
-    tune(
-        Pairs(), seen.append, batch_size=8, collate_fn=as_defaults,
-        start_method="forkserver", config=QUICK,
-    )  # fmt: skip
-    assert {type(batch) for batch in seen} == {defaultdict}
-    assert seen[0]["x"].data_ptr() != seen[1]["x"].data_ptr()
-
-
-def test_a_batch_may_refuse_what_is_no_tensor() -> None:
-    """A packed sequence, whose parts are checked, is a batch like others."""
-    seen: list[Any] = []
-    tune(
-        Pairs(), seen.append, batch_size=8, collate_fn=as_packed,
-        start_method="forkserver", config=QUICK,
-    )  # fmt: skip
-    assert {type(batch) for batch in seen} == {PackedSequence}
-
-
 def as_packed(rows: list[dict[str, torch.Tensor]]) -> PackedSequence:
     return pack_sequence([row["x"].flatten() for row in rows])
 
@@ -163,3 +131,28 @@ def as_defaults(rows: list[dict[str, torch.Tensor]]) -> defaultdict[str, torch.T
 def as_tuple(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     whole = default_collate(rows)
     return whole["x"], whole["y"]
+
+
+@pytest.mark.parametrize(
+    ("collate", "kind", "workers"),
+    [
+        (as_tuple, tuple, 0),
+        (as_tuple, tuple, 1),
+        # whose type wants a function first
+        (as_defaults, defaultdict, 0),
+        # whose parts are checked
+        (as_packed, PackedSequence, 0),
+    ],
+)
+def test_batches_are_those_of_the_callers_collate(collate: Any, kind: type, workers: int) -> None:
+    """The step gets what its own loader would give it, a copy for each step."""
+    seen: list[Any] = []
+    tune(
+        Pairs(), seen.append, batch_size=8, collate_fn=collate,
+        num_workers=workers, start_method="forkserver", config=QUICK,
+    )  # fmt: skip
+    assert {type(batch) for batch in seen} == {kind}
+    first, second = (
+        [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor)] for batch in seen[:2]
+    )
+    assert first[0].data_ptr() != second[0].data_ptr()

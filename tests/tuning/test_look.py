@@ -9,11 +9,11 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
-from machines import Machine, look, own, search
+from machines import Machine, own, search
 
 from harness.feed.interface import FeedSettings, with_backend, with_workers
 from harness.tuning.measures import Rate, Trial
-from harness.tuning.search import Ask, Choice, follow
+from harness.tuning.search import Ask, Choice
 
 SLEEPS = {"cores": 8.0, "cpu_s": 0.0001}
 BACKENDS = {"processes": 1.0, "threads": 1.15}
@@ -355,14 +355,6 @@ def test_what_no_longer_fits_into_the_time_is_left_out() -> None:
     choice = search(machine, own(4), budget_s=1.1)
     assert asked(machine) == [("supply", 4), ("supply", 1)]
     assert (choice.settings.num_workers, choice.complete) == (4, False)
-
-
-def test_with_nothing_else_measured_the_users_setting_stays() -> None:
-    """Everything after the first probe is refused."""
-    machine = Machine(0.01, demand=2000, **SLEEPS)
-    start = look(machine, own(2))
-    machine.broken = lambda _: True
-    assert follow(start.run(), machine.answer).settings == own(2)
 
 
 def without(least: int) -> Callable[[FeedSettings], str | None]:

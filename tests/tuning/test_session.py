@@ -216,7 +216,7 @@ def chosen_as_it_was(feeds: Feeds, trainee: object, own: FeedSettings, *_: objec
         name: dataclasses.replace(getattr(report, name), settings=own)
         for name in ("before", "after")
     }
-    return dataclasses.replace(report, settings=own, val=feeds.val_settings(own), **sides)
+    return dataclasses.replace(report, val=feeds.val_settings(own), **sides)
 
 
 def made(composed: Composed, *overrides: str) -> Feeds:

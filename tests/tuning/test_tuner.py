@@ -304,18 +304,6 @@ def test_the_steps_state_is_kept(on: On, fails: bool, monkeypatch: pytest.Monkey
     assert (step.blocks, step.open) == (1, 0)
 
 
-def test_the_table_grows_as_settings_are_measured(
-    on: On, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A row for each trial, and one for the demand."""
-    report = on(Machine(0.002, 0.0019, demand=700), 1)
-    rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == len(report.trials) + 1
-    assert sum("loader alone" in row for row in rows) == sum(
-        trial.kind == "supply" for trial in report.trials
-    )
-
-
 def traces() -> tuple[object, ...]:
     states = (
         random.getstate(),
