@@ -273,20 +273,21 @@ def test_tuning_that_made_steps_needs_no_other(
     """
     made: list[str] = []
     monkeypatch.setattr(StepTrials, "demand", lambda *_: made.append("steps"))
-    monkeypatch.setattr(
-        "harness.tuning.session.tuned",
-        lambda *given: SimpleNamespace(
-            told=lambda *_: answer(*given),
-            follow=lambda *_: None,
-            report=SimpleNamespace(reused=reused),
-            summary=lambda: {"seconds": 1.0, "reused": reused},
-        ),
-    )
 
     def answer(made_by: feeds.Feeds, trials: Any, config: Config, limits: Limits, *_: Any) -> Any:
         train = made_by.settings(limits)
-        return train, made_by.val_settings(train)
+        return SimpleNamespace(
+            follow=lambda *_: None,
+            report=SimpleNamespace(
+                reused=reused,
+                settings=train,
+                val=made_by.val_settings(train),
+                publish=lambda board: None,
+            ),
+            summary=lambda: {"seconds": 1.0, "reused": reused},
+        )
 
+    monkeypatch.setattr("harness.tuning.session.tuned", answer)
     pixels = feeds.InMemoryImages
     monkeypatch.setattr(
         feeds, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1]
