@@ -349,15 +349,15 @@ def test_a_real_search_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "symptom"),
-    [(samples.die, "a worker died"), (samples.hang, "no batch within")],
+    ("trouble", "symptom", "timeout_s"),
+    [(samples.die, "a worker died", 60.0), (samples.hang, "no batch within", 1.0)],
     ids=["killed", "hanging"],
 )
 def test_a_setting_whose_workers_fail_is_refused(
-    trouble: Callable[[], object], symptom: str
+    trouble: Callable[[], object], symptom: str, timeout_s: float
 ) -> None:
     """With its symptom; the user's setting stays, and nothing is left."""
-    own = dataclasses.replace(samples.settings(1), timeout_s=1.0)
+    own = dataclasses.replace(samples.settings(1), timeout_s=timeout_s)
     report = real(samples.Troubled(40, 5, trouble), own)
     assert report.settings == own
     assert [symptom in (trial.refused or "") for trial in report.trials] == [True, True]
