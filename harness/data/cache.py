@@ -3,7 +3,7 @@
 The file has a head, a table with a column for each image, and room for pixels, which are only
 appended: views stay valid. The place of an image's pixels is written last, so that a killed writer
 leaves none half. Pixels of earlier runs are verified on first use, by a checksum with the
-size and time of change of their source. One run at a time has a file on disk.
+size and time of change of their source. One run at a time writes a file on disk, others read it.
 """
 
 from __future__ import annotations
@@ -92,14 +92,15 @@ class PixelCache:
                 self._checked[i] = 1
                 return pixels
         # so that the next put gives it another
-        self._places[i] = 0
+        if self.file.writable:
+            self._places[i] = 0
         return None
 
     def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
         """Keeps ``pixels``, shrunk if they are too large, while there is room; returns them."""
         if self.max_side is not None:
             pixels = shrunk(pixels, self.max_side, self.interpolation)
-        if self._places[i]:
+        if self._places[i] or not self.file.writable:
             return pixels
         content = np.ascontiguousarray(pixels)
         # the source file is gone, or the disk has less left than there was at first
@@ -169,8 +170,8 @@ def shrunk(pixels: np.ndarray, max_side: int, interpolation: str) -> np.ndarray:
 
 def open_caches(
     sources: tuple[Source, Source], data: DataConfig, options: DecodeOptions, gathered: Gathered
-) -> tuple[PixelCache, PixelCache] | None:
-    """Opens the caches of two sources in one file; None: another run has it.
+) -> tuple[PixelCache, PixelCache]:
+    """Opens the caches of two sources in one file, which a second run only reads.
 
     Every rank calls this. One rank of each machine opens the file, and the others map the same.
 
@@ -191,10 +192,7 @@ def open_caches(
     key.update(name.digest())
     path = cache_root() / "decoded" / name.hexdigest()[:32]
     count = sum(map(len, sources))
-    files = _shared(lambda: _opened(path, data, key.hexdigest(), count), gathered)
-    if files is None:
-        return None
-    file, checked = files
+    file, checked = _shared(lambda: _opened(path, data, key.hexdigest(), count), gathered)
     train, val = sources
     first = PixelCache(file, checked, 0, train, *how)
     where = "in memory" if data.cache is DataCache.ram else path.parent
@@ -238,16 +236,14 @@ def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
     return made if everyone[first] == me else pickle.loads(told[first][1])
 
 
-def _opened(
-    path: Path, data: DataConfig, key: str, count: int
-) -> tuple[MappedFile, MappedFile] | None:
+def _opened(path: Path, data: DataConfig, key: str, count: int) -> tuple[MappedFile, MappedFile]:
     """Opens the cache's file, and a byte for each of its images."""
     if data.cache is DataCache.ram:
         budget_bytes = _budget(data, limits.measure().memory_bytes)
-        file: MappedFile | None = _filled(memory(0), key, count, budget_bytes)
+        file = _filled(memory(0), key, count, budget_bytes)
     else:
         file = _on_disk(path, data, key, count)
-    return (file, MappedFile(memory(count), writable=True)) if file else None
+    return file, MappedFile(memory(count), writable=True)
 
 
 def _budget(data: DataConfig, free_bytes: int) -> int:
@@ -255,22 +251,27 @@ def _budget(data: DataConfig, free_bytes: int) -> int:
     return min(wanted, free_bytes)
 
 
-def _on_disk(path: Path, data: DataConfig, key: str, count: int) -> MappedFile | None:
-    """Opens the cache file; None: another run fills it."""
+def _on_disk(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
+    """Opens the cache file for writing, else for reading, else one in memory without room."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return _to_fill(path, data, key, count)
     except OSError as error:
         is_filled = isinstance(error, BlockingIOError)
         reason = "another run fills it" if is_filled else error.strerror or error
-        # without the cache, images beyond cache_max_side would be larger
-        if not is_filled or data.cache_max_side is not None:
+        with suppress(OSError):
+            fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+            if _used_bytes(fd, key, count):
+                log.warning("data.cache=disk: %s: %s; it is only read", path, reason)
+                return MappedFile(fd)
+            os.close(fd)
+        if not is_filled:
             raise ConfigError(
                 f"data.cache=disk: {path}: {reason}; free space, set WELLFED_CACHE to another "
                 "folder, or use data.cache=ram"
             ) from error
         log.warning("data.cache=disk: %s: %s; this run decodes all images itself", path, reason)
-        return None
+        return _filled(memory(0), key, count, 0)
 
 
 def _to_fill(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:

@@ -278,10 +278,9 @@ def load(
         first = Subset(first, part(first.labels, data.fraction, _SPLIT_SEED))
     # decode, and keep what is decoded
     options, centred = as_evaluated(data)
-    caches = None
+    kept = val_kept = None
     if data.cache is not DataCache.none:
-        caches = open_caches((first, second), data, options, gathered)
-    kept, val_kept = caches or (None, None)
+        kept, val_kept = open_caches((first, second), data, options, gathered)
     # augment
     transform = TrainTransform.from_config(augment, data)
     skips = data.on_error is OnError.skip

@@ -210,18 +210,28 @@ def test_other_pixels_take_the_place_of_the_first(
     assert len(list((root.parent / "cache/decoded").iterdir())) == 1
 
 
-def test_a_second_run_decodes_all_itself(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """While one run has the file, another keeps nothing, and is refused other pixels."""
+def test_a_second_run_only_reads(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It uses all images that the first run has written, and those written meanwhile; with other
+    settings, it decodes all itself, and still shrinks.
+    """
     first = loaded(root, DISK)
     batch(first.val, 0)
     second = loaded(root, DISK)
-    assert kept_by(second) is None
+    kept = kept_by(second)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert np.array_equal(batch(second.train, 0), batch(loaded(root, DataCache.none).train, 0))
-    with pytest.raises(ConfigError, match=r"^data\.cache=disk: .*WELLFED_CACHE"):
-        loaded(root, DISK, cache_max_side=50)  # without the cache its images would be larger
+    assert images(second) == 2
+    batch(first.train, 0)
+    plain = batch(loaded(root, DataCache.none).train, 0)
+    assert kept is not None and all(kept.get(i) is not None for i in range(6))
+    assert np.array_equal(batch(second.train, 0), plain)
+    smaller = loaded(root, DISK, cache_max_side=50)
+    batch(smaller.train, 0)
+    assert images(smaller) == 0
+    in_memory = loaded(root, RAM, cache_max_side=50)
+    assert np.array_equal(batch(smaller.train, 0), batch(in_memory.train, 0))
+    # a reader changes nothing, and does not keep the next run from writing
     del first
-    assert images(loaded(root, DISK)) == 2
+    assert images(loaded(root, DISK)) == 8
 
 
 def test_a_cache_that_cannot_be_written_is_refused(root: Path) -> None:
