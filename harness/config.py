@@ -846,7 +846,9 @@ def saved(text: bytes) -> dict[str, Any]:
         ConfigError: it is not YAML, or has aliases, which may stand for any number of values.
     """
     try:
-        for event in yaml.parse(text.decode(), yaml.SafeLoader):
+        # a file nested too deeply ends here, long before its last event
+        yaml.compose(text.decode(), yaml.SafeLoader)
+        for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 raise ConfigError("it has aliases, which Hydra does not write")
         plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
