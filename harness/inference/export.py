@@ -5,25 +5,20 @@ from __future__ import annotations
 import io
 import json
 import os
-from contextlib import suppress
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from harness.config import Config, ConfigError, DataCache, DataConfig, Format
-from harness.data import datasets
-from harness.data.storage import spread
+from harness.config import Config, ConfigError, DataConfig, Format
+from harness.data.datasets import as_evaluated
 from harness.inference.loaded import Transform, network
 from harness.runtime import parts
-from harness.runtime.errors import BadSample, RunError
 from harness.runtime.files import write_whole
-from harness.training import resume
+from harness.training import checkpoint, resume
 from harness.watch.board import plain
 from harness.watch.console import say
 
@@ -46,11 +41,10 @@ class _Whole(nn.Module):
         return self.network((images - self.mean) / self.std)
 
 
-def export(saved: resume.Saved, config: Config, folder: Path) -> None:
+def export(saved: checkpoint.Saved, config: Config, folder: Path) -> None:
     """Writes the network in ``saved`` into ``folder``, as ``model.pt2`` or ``model.onnx``.
 
-    The file is there only if it gives the logits of the network itself, on images of the data set
-    where they are to be had.
+    The file is there only if it gives the logits of the network itself, on images of noise.
 
     Raises:
         CheckpointError: the checkpoint does not fit.
@@ -59,14 +53,14 @@ def export(saved: resume.Saved, config: Config, folder: Path) -> None:
     form = config.export.format
     model, classes = network(saved, config)
     size = config.data.image_size
-    images, kind = _images(config)
+    images = torch.randint(0, 256, (_CHECKED, 3, size, size), dtype=torch.uint8)
     program = _program(_Whole(model, config.data).eval(), config)
     facts = {
         "classes": list(classes),
         "input": f"uint8 [N, 3, {size}, {size}], 0..255, RGB; normalisation is inside",
         "output": f"float32 [N, {len(classes)}], logits",
         **{path.removeprefix("data."): attrgetter(path)(config) for path in resume.PIXELS},
-        "eval_resize": datasets.as_evaluated(config.data)[1].whole_size(1, 1)[0],
+        "eval_resize": as_evaluated(config.data)[1].whole_size(1, 1)[0],
     }
     texts = {name: json.dumps(plain(fact)) for name, fact in facts.items()}
     data, run = (_onnx if form is Format.onnx else _pt2)(program, texts)
@@ -78,37 +72,13 @@ def export(saved: resume.Saved, config: Config, folder: Path) -> None:
     # so that NaN is refused too
     if not error <= _TOLERANCE:
         raise ConfigError(
-            f"export.format={form.name}: on {len(images)} {kind} the logits differ by {error:.2g} "
-            f"from the network's, more than {_TOLERANCE:g}; nothing is written"
+            f"export.format={form.name}: on {_CHECKED} images of noise the logits differ by "
+            f"{error:.2g} from the network's, more than {_TOLERANCE:g}; nothing is written"
         )
     path = folder / f"model.{form.name}"
     write_whole(path, data)
     say(f"exported       {os.path.relpath(path)}, in fp32: {facts['input']}")
-    say(f"checked        on {len(images)} {kind}, logits differ by {error:.1g} at most")
-
-
-def _images(config: Config) -> tuple[Tensor, str]:
-    """Returns images, uint8 ``[N, 3, S, S]``, and what they are."""
-    # what is not there is neither fetched nor generated for this
-    data = replace(config.data, cache=DataCache.none, download=False)
-    size = data.image_size
-    found = []
-    why = "its images cannot be read"
-    try:
-        dataset: Any = datasets.load(data, config.augment, config.seed).val
-        for i in spread(len(dataset), _CHECKED):
-            # data=fake has no images
-            with suppress(BadSample, AttributeError):
-                image = np.zeros((3, size, size), np.uint8)
-                dataset.fill(0, i, image)
-                found.append(image)
-    except (RunError, ConfigError) as error:
-        why = str(error)
-    if found:
-        return torch.from_numpy(np.stack(found)), f"images of data={data.name}"
-    say(f"no images of data={data.name} ({why}): generated noise takes their place")
-    noise = np.random.default_rng(0).integers(0, 256, (_CHECKED, 3, size, size), np.uint8)
-    return torch.from_numpy(noise), "generated images"
+    say(f"checked        on {_CHECKED} images of noise, logits differ by {error:.1g} at most")
 
 
 def _program(whole: nn.Module, config: Config) -> ExportedProgram:

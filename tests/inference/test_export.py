@@ -26,7 +26,7 @@ import harness
 from harness.config import Config, ConfigError
 from harness.inference import export as module
 from harness.inference.export import export
-from harness.training import resume
+from harness.training.checkpoint import Saved
 from harness.training.models import small
 
 Composed = Callable[..., Config]
@@ -77,7 +77,7 @@ def images(tmp_path: Path) -> Path:
 
 def exported(config: Config, network: nn.Module, folder: Path, *classes: str) -> Path:
     """The file that ``network`` becomes, of a checkpoint of a run of ``config``."""
-    saved = resume.Saved("x.pt", {"model": network.state_dict(), "classes": [*classes]})
+    saved = Saved("x.pt", {"model": network.state_dict(), "classes": [*classes]})
     folder.mkdir(exist_ok=True)
     export(saved, config, folder)
     return folder / f"model.{config.export.format.name}"
@@ -107,7 +107,7 @@ def test_a_program_gives_the_networks_logits(
     path = exported(config, network, tmp_path / "run", "cat", os.fsdecode(b"\xff"))
     printed = capsys.readouterr().out
     assert "in fp32: uint8 [N, 3, 32, 32], 0..255, RGB; normalisation is inside" in printed
-    assert "images of data=imagefolder, logits differ by" in printed
+    assert "on 16 images of noise, logits differ by" in printed
     facts = {
         "classes": ["cat", os.fsdecode(b"\xff")],
         "mean": [0.1, 0.2, 0.3],
@@ -163,10 +163,9 @@ def test_a_file_with_other_logits_gets_no_name(
     composed: Composed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     error: float,
 ) -> None:
-    """Checked on generated noise where no data set is there, which is said."""
+    """It is no file of this network."""
     network = pooled()
     monkeypatch.setattr("harness.training.models.build", lambda *_, **__: network)
     whole = module._pt2
@@ -176,11 +175,10 @@ def test_a_file_with_other_logits_gets_no_name(
         return data, lambda images: run(images) + error
 
     monkeypatch.setattr(module, "_pt2", wrong)
-    config = composed("mode=export", "resume=x.pt", "data=imagefolder", f"data.root={tmp_path}/no")
-    with pytest.raises(ConfigError, match="^export.format=pt2: on 16 generated images the logits"):
+    config = composed("mode=export", "resume=x.pt")
+    with pytest.raises(ConfigError, match="^export.format=pt2: on 16 images of noise the logits"):
         exported(config, network, tmp_path / "run", "a", "b")
     assert not [*(tmp_path / "run").iterdir()]
-    assert "no images of data=imagefolder (data.root=" in capsys.readouterr().out
 
 
 def test_what_onnx_needs_is_named(composed: Composed, tmp_path: Path) -> None:
@@ -214,7 +212,7 @@ def test_a_fresh_process_runs_the_file(tmp_path: Path, images: Path, form: str) 
         typed = ("mode=export", f"model.weights={run}", f"export.format={form}")
         done = trained(tmp_path, *typed, f"run.name={name}-file")
         assert done.returncode == 0 and done.stderr == "", done.stderr
-        assert f"images of data={'digits' if name == 'digits' else 'imagefolder'}, " in done.stdout
+        assert "on 16 images of noise, logits differ by" in done.stdout
         code = textwrap.dedent(ALONE[form])
         file = f"outputs/{name}-file/model.{form}"
         done = ran(sys.executable, "-P", "-c", code, file, cwd=tmp_path)
