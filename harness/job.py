@@ -28,7 +28,7 @@ from harness.runtime.errors import CheckpointError, printable
 if TYPE_CHECKING:
     from harness.data.datasets import Splits
     from harness.runtime.distributed import World
-    from harness.training.resume import Saved
+    from harness.training.checkpoint import Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +141,10 @@ def main_worker(local_rank: int, job: Job) -> None:
             _verify(world, job)
             return
         from harness.runtime import seeding
-        from harness.training import published, resume
+        from harness.training import models, resume
 
         # before anything reads the settings, and the same on every rank
-        config = published.settings(config, job.overridden)
+        config = models.published_settings(config, job.overridden)
         saved = resume.find(config, job.folder)
         config = resume.settings(config, saved, job.overridden)
         seeding.seed_everything(config.seed, config.trainer.deterministic)
@@ -163,8 +163,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     from harness.training.reporter import Reporter
     from harness.training.saving import Place
     from harness.training.state import make_state
-    from harness.training.step import Step
-    from harness.training.trial import StepTrials
+    from harness.training.step import Step, StepTrials
     from harness.tuning.session import tuned
     from harness.watch import station
 
@@ -212,7 +211,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
         summary = None if found is None else found.summary
         told = Reporter(config, job.overridden, summary, allowed.cores, write_report, splits)
         with told.reporting(engine):
-            engine.fit() if config.mode is Mode.train else engine.evaluate_only()
+            engine.fit()
 
 
 def _splits(config: Config, saved: Saved | None, world: World) -> Splits:

@@ -100,8 +100,7 @@ def measure(_: int, work: Work) -> None:
     from harness.feed.feeds import Feeds
     from harness.runtime import distributed, limits, seeding
     from harness.training.state import make_state
-    from harness.training.step import Step
-    from harness.training.trial import StepTrials
+    from harness.training.step import Step, StepTrials
 
     config = work.config
     # wired as train.py does it, with nothing on the console

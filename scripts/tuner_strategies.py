@@ -39,8 +39,7 @@ from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training import models
 from harness.training.state import make_state
-from harness.training.step import Step, device_batches
-from harness.training.trial import StepTrials
+from harness.training.step import Step, StepTrials, device_batches
 from harness.tuning.tuner import tune
 from harness.watch import console
 from harness.watch.figures import StepRun

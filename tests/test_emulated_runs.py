@@ -20,8 +20,8 @@ from harness import job
 from harness.config import Config, ModelConfig
 from harness.data import datasets
 from harness.training import engine, models
-from harness.training.evaluate import Evaluation
-from harness.training.evaluate import evaluate as engine_evaluate
+from harness.training.step import Evaluation
+from harness.training.step import evaluate as engine_evaluate
 from harness.watch import evidence
 from harness.watch.figures import Tag
 from harness.watch.host import HostSensor

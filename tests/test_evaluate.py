@@ -19,7 +19,6 @@ from PIL import Image
 from harness import job
 from harness.config import Config, DataConfig, Evaluate
 from harness.data.datasets import load_evaluated
-from harness.inference import export
 from harness.inference.loaded import load
 from harness.runtime.errors import DataError
 from harness.training import checkpoint, resume
@@ -168,13 +167,11 @@ def test_a_checkpoint_writes_and_fetches_nothing(
         state = checkpoint.read(run)[1]
         theirs = {"name": name, "root": str(tmp_path / name), "mirror": "http://127.0.0.1:9"}
         state["settings"]["data"] |= theirs
-        saved = resume.Saved("best.pt", state, in_run=True)
+        saved = checkpoint.Saved("best.pt", state, in_run=True)
         used = resume.settings(composed("mode=evaluate", "resume=best.pt"), saved, ())
         assert (used.data.root, used.data.mirror) == (theirs["root"], None)
         with pytest.raises(DataError, match="data.download=false"):
             load_evaluated(used.data, 0, saved.classes)
-        used = resume.settings(composed("mode=export", "resume=best.pt"), saved, ())
-        export._images(used)
     assert not [*tmp_path.iterdir()]
 
 

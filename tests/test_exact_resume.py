@@ -189,7 +189,7 @@ def test_an_evaluation_that_was_stopped_is_made_again(
     """After a signal in an evaluation the next run evaluates first, and logs it once."""
     config = composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0")
     with monkeypatch.context() as patched:
-        patched.setattr("harness.training.evaluate.signals", SimpleNamespace(received=lambda: 15))
+        patched.setattr("harness.training.step.signals", SimpleNamespace(received=lambda: 15))
         run(config, tmp_path / "parts")
     assert not any("val/top1" in line for line in logged(tmp_path / "parts"))
     assert checkpoint.read(tmp_path / "parts")[1]["pending"]
@@ -213,7 +213,7 @@ def test_a_disk_that_is_full_ends_the_run(
         calls.append(step)
         raise DiskError(f"{folder}: No space left on device")
 
-    monkeypatch.setattr("harness.training.saving.save", full)
+    monkeypatch.setattr("harness.training.checkpoint.commit", full)
     config = composed(
         *COMMON, "trainer.epochs=1", "loader.num_workers=0", "checkpoint.every_steps=4"
     )

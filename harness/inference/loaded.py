@@ -110,14 +110,14 @@ def load(
     if model_name is not None:
         config.model.name = model_name
         typed = (f"model.name={model_name}",)
-    saved = resume.Saved(where, checkpoint.read_any(Path(path)))
+    saved = checkpoint.Saved(where, checkpoint.read_any(Path(path)))
     config = resume.settings(config, saved, typed, tell=log.debug)
     model, classes = network(saved, config)
     place = torch.device(device)
     return Loaded(model.to(place), Transform(config.data, place), classes)
 
 
-def network(saved: resume.Saved, config: Config) -> tuple[nn.Module, tuple[str, ...]]:
+def network(saved: checkpoint.Saved, config: Config) -> tuple[nn.Module, tuple[str, ...]]:
     """Returns the network in ``saved`` on the CPU, in evaluation mode, and its classes' names.
 
     Raises:

@@ -24,7 +24,7 @@ from harness.runtime import limits, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DataError
 from harness.runtime.files import write_whole
-from harness.training.resume import Saved
+from harness.training.checkpoint import Saved
 from harness.training.step import autocast_of, device_batches
 from harness.watch.board import BAD_SAMPLES, Board, plain
 from harness.watch.console import progress, say

@@ -59,20 +59,20 @@ def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
 
 
 @contextmanager
-def explained(begin: str, end: str = "") -> Iterator[None]:
+def explained(begin: str, end: str = "", kind: type[Exception] = ConfigError) -> Iterator[None]:
     """A block whose errors are told in one line, between ``begin`` and ``end``.
 
     Errors that have a line and an exit code of their own pass as they are.
 
     Raises:
-        ConfigError: the block failed.
+        ConfigError: the block failed; or an error of another ``kind``.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, RunError | ConfigError) or is_out_of_memory(error):
+        if isinstance(error, RunError | kind) or is_out_of_memory(error):
             raise
-        raise ConfigError(f"{begin} {told(error)}{end}") from error
+        raise kind(f"{begin} {told(error)}{end}") from error
 
 
 def digest(name: str) -> str:

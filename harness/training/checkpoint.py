@@ -1,9 +1,13 @@
-"""How a checkpoint comes back from disk: never damaged in silence.
+"""How a checkpoint gets to disk, whole or not at all, and back, never damaged in silence.
 
 ``step-N.json`` is the commit record of ``step-N.pt`` and holds its digest: a checkpoint without a
 record does not exist. Further saves of the same step are ``step-N.2.pt``, ``step-N.3.pt`` and so
 on. The digests (SHA-256) protect from rot, not from an attacker; what is loaded is limited to
 tensors and plain containers (``weights_only=True``).
+
+Each file is written to a temporary one in the same folder, which is synced and renamed: the state
+first, then its record. What was committed before is deleted only then. Both were synced, so the
+disk has them; reading them back would show the page cache, not the disk.
 """
 
 from __future__ import annotations
@@ -14,20 +18,43 @@ import json
 import os
 import re
 import zipfile
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.serialization import config as torch_config
 
-from harness.runtime.errors import CheckpointError, printable
-from harness.runtime.files import open_regular, parsed, read_regular, typed
+from harness.config import Config, from_plain
+from harness.runtime import parts
+from harness.runtime.errors import CheckpointError, DiskError, printable
+from harness.runtime.files import (
+    open_regular,
+    parsed,
+    read_regular,
+    replacing,
+    sync_folder,
+    typed,
+    write_whole,
+)
 from harness.runtime.folder import log
 
 # 1 had no digest of the record itself
 SCHEMA = 2
 UNNAMED = -1, 0
+# what a resumed run counts on from; schema 1 has epoch and step alone
+COUNTS = {
+    "epoch": int,
+    "step": int,
+    "samples": int,
+    "pending": bool,
+    "best_top1": float | None,
+    "stale": int,
+}
+# none of which is 0
+_SIZES = ("ranks", "stop", "steps_per_epoch")
 # of a file that may be read the next time
 _PASSING = {
     errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE, errno.ENFILE,
@@ -52,6 +79,47 @@ class Record:
     epoch: int
     top1: float | None
     sha256: str
+
+
+@dataclass
+class Saved:
+    """What a file holds: a run's whole state, or weights alone.
+
+    Attributes:
+        where: names the file.
+        state: what it holds.
+        in_run: whether the file lies in the folder of a run.
+        classes: their names, by place in the logits; empty: they have none.
+        trained: the settings of the run that saved it, if a run did.
+
+    Raises:
+        CheckpointError: counts, classes or settings are none that a run saves.
+    """
+
+    where: str
+    state: dict[str, Any]
+    in_run: bool = False
+    classes: tuple[str, ...] = field(init=False)
+    trained: Config | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        state = self.state
+        with self.in_use():
+            for key, value in state.items():
+                if key in COUNTS:
+                    typed(COUNTS[key], value)
+                elif key in _SIZES and not typed(int, value):
+                    raise ValueError(f"{key} is 0")
+            self.classes = tuple(state.get("classes", ()))
+            # text that a file can hold
+            "".join(self.classes).encode("utf-8", "surrogateescape")
+            if "settings" in state:
+                self.trained = from_plain(state["settings"])
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Returns a block that uses the contents; whatever they raise is a ``CheckpointError``."""
+        begin = f"{self.where}: cannot be used:"
+        return parts.explained(begin, "; name another one", CheckpointError)
 
 
 def records(folder: Path) -> list[Record]:
@@ -91,10 +159,6 @@ def sealed(record: Record) -> bytes:
     return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()
 
 
-class _PassingError(CheckpointError):
-    """A checkpoint that cannot be read now and may be whole, so no older one serves."""
-
-
 def newest(folder: Path) -> tuple[Record, dict[str, Any]] | None:
     """Returns the newest undamaged checkpoint of ``folder`` and its state; warns of damaged ones.
 
@@ -109,9 +173,10 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any]] | None:
         try:
             record = _record(manifest)
             state = _load(record.path, record.sha256)
-        except _PassingError:
-            raise
         except CheckpointError as error:
+            # no older one serves for a whole one
+            if getattr(error.__cause__, "errno", None) in _PASSING:
+                raise
             damaged.append(str(error))
             continue
         for text in damaged:
@@ -196,7 +261,7 @@ def is_plain(value: Any) -> bool:
 
 def _record(manifest: Path) -> Record:
     name = printable(str(manifest))
-    try:
+    with parts.explained(f"{name}: not the record of a checkpoint:", kind=CheckpointError):
         data = read_regular(manifest, 1 << 16)
         facts = parsed(data)
         schema = typed(int, facts["schema"])
@@ -204,29 +269,18 @@ def _record(manifest: Path) -> Record:
             raise CheckpointError(
                 f"{name}: written by a newer version (schema {schema}, this one reads {SCHEMA})"
             )
-        if schema > 1:
-            digest = typed(str, facts["digest"]).encode()
-            if hashlib.sha256(data.replace(digest, b"")).hexdigest().encode() != digest:
-                raise ValueError("changed since it was written")
+        digest = facts.get("digest", "")
+        blank = data.replace(digest.encode(), b"")
+        if schema != 1 and hashlib.sha256(blank).hexdigest() != digest:
+            raise ValueError("changed since it was written")
         # NaN is no accuracy
         if facts["top1"] != facts["top1"]:
             facts["top1"] = None
-        record = Record(
-            path=manifest.with_suffix(".pt"),
-            step=typed(int, facts["step"]),
-            epoch=typed(int, facts["epoch"]),
-            top1=typed(float | None, facts["top1"]),
-            sha256=typed(str, facts["sha256"]),
-        )
-        if not schema or order(manifest)[0] not in (-1, record.step):
-            raise ValueError("another step, or no schema")
-    except FileNotFoundError as error:
-        missing = f"{name}: missing, so the checkpoint beside it was never committed"
-        raise CheckpointError(missing) from error
-    except OSError as error:
-        raise _unread(name, error) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{name}: not the record of a checkpoint ({error})") from error
+        kinds = {"step": int, "epoch": int, "top1": float | None, "sha256": str}
+        values = (typed(kind, facts[key]) for key, kind in kinds.items())
+        record = Record(manifest.with_suffix(".pt"), *values)
+        if order(manifest)[0] not in (-1, record.step):
+            raise ValueError("another step")
     return record
 
 
@@ -238,15 +292,6 @@ def _target(path: Path) -> Path:
     if record and target.name != path.name:
         _record(target.with_suffix(".json"))
     return record.path if record else target
-
-
-def _unread(name: str, error: OSError) -> CheckpointError:
-    if error.errno in _PASSING:
-        return _PassingError(
-            f"{name}: cannot be read now: {error.strerror}; try again, or name an older one with "
-            "resume=PATH"
-        )
-    return CheckpointError(f"{name}: cannot be read: {error.strerror or error}")
 
 
 def _load(path: Path, sha256: str | None) -> dict[str, Any]:
@@ -273,7 +318,7 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
     except (CheckpointError, MemoryError):
         raise
     except OSError as error:
-        raise _unread(name, error) from error
+        raise CheckpointError(f"{name}: cannot be read: {error.strerror or error}") from error
     except Exception as error:
         # a damaged pickle may raise anything
         raise CheckpointError(
@@ -282,3 +327,87 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{name}: not a checkpoint")
     return state
+
+
+def packed(state: dict[str, Any], file: BytesIO) -> BytesIO:
+    """Writes ``state`` over what ``file`` held; the caller waits for the device.
+
+    Afterwards the tensors of the state may change. Memory that was filled before is faster.
+    """
+    file.seek(0)
+    # the digest of the whole file makes torch's checksums needless, and they take longer
+    with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        torch.save(state, file)
+    file.truncate()
+    return file
+
+
+def commit(
+    folder: Path, state: BytesIO, step: int, epoch: int, top1: float | None, keep_last: int
+) -> Record:
+    """Commits a packed ``state`` under a free name, moves the pointers and drops old ones.
+
+    The name is that of its ``step``.
+
+    Raises:
+        DiskError: a file could not be written; what was there before stays whole.
+    """
+    path = folder / f"step-{step}.pt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        clear(folder)
+        if taken := [number for of, number in map(order, folder.glob("step-*")) if of == step]:
+            path = folder / f"step-{step}.{1 + max(taken)}.pt"
+        with state.getbuffer() as data:
+            record = Record(path, step, epoch, top1, hashlib.sha256(data).hexdigest())
+            write_whole(path, data)
+        sync_folder(folder)
+        write_whole(path.with_suffix(".json"), sealed(record))
+        sync_folder(folder)
+        committed = records(folder)
+        # those of later steps belong to a past that a resume has left
+        past = [old for old in committed if order(old.path) <= order(path)]
+        mark(folder, past)
+        sync_folder(folder)
+        kept = [*past[-keep_last:], *pointed(past).values()]
+        for old in committed:
+            if old not in kept:
+                old.path.with_suffix(".json").unlink(missing_ok=True)
+    except OSError as error:
+        raise DiskError(
+            f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; "
+            "earlier ones are whole: make room or mend the disk, then go on with resume=auto"
+        ) from error
+    finally:
+        clear(folder)
+    return record
+
+
+def mark(folder: Path, past: list[Record]) -> None:
+    """Lets ``last.pt`` and ``best.pt`` lead to the newest and the best of ``past``, oldest first.
+
+    Each is swapped in one step so that it is never absent.
+    """
+    for name, record in pointed(past).items():
+        try:
+            with replacing(folder / name) as temporary:
+                temporary.symlink_to(record.path.name)
+        except OSError:
+            # not every file system has links: a text then holds the name
+            write_whole(folder / name, record.path.name.encode())
+
+
+def clear(folder: Path) -> None:
+    """Deletes what belongs to no checkpoint: temporary files, and files without a record.
+
+    Only one run owns the folder, so no save of another can be under way.
+    """
+    # what cannot be deleted now is in nobody's way, and goes with a later save
+    with suppress(OSError):
+        orphans = list(folder.glob(".*.tmp"))
+        for path in folder.glob("step-*.pt"):
+            if order(path) != UNNAMED and not path.with_suffix(".json").exists():
+                orphans.append(path)
+        for path in orphans:
+            if not path.is_dir():
+                path.unlink(missing_ok=True)

@@ -7,7 +7,8 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,24 +21,20 @@ from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
 from harness.runtime.folder import log
-from harness.training.epoch import EvalWarmup, Shown
-from harness.training.evaluate import Evaluation, evaluate
-from harness.training.mistakes import Answers, Tally
-from harness.training.pictures import show_batch
-from harness.training.profile import Trace
-from harness.training.replaced import Replaced
-from harness.training.saving import Boundary, Place, Saves
-from harness.training.step import Step, device_batches
+from harness.training import mistakes, pictures, profile, replaced, saving
+from harness.training.step import Evaluation, Step, device_batches, evaluate
+from harness.watch import evidence, peaks, station
 from harness.watch.board import Value, stages
 from harness.watch.console import progress, say
-from harness.watch.evidence import RankFigures
 from harness.watch.figures import Tag, by_tag
-from harness.watch.peaks import MemoryWatch
 from harness.watch.spans import named
 from harness.watch.stages import StageTotals
-from harness.watch.station import Watch
+
+# seconds in which workers have batches ready
+_WARM_UP_S = 1.5
 
 
+@dataclass(eq=False)
 class Engine:
     """Trains on ``feed`` and evaluates on ``val_feed``.
 
@@ -61,60 +58,62 @@ class Engine:
         worker_s: seconds of the feed's workers so far, at work or not.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        step: Step,
-        feed: Backend,
-        val_feed: Backend,
-        watch: Watch,
-        place: Place,
-    ) -> None:
-        self.config = config
-        self.world = world
-        self.step = step
-        self.state = step.state
-        self.feed = feed
-        self.val_feed = val_feed
-        self.watch = watch
-        self.place = place
-        self.status = "failed"
-        self.stopped: str | None = None
-        self.evaluation: Evaluation | None = None
-        self.answers: Answers | None = None
-        self.skipped = 0
-        self.ranks: tuple[RankFigures, ...] = ()
+    config: Config
+    world: World
+    step: Step
+    feed: Backend
+    val_feed: Backend
+    watch: station.Watch
+    place: saving.Place
+
+    status = "failed"
+    stopped: str | None = None
+    evaluation: Evaluation | None = None
+    answers: mistakes.Answers | None = None
+    skipped = 0
+    ranks: tuple[evidence.RankFigures, ...] = ()
+    worker_s = 0.0
+    # no update is under way; no step has ended yet
+    _whole = True
+    _starting = True
+    # of the last window: seconds of a step, and what it showed
+    _step_s = math.inf
+    _shown = ""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        world = self.world
+        place = self.place
+        watch = self.watch
+        self.state = state = self.step.state
         # a probe has no end
-        assert isinstance(feed.order, Order)
-        self.order = feed.order
-        self.saves = Saves(config, world, self.state, self.order, place)
-        self.train_batches = step.batches(feed, watch.clock)
-        self.val_batches = device_batches(val_feed, config, world.device)
-        feeds = {"training": feed, "validation": val_feed}
-        self.replaced = Replaced(config.data, world, place.folder, watch.board, feeds)
-        self.memory = MemoryWatch(accelerator.of(world.device))
-        self.worker_s = 0.0
-        # what the feed's workers did up to the last window
-        self._worked: StageTotals | None = None
-        self._looked_s = time.perf_counter()
-        self._boundary = Boundary(config, world, self.state.step, began_s=watch.course.began_s)
-        # no update is under way; no step has ended yet
-        self._whole = True
-        self._starting = True
-        self._logged_step = self.state.step
-        self._begin_epoch()
+        assert isinstance(self.feed.order, Order)
+        self.order = self.feed.order
+        self.saves = saving.Saves(config, world, state, self.order, place)
+        self.train_batches = self.step.batches(self.feed, watch.clock)
+        self.val_batches = device_batches(self.val_feed, config, world.device)
+        feeds = {"training": self.feed, "validation": self.val_feed}
+        self.replaced = replaced.Replaced(config.data, world, place.folder, watch.board, feeds)
+        self.memory = peaks.MemoryWatch(accelerator.of(world.device))
+        # what the feed's workers had done at the last window, and when that was
+        self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
+        self._boundary = saving.Boundary(config, world, state.step, began_s=watch.course.began_s)
+        self._logged_step = state.step
         steps = config.profile.steps if world.is_main else None
-        self._trace = Trace(steps, place.folder, watch.clock.pause)
+        self._trace = profile.Trace(steps, place.folder, watch.clock.pause)
 
     def fit(self) -> None:
-        """Trains to the last epoch or step; ``status`` says how it ended, after an error too."""
+        """Trains to the last epoch or step, or evaluates; ``status`` says how it ended."""
         state = self.state
         trainer = self.config.trainer
         with self._ending():
+            if self.config.mode is not Mode.train:
+                self.evaluate(max(0, state.epoch - 1))
+                self.status = "completed"
+                return
             # a signal came before or during the evaluation
             if state.pending:
-                self._save(self.evaluate(state.epoch - (state.samples == 0)))
+                self._save(self.evaluate(state.epoch - (state.samples == 0)).top1)
             elif state.is_done(trainer):
                 say(
                     f"nothing left to train after step {state.step}: raise trainer.epochs, "
@@ -125,14 +124,14 @@ class Engine:
             while not self._ends():
                 epoch = state.epoch
                 due = self._train_epoch(epoch)
-                evaluation = None
+                top1 = None
                 if state.pending:
-                    evaluation = self.evaluate(epoch)
+                    top1 = self.evaluate(epoch).top1
                 else:
-                    say(f"epoch {epoch + 1}: training: {self._epoch}")
+                    say(f"epoch {epoch + 1}: training: {self._shown}")
                 every = self.config.checkpoint.every_epochs
                 if due or self._ends() or (epoch + 1) % every == 0:
-                    self._save(evaluation)
+                    self._save(top1)
             if not state.is_done(trainer):
                 self.stopped = f"trainer.max_hours={trainer.max_hours} are over"
             elif state.stale == trainer.patience_epochs:
@@ -140,18 +139,12 @@ class Engine:
             if self.world.size > 1:
                 # what tells this rank from the others
                 total = self.watch.clock.total()
-                own = RankFigures.of(self.world.rank, total, self.step.forward_ms)
+                own = evidence.RankFigures.of(self.world.rank, total, self.step.forward_ms)
                 self.ranks = tuple(self.world.gathered(own))
             self.status = "completed"
 
     def _ends(self) -> bool:
         return self._boundary.is_over or self.state.is_done(self.config.trainer)
-
-    def evaluate_only(self) -> None:
-        """Evaluates what the state holds."""
-        with self._ending():
-            self.evaluate(max(0, self.state.epoch - 1))
-            self.status = "completed"
 
     def evaluate(self, epoch: int) -> Evaluation:
         """Evaluates once, logs the result and gives the validation feed's workers back.
@@ -173,7 +166,7 @@ class Engine:
             # each rank has norms' statistics of its own
             self.world.copy_from_first(network.buffers())
             batches = shown.over(self.val_batches)
-            tally = Tally(len(self.place.classes))
+            tally = mistakes.Tally(len(self.place.classes))
             result = evaluate(network, batches, self.world, self.step.autocast, tally)
             self.answers = tally.answers(self.world, self.val_feed.order.batches(0))
             self.val_batches.close()
@@ -193,7 +186,7 @@ class Engine:
             **self.memory.read(evaluating=True),
         }
         self._write(epoch, figures)
-        trained = f"; training: {self._epoch}" if self._epoch.steps else ""
+        trained = f"; training: {self._shown}" if self._shown else ""
         say(
             f"{name}: top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f} on "
             f"{result.images} images{trained}"
@@ -234,13 +227,10 @@ class Engine:
             # saved, and neither is one within an update
             answered = expected or self.world.size == 1
             if self._whole and answered and not isinstance(error, NonFiniteError):
-                try:
+                with nullcontext() if expected else suppress(Exception):
                     if self.state.step > self._logged_step:
                         self._close_window(self.state.epoch)
                     self.saves.save(at_once=True)
-                except Exception:
-                    if expected:
-                        raise
             raise
         finally:
             with closing(self.saves):
@@ -260,33 +250,31 @@ class Engine:
         self.watch.clock.start_epoch()
         batches = iter(self.train_batches)
         count = left = len(self.feed)
+        self._bounds = [self.order.taken(epoch, 0)]
         steps = math.ceil(count / config.accumulate_steps)
         if config.max_steps is not None:
             steps = min(steps, config.max_steps - state.step)
         # the run ends with this epoch, or within it
-        ends = epoch + 1 == config.epochs or state.step + steps == config.max_steps
-        evaluated = ends or (epoch + 1) % config.eval_every_epochs == 0
-        warm_up = EvalWarmup(steps) if evaluated else None
-        self._begin_epoch()
+        last = epoch + 1 == config.epochs or state.step + steps == config.max_steps
+        evaluated = primes = last or (epoch + 1) % config.eval_every_epochs == 0
         due = False
         if self._starting:
-            images = self.feed.settings.batch_size * self.world.size * config.accumulate_steps
-            of = f"{steps} steps in epoch {epoch + 1}, {images} images each"
-            say(f"training: {of}; first step ...")
+            say(f"training: {steps} steps in epoch {epoch + 1}; first step ...")
         with progress(f"epoch {epoch + 1}/{config.epochs}", steps, "steps") as bar:
             for steps_left in range(steps, 0, -1):
-                if warm_up is not None and warm_up.due(steps_left):
+                last = steps_left == 1
+                # the validation workers then have batches ready at the end
+                if primes and (last or steps_left * self._step_s <= _WARM_UP_S):
                     self.val_feed.prime(0)
-                    warm_up = None
+                    primes = False
                 parts = min(config.accumulate_steps, left)
                 self._one_step(batches, parts)
                 left -= parts
-                self._taken = count - left
-                state.samples = self.order.taken(epoch, self._taken)
+                state.samples = self.order.taken(epoch, count - left)
+                self._bounds.append(state.samples)
                 if left == 0:
                     state.epoch = epoch + 1
                     state.samples = 0
-                last = steps_left == 1
                 state.pending = evaluated and last
                 bar.advance(1)
                 # between two steps: log and save what is due, and hear signals
@@ -296,22 +284,17 @@ class Engine:
                     state.pending = last = True
                 if last or due or signum or state.step % self.config.watch.window_steps == 0:
                     with named("close window"):
-                        bar.note(str(self._close_window(epoch)))
+                        self._close_window(epoch)
+                        bar.note(self._shown)
                     self.replaced.share()
                 if signum:
                     raise Interrupted(signum)
-                # the evaluation comes before the checkpoint of an epoch's end
-                if due and not last:
-                    self._save(None)
                 if last:
                     break
+                # the evaluation comes before the checkpoint of an epoch's end
+                if due:
+                    self._save()
         return due
-
-    def _begin_epoch(self) -> None:
-        self._epoch = Shown()
-        # batches of the epoch so far
-        self._taken = 0
-        self._window_began = 0
 
     def _one_step(self, batches: DataPrefetcher, parts: int) -> None:
         clock = self.watch.clock
@@ -328,17 +311,19 @@ class Engine:
                 images_seen += len(labels)
             self._whole = True
             clock.step(images_seen)
-        board = self.watch.board
-        if self._starting and board is not None:
-            # once, between two steps: the host waits for the device
-            with self._aside("pictures"):
-                show_batch(images[:16], labels[:16], self.config.data, self.place.classes, board)
-        if self._starting and self.watch.sampler is not None:
-            self.watch.sampler.restart()
-        self._starting = False
+        if self._starting:
+            self._starting = False
+            board = self.watch.board
+            if board is not None:
+                # once, between two steps: the host waits for the device
+                with self._aside("pictures"):
+                    classes = self.place.classes
+                    pictures.show_batch(images[:16], labels[:16], self.config.data, classes, board)
+            if self.watch.sampler is not None:
+                self.watch.sampler.restart()
 
-    def _close_window(self, epoch: int) -> Shown:
-        """Logs the window; returns what it showed.
+    def _close_window(self, epoch: int) -> None:
+        """Logs the window.
 
         Here, and where a checkpoint is made, a training step waits for the device.
 
@@ -356,23 +341,17 @@ class Engine:
         lr = float(schedule.base_lrs[0]) * schedule.lr_lambdas[0](schedule.last_epoch - 1)
         window = clock.close_window()
         self.skipped += figures.skipped
-        latest = Shown()
-        for shown in (latest, self._epoch):
-            shown.add(steps, figures.loss, lr, window, self.world.size)
         values: dict[str, Value] = {Tag.LOSS: figures.loss, Tag.LR: lr}
+        shown = [f"lr {lr:.3g}"]
+        if figures.loss is not None:
+            shown.append(f"loss {figures.loss:.3f}")
         if window is not None:
-            values |= by_tag(window.of_ranks(self.world.size))
-            if self.feed.meter is not None:
-                # what the training feed's workers did since the last window
-                workers = self.feed.settings.num_workers
-                before_s = self._looked_s
-                before = self._worked
-                self._looked_s = time.perf_counter()
-                self._worked = self.feed.meter.read()
-                worker_s = max(1, workers) * (self._looked_s - before_s)
-                self.worker_s += worker_s
-                values[Tag.NUM_WORKERS] = workers
-                values |= stages(self._worked.since(before), worker_s)
+            if window.images_per_s:
+                self._step_s = window.elapsed_s / window.steps
+                shown.append(f"{window.images_per_s * self.world.size:.0f} images/s")
+            if window.stall_fraction is not None:
+                shown.append(f"stall {window.stall_fraction:.0%}")
+            values |= by_tag(window.of_ranks(self.world.size)) | self._worked()
             for look in self.watch.on_window:
                 look(clock, window)
         with clock.noted("logging"):
@@ -382,33 +361,44 @@ class Engine:
             log.warning(text, now, figures.skipped)
         most = self.config.trainer.max_nonfinite_steps
         if figures.worst_streak > most:
-            if self.watch.board is not None:
-                self.watch.board.write("nonfinite.json", json.dumps(self._window(epoch, steps)))
+            self._note_samples(epoch, steps)
             raise NonFiniteError(
                 f"step {now}: {figures.worst_streak} updates in a row had a non-finite loss or "
                 f"gradient (trainer.max_nonfinite_steps={most}); lower optim.lr, set "
                 "optim.clip_norm=1 or use trainer.precision=fp32; nonfinite.json has the samples "
                 f"of the last {steps} steps"
             )
-        self._window_began = self._taken
-        return latest
+        self._bounds = self._bounds[-1:]
+        self._shown = ", ".join(shown)
 
-    def _window(self, epoch: int, steps: int) -> dict[str, Any]:
-        """Returns which samples the last ``steps`` steps were made of, on all ranks together."""
+    def _worked(self) -> dict[str, Value]:
+        """Returns what the training feed's workers did since the last call, by tag."""
+        meter = self.feed.meter
+        if meter is None:
+            return {}
+        workers = self.feed.settings.num_workers
+        before, before_s = self._looked
+        self._looked = (meter.read(), time.perf_counter())
+        worker_s = max(1, workers) * (self._looked[1] - before_s)
+        self.worker_s += worker_s
+        return {Tag.NUM_WORKERS: workers, **stages(self._looked[0].since(before), worker_s)}
+
+    def _note_samples(self, epoch: int, steps: int) -> None:
+        """Writes which samples the last ``steps`` steps were made of, on all ranks together."""
         order = self.order.indices(epoch) % self.order.length
-        batches = range(self._window_began, self._taken + 1)
-        ends = [self.order.taken(epoch, batch) for batch in batches]
-        return {
+        noted = {
             "epoch": epoch + 1,
             "steps": [self.state.step - steps + 1, self.state.step],
-            "batches": [order[a:b].tolist() for a, b in itertools.pairwise(ends)],
+            "batches": [order[a:b].tolist() for a, b in itertools.pairwise(self._bounds)],
         }
+        if self.watch.board is not None:
+            self.watch.board.write("nonfinite.json", json.dumps(noted))
 
     def _write(self, epoch: int, figures: Mapping[str, Value]) -> None:
         if self.watch.board is not None:
             sampled = self.watch.sampler.read() if self.watch.sampler is not None else {}
             self.watch.board.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
 
-    def _save(self, evaluation: Evaluation | None) -> None:
+    def _save(self, top1: float | None = None) -> None:
         with self._aside("checkpoint"):
-            self.saves.save(evaluation.top1 if evaluation else None)
+            self.saves.save(top1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,22 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchvision import models as zoo
 
-from harness.config import TIMM, ConfigError, ModelConfig, check_model
-from harness.runtime import parts
+from harness.config import TIMM, Config, ConfigError, Mode, ModelConfig, adopted, check_model
+from harness.runtime import launch, parts
 from harness.runtime.errors import CheckpointError, listed, printable
-from harness.training import checkpoint, published
+from harness.runtime.files import open_regular
+from harness.training import checkpoint
 from harness.watch.console import say
+
+# of data.*, what published weights say of images
+EXPECTED = (
+    "data.image_size",
+    "data.eval_resize",
+    "data.eval_squash",
+    "data.interpolation",
+    "data.mean",
+    "data.std",
+)
 
 
 def build(
@@ -53,7 +66,7 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
     if parts.is_own(name):
         return parts.call("model.name", name, num_classes, image_size=image_size)
     if name.startswith(TIMM):
-        return published.created(name, image_size, num_classes=num_classes)
+        return _timm(name, image_size, num_classes=num_classes)
     if name == "small":
         return small(num_classes)
     extra: dict[str, Any] = {}
@@ -88,15 +101,8 @@ def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
         raise ConfigError(f"{where}: the network has no parameters to train")
     with torch.no_grad():
         given = network.eval()(torch.zeros(2, 3, image_size, image_size, device=first.device))
+        refuse_logits(given, (2, num_classes), where)
     network.train()
-    found: object = type(given).__name__
-    if isinstance(given, torch.Tensor):
-        found = list(given.shape)
-    if found != [2, num_classes]:
-        raise ConfigError(
-            f"{where}: the network gives {found} for 2 images; it must give [2, {num_classes}], "
-            "one a class"
-        )
     for key, value in network.state_dict().items():
         kept = isinstance(value, torch.Tensor) and value.layout is torch.strided
         if not kept or is_lazy(value) or value.is_meta:
@@ -106,6 +112,24 @@ def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
             )
 
 
+def refuse_logits(given: Any, shape: tuple[int, int], where: str) -> None:
+    """Refuses what no loss can be made of.
+
+    Raises:
+        ConfigError: ``given`` is no floating-point tensor of that ``shape``, or has no gradient.
+    """
+    found = type(given).__name__
+    if isinstance(given, torch.Tensor):
+        plain = given.is_floating_point() and given.layout is torch.strided
+        if plain and given.shape == shape and given.requires_grad is torch.is_grad_enabled():
+            return
+        found = f"{given.dtype} {list(given.shape)}"
+    raise ConfigError(
+        f"{where}: the network gives {found} for {shape[0]} images; it must give a floating-point "
+        f"tensor {list(shape)}, one number a class, with a gradient while it trains"
+    )
+
+
 def held(config: ModelConfig, image_size: int) -> dict[str, Any]:
     """Returns what ``model.weights`` names: published weights of a network, or a file's content.
 
@@ -113,8 +137,8 @@ def held(config: ModelConfig, image_size: int) -> dict[str, Any]:
         ConfigError: the published weights cannot be fetched.
         CheckpointError: the file is missing or damaged.
     """
-    if published.are_meant(config):
-        return {"model": published.weights(config, image_size)}
+    if are_published(config):
+        return {"model": _published(config, image_size)}
     return checkpoint.read_any(Path(str(config.weights)))
 
 
@@ -170,12 +194,13 @@ def head_keys(network: nn.Module) -> set[str]:
     """
     # timm's; anything may have that name in a user's
     facts = getattr(network, "default_cfg", None)
-    layers = (isinstance(facts, dict) and facts.get("classifier")) or ()
-    starts = tuple(f"{name}." for name in ([layers] if isinstance(layers, str) else layers))
-    if found := {key for key, _ in network.named_parameters() if key.startswith(starts)}:
-        return found
-    heads = [item for item in network.named_modules() if isinstance(item[1], nn.Linear | nn.Conv2d)]
-    return {f"{name}.{key}" for name, head in heads[-1:] for key, _ in head.named_parameters()}
+    named = (isinstance(facts, dict) and facts.get("classifier")) or ()
+    layers = [name for name, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    for names in ([named] if isinstance(named, str) else named, layers[-1:]):
+        starts = tuple(f"{name}." for name in names)
+        if found := {key for key, _ in network.named_parameters() if key.startswith(starts)}:
+            return found
+    return set()
 
 
 def small(num_classes: int) -> nn.Module:
@@ -189,14 +214,9 @@ def small(num_classes: int) -> nn.Module:
     stages: list[nn.Module] = []
     # few channels where there are many pixels, which is where a CPU's time goes
     for before, after in itertools.pairwise((16, 32, 64, 128)):
-        stages += [
-            nn.Conv2d(before, after, 3, padding=1, bias=False),
-            # before the norm, which then has a quarter of the work (Jordan 2024,
-            # https://arxiv.org/abs/2404.00498)
-            nn.MaxPool2d(2),
-            nn.BatchNorm2d(after),
-            nn.ReLU(inplace=True),
-        ]
+        # before the norm, which then has a quarter of the work (Jordan 2024,
+        # https://arxiv.org/abs/2404.00498)
+        stages += _layers(before, after, nn.MaxPool2d(2))
     return nn.Sequential(
         nn.Conv2d(3, 16, 5, stride=2, padding=2, bias=False),
         nn.BatchNorm2d(16),
@@ -209,18 +229,138 @@ def small(num_classes: int) -> nn.Module:
     )
 
 
+def _layers(before: int, after: int, *pooling: nn.Module) -> list[nn.Module]:
+    convolution = nn.Conv2d(before, after, 3, padding=1, bias=False)
+    return [convolution, *pooling, nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+
+
 class _Residual(nn.Module):
     """Adds the result of two convolutions to their input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.branch = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-        )
+        self.branch = nn.Sequential(*_layers(width, width), *_layers(width, width)[:-1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.relu(x + self.branch(x))
+
+
+def are_published(model: ModelConfig) -> bool:
+    """Whether ``model.weights`` are published ones, fetched or in a file of timm's."""
+    weights = str(model.weights)
+    from_file = model.name.startswith(TIMM) and weights.endswith(".safetensors")
+    return weights == "DEFAULT" or from_file
+
+
+def published_settings(config: Config, typed: tuple[str, ...]) -> Config:
+    """Returns ``config`` with what its published weights expect of images.
+
+    What the command line set (``typed``) stays, and without such weights all of it. Every
+    difference is printed.
+
+    Raises:
+        ConfigError: there are no such weights, or what was typed does not go with them.
+    """
+    # a checkpoint that is evaluated has settings of its own
+    if (config.resume and config.mode is not Mode.train) or not are_published(config.model):
+        return config
+    kept = set(map(launch.setting, typed))
+    name = config.model.name
+    size = config.data.image_size if "data.image_size" in kept else None
+    expected = _timms(name, size) if name.startswith(TIMM) else _torchvisions(name, size)
+    theirs = dict(zip(EXPECTED, expected, strict=True))
+    return adopted(config, theirs, kept, f"the weights of {name}", say)
+
+
+def _torchvisions(name: str, size: int | None) -> tuple[Any, ...]:
+    """Returns what is ``EXPECTED``, for images of ``size`` pixels or of the weights' own."""
+    made = zoo.get_model_weights(name).DEFAULT.transforms()
+    own = made.crop_size[0]
+    size = size or own
+    short = round(size * made.resize_size[0] / own)
+    return size, short, False, made.interpolation.value, tuple(made.mean), tuple(made.std)
+
+
+def _timms(name: str, size: int | None) -> tuple[Any, ...]:
+    """As ``_torchvisions``, by timm's data config."""
+    facts = _facts(name)
+    if not facts.has_weights:
+        raise ConfigError(f"model.weights=DEFAULT: there are none for model.name={name}; use null")
+    from timm.data import resolve_data_config
+
+    found = resolve_data_config(pretrained_cfg=facts.to_dict())
+    size = size or found["input_size"][-1]
+    return (
+        size,
+        # down, as timm does; borders are for none
+        max(size, math.floor(size / found["crop_pct"])),
+        # or within borders, where nothing is cut off either
+        found["crop_mode"] != "center",
+        found["interpolation"],
+        tuple(found["mean"]),
+        tuple(found["std"]),
+    )
+
+
+def _facts(name: str) -> Any:
+    """Returns timm's ``PretrainedCfg`` for its network ``name``.
+
+    Raises:
+        ConfigError: the network has no weights of that name.
+    """
+    import timm
+
+    with parts.explained(f"model.name={name}: no such weights:"):
+        return timm.get_pretrained_cfg(name.removeprefix(TIMM))
+
+
+def _timm(name: str, image_size: int, **how: Any) -> nn.Module:
+    """Returns timm's network ``name`` for images of ``image_size`` pixels."""
+    import timm
+
+    # the others take images of many sizes as they are
+    if _facts(name).fixed_input_size:
+        how["img_size"] = image_size
+    made: nn.Module = timm.create_model(name.removeprefix(TIMM), **how)
+    return made
+
+
+def _published(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:
+    """Returns the published weights that are meant, under today's keys.
+
+    Only torchvision's own builder renames the keys of the densenets. timm's loader does so for many
+    networks, and brings positions to ``image_size``.
+
+    Raises:
+        ConfigError: they cannot be fetched.
+        CheckpointError: timm's file is missing, or does not fit.
+    """
+    name = model.name
+    source = str(model.weights)
+    how: dict[str, Any] = {"pretrained": True}
+    begin = f"model.weights={printable(source)}: cannot be loaded for {name}:"
+    kind = ConfigError if source == "DEFAULT" else CheckpointError
+    with parts.explained(begin, f"; use null, or {_way_out(name)}", kind):
+        if source != "DEFAULT":
+            # never a wait for a pipe
+            os.close(open_regular(source))
+            how["pretrained_cfg_overlay"] = {"file": source}
+        if name.startswith(TIMM):
+            # with as many classes as the weights: else the loader lets keys be missing
+            network = _timm(name, image_size, **how)
+        else:
+            network = zoo.get_model(name, weights="DEFAULT")
+    found: dict[str, torch.Tensor] = network.state_dict()
+    return {key: value for key, value in found.items() if not key.startswith("AuxLogits.")}
+
+
+def _way_out(name: str) -> str:
+    """Returns what to do where the weights of ``name`` cannot be fetched."""
+    if not name.startswith(TIMM):
+        url = zoo.get_model_weights(name).DEFAULT.url
+        return f"put {url} into {torch.hub.get_dir()}/checkpoints"
+    facts = _facts(name)
+    url = facts.url
+    if facts.hf_hub_id:
+        url = f"https://huggingface.co/{facts.hf_hub_id}/resolve/main/model.safetensors"
+    return f"fetch {url} and name that file"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import Any
 
 import torch
-from torch import nn
-from torch.amp.grad_scaler import GradScaler
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from harness.config import ConfigError, OptimConfig, OptimName, ScheduleConfig, ScheduleName
 from harness.runtime.errors import printable
@@ -115,39 +116,18 @@ def frozen_names(network: nn.Module, freeze: str, name: str) -> list[str]:
     return sorted(found)
 
 
-class FiniteCheck(GradScaler):
-    """Leaves out non-finite updates on the device, cheaper than a scaler of scale 1.
+def skip_nonfinite(optimizer: Optimizer, one: Tensor) -> None:
+    """Has ``optimizer`` leave its next update out, on the device, if a gradient is not finite.
 
-    The optimizer must take ``found_inf``, as torch's fused ones do.
+    The optimizer must take ``found_inf``, as torch's fused ones do. ``one`` is the number 1, float
+    ``[]``, on the device.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device.type, init_scale=1.0)
-        self._one = torch.ones((), device=device)
-
-    def scale(self, outputs: Any) -> Any:
-        """Returns ``outputs`` as they are."""
-        return outputs
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Notes whether a gradient is not finite."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is not None:
-                    by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        self._found = torch.zeros_like(self._one)
-        for gradients in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
-
-    def step(self, optimizer: Any) -> None:
-        """Updates, if all gradients that ``unscale_`` has seen were finite."""
-        optimizer.found_inf = self._found
-        optimizer.step()
-        del optimizer.found_inf
-
-    def update(self, new_scale: Any = None) -> None:
-        """The scale stays 1."""
+    parameters = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    found = torch.zeros_like(one)
+    for _, alike in itertools.groupby(gradients, lambda gradient: gradient.dtype):
+        torch._amp_foreach_non_finite_check_and_unscale_([*alike], found, one)
+    optimizer.found_inf = found  # type: ignore[attr-defined]
 
 
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:
@@ -167,3 +147,34 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
         fall = 1 - config.final_fraction
         return config.final_fraction + fall * (1 + math.cos(math.pi * done)) / 2
     return 1.0
+
+
+class Average(AveragedModel):
+    """torch's ``AveragedModel``, exponential and with buffers, that leaves out skipped updates.
+
+    Bitwise torch's ``get_ema_multi_avg_fn``. Which updates were skipped is known on the device
+    alone, and the host does not wait for it.
+    """
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        device = next(network.parameters()).device
+        super().__init__(network, device, use_buffers=True)
+        self.requires_grad_(False)
+        self._decay = decay
+
+    @torch.no_grad()
+    def update(self, network: nn.Module, found_inf: Tensor) -> None:
+        """Takes the weights of ``network`` in, unless ``found_inf`` (a scalar) is above 0."""
+        taken = found_inf == 0
+        first = self.n_averaged == 0
+        both = (
+            itertools.chain(each.parameters(), each.buffers()) for each in (self.module, network)
+        )
+        for averaged, current in zip(*both, strict=True):
+            if averaged.is_floating_point():
+                mean = averaged.lerp(current, 1 - self._decay)
+            else:
+                mean = averaged * self._decay + current * (1 - self._decay)
+            new = torch.where(first, current, mean.to(averaged.dtype))
+            averaged.copy_(torch.where(taken, new, averaged))
+        self.n_averaged += taken

@@ -23,7 +23,8 @@ class Trace:
 
     What the run does between two of these steps is recorded too, in every Python thread, so that a
     prefetcher's work can be seen beside the step. The file is named after the steps that it holds:
-    a run may begin or end among those asked for.
+    a run may begin or end among those asked for. A profiler that fails, or a full disk, costs the
+    trace and not the run.
 
     Args:
         steps: first and last step, counted from 1, as in ``10-20``; None records nothing.
@@ -38,69 +39,58 @@ class Trace:
         self._folder = folder / "trace"
         self._pause = pause
         self._profiler: profile | None = None
-        self._began = 0
-        self._ended = 0
+        # the steps that are recorded
+        self._made: list[int] = []
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """The block of the run's step ``number``, counted from 1.
-
-        A profiler that cannot start costs the trace and not the run.
-        """
+        """The block of the run's step ``number``, counted from 1."""
         if not self._first <= number <= self._last:
             yield
             return
-        if self._profiler is None:
-            self._began = number
-            activities = [ProfilerActivity.CPU]
-            if accelerator.count():
-                activities.append(ProfilerActivity.CUDA)
-            else:
-                # it would complain that there is no GPU
-                os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            every_thread = _ExperimentalConfig(profile_all_threads=True)
+        if not self._made:
             with self._optional():
-                profiler = profile(activities=activities, experimental_config=every_thread)
-                profiler.start()
-                self._profiler = profiler
-                spans.record(record_function)
-        self._ended = number
+                self._start()
+        self._made.append(number)
         with spans.named(f"step {number}"):
             yield
         if number == self._last:
             self.close()
 
-    def close(self) -> None:
-        """Ends the recording and writes it, whole or not at all.
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if accelerator.count():
+            activities.append(ProfilerActivity.CUDA)
+        else:
+            # it would complain that there is no GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        every_thread = _ExperimentalConfig(profile_all_threads=True)
+        profiler = profile(activities=activities, experimental_config=every_thread)
+        profiler.start()
+        self._profiler = profiler
+        spans.record(record_function)
 
-        A full disk, or a profiler that fails, costs the trace and not the run. Without a trained
-        step to write there is a warning.
-        """
-        profiler = self._profiler
-        last = self._last
-        self._profiler = None
+    def close(self) -> None:
+        """Ends the recording and writes it; warns where none of the steps was trained."""
+        if self._first <= self._last and not self._made:
+            text = "profile.steps=%d-%d: none of these steps was trained, there is no trace"
+            log.warning(text, self._first, self._last)
         self._last = 0
+        profiler = self._profiler
+        self._profiler = None
         if profiler is None:
-            if self._first <= last and not self._began:
-                text = "profile.steps=%d-%d: none of these steps was trained, there is no trace"
-                log.warning(text, self._first, last)
             return
         spans.record(None)
-        path = self._folder / f"steps-{self._began}-{self._ended}.json"
+        path = self._folder / f"steps-{self._made[0]}-{self._made[-1]}.json"
         with self._optional():
             profiler.stop()
             self._folder.mkdir(exist_ok=True)
             with replacing(path) as temporary:
                 profiler.export_chrome_trace(str(temporary))
                 # the exporter raises nothing when it cannot write
-                with temporary.open("rb") as file:
-                    file.seek(-min(64, temporary.stat().st_size), os.SEEK_END)
-                    if not file.read().rstrip().endswith(b"}"):
-                        raise OSError(f"{path} is not whole; free some space")
-            say(
-                f"trace of steps {self._began} to {self._ended}: open {os.path.relpath(path)} in "
-                "https://ui.perfetto.dev"
-            )
+                if not temporary.read_bytes().rstrip().endswith(b"}"):
+                    raise OSError(f"{path} is not whole; free some space")
+            say(f"trace: open {os.path.relpath(path)} in https://ui.perfetto.dev")
 
     @contextmanager
     def _optional(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,12 +43,18 @@ class Replaced:
         self._world = world
         self._board = board
         self._feeds = feeds
-        self._listed = _listed(folder / FILE)
+        # by set and place; odd lines of the list are passed over
+        self._listed: set[tuple[str, str]] = set()
+        with suppress(OSError):
+            for line in read_regular(folder / FILE).splitlines():
+                with suppress(ValueError, KeyError, TypeError):
+                    listed = parsed(line)
+                    self._listed.add((str(listed["set"]), str(listed["where"])))
         # since the start: the list may name what was mended since
-        self._met: dict[str, set[int]] = {name: set() for name in feeds}
+        self._met: set[tuple[str, int]] = set()
 
     def __len__(self) -> int:
-        return sum(map(len, self._met.values()))
+        return len(self._met)
 
     def share(self) -> None:
         """Lists what all ranks have replaced since the last time; every rank calls this.
@@ -61,42 +68,19 @@ class Replaced:
         for name, feed in self._feeds.items():
             while feed.replaced:
                 new.append((name, feed.replaced.popleft()))
-        for of_rank in self._world.gathered(new):
-            for name, failure in of_rank:
-                if failure.sample not in self._met[name]:
-                    self._note(name, failure)
-                self._met[name].add(failure.sample)
+        for name, failure in itertools.chain(*self._world.gathered(new)):
+            if not self._met:
+                log.warning("%s: %s: another image takes its place", failure.where, failure.reason)
+            self._met.add((name, failure.sample))
+            if self._board is not None and (name, failure.where) not in self._listed:
+                self._listed.add((name, failure.where))
+                self._board.bad_sample(name, failure.sample, failure.where, failure.reason)
         for name, feed in self._feeds.items():
             assert isinstance(feed.order, Order)
-            bad, length = len(self._met[name]), feed.order.length
+            bad, length = sum(each == name for each, _ in self._met), feed.order.length
             if bad > self._data.max_bad_fraction * length:
                 raise DataError(
                     f"{bad} of {length} {name} images cannot be read, more than "
                     f"data.max_bad_fraction={self._data.max_bad_fraction:g}; mend those listed in "
                     f"{FILE} or raise it"
                 )
-
-    def _note(self, name: str, failure: Failure) -> None:
-        if not len(self):
-            log.warning(
-                "%s: %s: another image takes its place; such images are listed in %s",
-                failure.where,
-                failure.reason,
-                FILE,
-            )
-        if self._board is not None and (name, failure.where) not in self._listed:
-            self._board.bad_sample(name, failure.sample, failure.where, failure.reason)
-
-
-def _listed(path: Path) -> set[tuple[str, str]]:
-    """Returns what the list at ``path`` has; lines that are not ours are passed over."""
-    found = set()
-    lines: list[bytes] = []
-    # what cannot be read is set aside as the list goes on
-    with suppress(OSError):
-        lines = read_regular(path).splitlines()
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError):
-            listed = parsed(line)
-            found.add((str(listed["set"]), str(listed["where"])))
-    return found

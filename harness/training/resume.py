@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from harness.config import Config, Mode, adopted, from_plain, shown, walk
+from harness.config import Config, Mode, adopted, shown, walk
 from harness.feed.order import Order, Rest
 from harness.runtime import launch
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, listed, printable
 from harness.runtime.folder import log
-from harness.training import checkpoint, models, published
-from harness.training.state import TrainState, check_saved
+from harness.training import checkpoint, models
+from harness.training.checkpoint import Saved
+from harness.training.state import TrainState
 from harness.watch.console import say
 
 _NETWORK = ("model.name", "trainer.precision", "trainer.channels_last")
@@ -38,44 +37,9 @@ _APPLIES = (Mode.evaluate, Mode.predict, Mode.export)
 # of data.*, what says how long a run puts up with bad images
 _COMMANDS = {"data.on_error", "data.max_bad_fraction"}
 # of data.*, what a network expects of its images
-PIXELS = {*published.EXPECTED, "data.exif_orientation", "data.background"}
+PIXELS = {*models.EXPECTED, "data.exif_orientation", "data.background"}
 # of data.*, which images a run evaluated
 _IMAGES = ("data.name", "data.root", "data.md5", "data.split_fraction", "data.generate.")
-
-
-@dataclass
-class Saved:
-    """What a file holds: a run's whole state, or weights alone.
-
-    Attributes:
-        where: names the file.
-        state: what it holds.
-        in_run: whether the file lies in the folder of a run.
-        trained: the settings of the run that saved it, if a run did.
-
-    Raises:
-        CheckpointError: counts, classes or settings are none that a run saves.
-    """
-
-    where: str
-    state: dict[str, Any]
-    in_run: bool = False
-    trained: Config | None = field(init=False, default=None)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the classes, by place in the logits; empty: they have none."""
-        return tuple(self.state.get("classes", ()))
-
-    def __post_init__(self) -> None:
-        check_saved(self.state, self.where)
-        if "settings" not in self.state:
-            return
-        try:
-            self.trained = from_plain(self.state["settings"])
-        # odd contents may raise anything
-        except Exception as error:
-            raise CheckpointError(f"{self.where}: its settings cannot be used: {error}") from error
 
 
 def find(config: Config, folder: Path) -> Saved | None:
@@ -88,26 +52,25 @@ def find(config: Config, folder: Path) -> Saved | None:
         ConfigError: there are no published weights of this network, or they cannot be fetched.
     """
     applies = config.mode in _APPLIES
-    if config.resume is not None:
-        if config.resume == "auto":
-            found = checkpoint.newest(folder / "checkpoints")
-        else:
-            found = checkpoint.read(Path(config.resume))
-        if found is not None:
-            record, state = found
-            return Saved(printable(str(record.path)), state, _in_run(record.path))
-        if applies:
-            raise CheckpointError(
-                f"{printable(str(folder))}: holds no checkpoint; name one with resume=PATH"
-            )
-        say("resume=auto: no checkpoint yet, starting at epoch 1")
-        return None
     weights = config.model.weights
-    if not applies or weights is None:
+    if config.resume == "auto":
+        found = checkpoint.newest(folder / "checkpoints")
+    elif config.resume is not None:
+        found = checkpoint.read(Path(config.resume))
+    elif applies and weights is not None:
+        held = models.held(config.model, config.data.image_size)
+        return Saved(f"model.weights={printable(weights)}", held, _in_run(Path(weights)))
+    else:
         return None
-    where = f"model.weights={printable(weights)}"
-    held = models.held(config.model, config.data.image_size)
-    return Saved(where, held, _in_run(Path(weights)))
+    if found is not None:
+        record, state = found
+        return Saved(printable(str(record.path)), state, _in_run(record.path))
+    if applies:
+        raise CheckpointError(
+            f"{printable(str(folder))}: holds no checkpoint; name one with resume=PATH"
+        )
+    say("resume=auto: no checkpoint yet, starting at epoch 1")
+    return None
 
 
 def _in_run(path: Path) -> bool:
@@ -133,7 +96,7 @@ def settings(
     applies = config.mode in _APPLIES
     trained = saved.trained
     if trained is None:
-        if applies and not published.are_meant(config.model):
+        if applies and not models.are_published(config.model):
             tell(
                 f"{saved.where}: holds no settings; data.*, model.name and trainer.precision are "
                 "those of this command"
@@ -203,26 +166,24 @@ def rest(
         return config, None
     state = saved.state
     trained = saved.trained or config
-    config = _same_update(config, trained, state["ranks"], world.size)
-    if not state["samples"]:
-        return config, None
-    for name, then, now in (
-        ("seed", trained.seed, config.seed),
-        ("data.balance", trained.data.balance, config.data.balance),
-        ("number of training images", state["length"], length),
-    ):
-        if then != now:
-            raise CheckpointError(
-                f"{saved.where}: was saved within an epoch; its {name} is {then}, this run's "
-                f"{now}: the rest of the epoch would be of other samples; go on with the same, or "
-                "from a checkpoint of an epoch's end"
-            )
-    # an order that cannot be shared by these ranks refuses the rest
-    left = Rest(state["epoch"], state["samples"], state["stop"])
-    try:
+    with saved.in_use():
+        config = _same_update(config, trained, state["ranks"], world.size)
+        if not state["samples"]:
+            return config, None
+        for name, then, now in (
+            ("seed", trained.seed, config.seed),
+            ("data.balance", trained.data.balance, config.data.balance),
+            ("number of training images", state["length"], length),
+        ):
+            if then != now:
+                raise CheckpointError(
+                    f"{saved.where}: was saved within an epoch; its {name} is {then}, this run's "
+                    f"{now}: the rest of the epoch would be of other samples; go on with the same, "
+                    "or from a checkpoint of an epoch's end"
+                )
+        left = Rest(state["epoch"], state["samples"], state["stop"])
+        # an order that cannot be shared by these ranks refuses the rest
         Order(length, config.loader.batch_size, world_size=world.size, rest=left)
-    except ValueError as error:
-        raise CheckpointError(f"{saved.where}: {error}") from error
     return config, left
 
 
@@ -259,30 +220,26 @@ def take_over(
             never starts from nothing in its place.
     """
     if saved is not None:
-        where = saved.where
         held = saved.state
         if saved.classes not in (classes, ()):
             raise CheckpointError(
-                f"{where}: its classes are not this data set's: {listed(saved.classes)}, not "
+                f"{saved.where}: its classes are not this data set's: {listed(saved.classes)}, not "
                 f"{listed(classes)}; choose its data set with data= and data.root="
             )
         if config.mode is Mode.evaluate:
             fill(state.network, saved, config.model.name)
-            if saved.trained is not None:
-                state.epoch = held["epoch"]
-                state.step = held["step"]
-            say(f"evaluating {where}")
+            state.epoch = held.get("epoch", 0)
+            state.step = held.get("step", 0)
+            say(f"evaluating {saved.where}")
         else:
-            state.load_dict(held, where, config.trainer.precision)
+            state.load(saved)
             threads = (held.get("num_threads"), torch.get_num_threads())
             if threads[0] != threads[1]:
                 log.warning("saved with %s torch threads, now %d: not bitwise the same", *threads)
-            goes_on = ""
-            if not state.is_done(config.trainer):
-                goes_on = f": goes on with epoch {state.epoch + 1} after step {state.step}"
-                if state.samples:
-                    goes_on += f" ({state.samples} of its {held['length']} images are done)"
-            say(f"resumed {where}{goes_on}")
+            say(
+                f"resumed {saved.where} after step {state.step}, {state.epoch} epochs and "
+                f"{state.samples} images"
+            )
     if len({*world.gathered(state.step)}) > 1:
         raise CheckpointError(
             "the ranks see different checkpoints; the run folder must be shared by all nodes"

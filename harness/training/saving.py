@@ -1,14 +1,7 @@
-"""When a run's state is saved, and how it gets to disk: whole or not at all.
-
-A state is packed in memory. A thread writes it as ``step-N.pt``, to a temporary file in the same
-folder, which is synced and renamed; the record ``step-N.json`` follows in the same way. What was
-committed before is deleted only then. Both were synced, so the disk has them; reading them back
-would show the page cache, not the disk.
-"""
+"""When a run's state is saved: packed in memory between two steps, and written by a thread."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -17,19 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.utils.serialization import config as torch_config
 
 from harness.config import Config, Mode, to_plain
 from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
-from harness.runtime.files import replacing, set_aside, sync_folder, write_whole
 from harness.runtime.workers import give_way
-from harness.training.checkpoint import UNNAMED, Record, order, pointed, records, sealed
+from harness.training import checkpoint
 from harness.training.state import TrainState
 
 
@@ -120,12 +108,12 @@ class Saves:
         self._writes = config.checkpoint.enabled and config.mode is Mode.train and world.is_main
         if self._writes:
             # what a killed save has left, and has left undone
-            _clear(self._folder)
+            checkpoint.clear(self._folder)
             # pointers that cannot be moved now are moved by the next save, and not believed here
             with suppress(OSError):
-                _mark(self._folder, records(self._folder))
+                checkpoint.mark(self._folder, checkpoint.records(self._folder))
         self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
-        self._last: Future[Record] | None = None
+        self._last: Future[checkpoint.Record] | None = None
         self._file = BytesIO()
         # the state that was given to be written, unless that failed
         self._saved: tuple[int, bool] | None = (state.step, state.pending)
@@ -150,9 +138,9 @@ class Saves:
         if self._saved == (state.step, state.pending):
             return
         saved = state.to_dict({**self._facts, "stop": self._order.stop(state.epoch)})
-        file = packed(saved, self._file)
+        file = checkpoint.packed(saved, self._file)
         self._last = self._thread.submit(
-            save, self._folder, file, state.step, state.epoch, top1, self._keep_last
+            checkpoint.commit, self._folder, file, state.step, state.epoch, top1, self._keep_last
         )
         self._saved = (state.step, state.pending)
         if at_once:
@@ -186,96 +174,3 @@ class Saves:
         except DiskError:
             self._saved = None
             raise
-
-
-def packed(state: dict[str, Any], file: BytesIO) -> BytesIO:
-    """Writes ``state`` over what ``file`` held; the caller waits for the device.
-
-    Afterwards the tensors of the state may change. Memory that was filled before is faster.
-    """
-    file.seek(0)
-    # the digest of the whole file makes torch's checksums needless, and they take longer
-    with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        torch.save(state, file)
-    file.truncate()
-    return file
-
-
-def save(
-    folder: Path, state: BytesIO, step: int, epoch: int, top1: float | None, keep_last: int
-) -> Record:
-    """Commits a packed ``state`` under a free name, moves the pointers and drops old ones.
-
-    The name is that of its ``step``.
-
-    Raises:
-        DiskError: a file could not be written; what was there before stays whole.
-    """
-    path = folder / f"step-{step}.pt"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear(folder)
-        if taken := [number for of, number in map(order, folder.glob("step-*")) if of == step]:
-            path = folder / f"step-{step}.{1 + max(taken)}.pt"
-        with state.getbuffer() as data:
-            record = Record(path, step, epoch, top1, hashlib.sha256(data).hexdigest())
-            write_whole(path, data)
-        sync_folder(folder)
-        write_whole(path.with_suffix(".json"), sealed(record))
-        sync_folder(folder)
-        _retain(folder, record, keep_last)
-    except OSError as error:
-        raise DiskError(
-            f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; "
-            "earlier ones are whole: make room or mend the disk, then go on with resume=auto"
-        ) from error
-    finally:
-        _clear(folder)
-    return record
-
-
-def _retain(folder: Path, newest: Record, keep_last: int) -> None:
-    """Points at the ``newest`` and the best, and deletes all others but the last ``keep_last``."""
-    committed = records(folder)
-    # those of later steps belong to a past that a resume has left
-    past = [old for old in committed if order(old.path) <= order(newest.path)]
-    _mark(folder, past)
-    kept = [*past[-keep_last:], *pointed(past).values()]
-    sync_folder(folder)
-    for old in committed:
-        if old not in kept:
-            old.path.with_suffix(".json").unlink(missing_ok=True)
-
-
-def _mark(folder: Path, past: list[Record]) -> None:
-    """Points at the newest and the best of ``past``, oldest first."""
-    for name, record in pointed(past).items():
-        _point(folder / name, record.path)
-
-
-def _clear(folder: Path) -> None:
-    """Deletes what belongs to no checkpoint: temporary files, and files without a record.
-
-    Only one run owns the folder, so no save of another can be under way.
-    """
-    # what cannot be deleted now is in nobody's way, and goes with a later save
-    with suppress(OSError):
-        orphans = list(folder.glob(".*.tmp"))
-        for path in folder.glob("step-*.pt"):
-            if order(path) != UNNAMED and not path.with_suffix(".json").exists():
-                orphans.append(path)
-        for path in orphans:
-            if not path.is_dir():
-                path.unlink(missing_ok=True)
-
-
-def _point(link: Path, target: Path) -> None:
-    """Lets ``link`` lead to ``target``, swapped in one step so that it is never absent."""
-    if link.is_dir():
-        set_aside(link)
-    try:
-        with replacing(link) as temporary:
-            temporary.symlink_to(target.name)
-    except OSError:
-        # not every file system has links: a text then holds the name
-        write_whole(link, target.name.encode())

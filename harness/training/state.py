@@ -14,43 +14,21 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from harness.config import (
-    Config,
-    Mode,
-    Precision,
-    TrainerConfig,
-)
+from harness.config import Config, Mode, Precision, TrainerConfig
 from harness.runtime import parts
 from harness.runtime.distributed import World
-from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.files import typed
 from harness.runtime.seeding import random_state, restore_random_state
 from harness.training import models
-from harness.training.average import Average
-from harness.training.checkpoint import is_plain, weights_of
+from harness.training.checkpoint import COUNTS, Saved, is_plain, weights_of
 from harness.training.optimizer import (
-    FiniteCheck,
+    Average,
     fill_momentum,
     frozen_names,
     lr_factor,
     make_optimizer,
 )
 from harness.watch.console import say
-
-# what a run goes on with
-_NEEDED = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
-# what a resumed run counts on from
-_COUNTS = {
-    "epoch": int,
-    "step": int,
-    "samples": int,
-    "pending": bool,
-    "best_top1": float | None,
-    "stale": int,
-}
-_TYPES = _COUNTS | {"length": int, "ranks": int, "stop": int, "steps_per_epoch": int}
-# where a run stands within an epoch; checkpoints of schema 1 have none of these
-_POSITION = _TYPES.keys() - {"epoch", "step", "stale"}
 
 
 @dataclass(slots=True)
@@ -59,8 +37,7 @@ class TrainState:
 
     Attributes:
         network: the bare network, not its DDP wrapper.
-        scaler: scales fp16 losses; in the other precisions its scale is 1 and it only finds
-            non-finite gradients.
+        scaler: scales fp16 losses; disabled in the other precisions.
         epoch: epochs done.
         step: optimizer updates done.
         samples: of the epoch that was begun, taken by all ranks together.
@@ -126,7 +103,7 @@ class TrainState:
         return {
             **facts,
             **averaged,
-            **{name: getattr(self, name) for name in (*_COUNTS, "steps_per_epoch")},
+            **{name: getattr(self, name) for name in (*COUNTS, "steps_per_epoch")},
             "model": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": {"last_epoch": self.schedule.last_epoch},
@@ -135,150 +112,92 @@ class TrainState:
             "num_threads": torch.get_num_threads(),
         }
 
-    def load_dict(self, saved: dict[str, Any], where: str, precision: Precision) -> None:
-        """Takes over what ``to_dict`` gave; all of it or, on an error, nothing.
+    def load(self, saved: Saved) -> None:
+        """Takes over what ``to_dict`` gave.
 
         Learning rate, weight decay and the like stay this run's own, and so does the loss scale
         where the precision is another one.
 
         Raises:
-            CheckpointError: the checkpoint is of another network or optimizer; names the first
-                differences.
+            CheckpointError: the checkpoint is of another network or optimizer, and nothing was
+                changed; or no run saves such contents, and the state is of no use any more.
         """
-        check_saved(saved, where, self)
-        problems = models.differences(self.network.state_dict(), saved["model"])
-        averaged = saved.get("ema", {})
-        if self.average is not None:
-            # one that begins here begins with the weights
-            first = {f"module.{key}": value for key, value in saved["model"].items()}
-            averaged = averaged or {"n_averaged": torch.tensor(0), **first}
-            problems += models.differences(self.average.state_dict(), averaged)
+        held = saved.state
+        with saved.in_use():
+            weights_of({"model": held["model"]}, saved.where)
+            modules = [(self.network, held["model"])]
+            if self.average is not None:
+                # one that begins here begins with the weights
+                first = {f"module.{key}": value for key, value in held["model"].items()}
+                averaged = held.get("ema") or {"n_averaged": torch.tensor(0), **first}
+                modules.append((self.average, averaged))
+            self._refuse_misfits(saved, modules)
+            for module, weights in modules:
+                module.load_state_dict(weights)
+            self._load_optimizer(held["optimizer"]["state"])
+            schedule = self.schedule
+            schedule.last_epoch = typed(int, held["schedule"]["last_epoch"])
+            if held.get("steps_per_epoch", self.steps_per_epoch) != self.steps_per_epoch:
+                # with other batches the schedule goes on by the share of the epochs that is done
+                share = held["samples"] / held["stop"]
+                schedule.last_epoch = round((held["epoch"] + share) * self.steps_per_epoch)
+            factor = schedule.lr_lambdas[0](schedule.last_epoch)
+            for group, base_lr in zip(self.optimizer.param_groups, schedule.base_lrs, strict=True):
+                group["lr"] = base_lr * factor
+            trained = saved.trained
+            if self.scaler.is_enabled() and trained and trained.trainer.precision is Precision.fp16:
+                numbers = self.scaler.state_dict()
+                for name, fresh in numbers.items():
+                    numbers[name] = typed(type(fresh), held["scaler"][name])
+                self.scaler.load_state_dict(numbers)
+                # the device takes them, or refuses
+                self.scaler.scale(torch.zeros((), device=self.device))
+            for name in held.keys() & COUNTS:
+                setattr(self, name, held[name])
+            drawn = held["random"]
+            # numpy takes any position, and reads beyond its numbers
+            if not 0 <= drawn["numpy"]["position"] <= len(drawn["numpy"]["keys"]):
+                raise ValueError("odd position")
+            restore_random_state(drawn, self.device)
+
+    def _refuse_misfits(
+        self, saved: Saved, modules: list[tuple[nn.Module, dict[str, Any]]]
+    ) -> None:
+        """Refuses, before any change, another network, its average or another optimizer."""
+        problems = []
+        for module, weights in modules:
+            problems += models.differences(module.state_dict(), weights)
         ours = self.optimizer.state_dict()["param_groups"]
-        theirs = saved["optimizer"]["param_groups"]
-        if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
+        theirs = saved.state["optimizer"]["param_groups"]
+        if [group["params"] for group in ours] != [group["params"] for group in theirs]:
             problems.append(
                 "the optimizer's parameter groups differ (optim.decay_norm_and_bias, layer_decay)"
             )
-        elif {*itertools.chain(*ours)} != {*itertools.chain(*theirs)}:
+        elif ours[0].keys() != theirs[0].keys():
             problems.append("the optimizer is of another kind (optim)")
-        models.refuse(problems, f"{where}: does not fit this run")
+        models.refuse(problems, f"{saved.where}: does not fit this run")
 
-        # nothing below refuses what was checked
-        self.network.load_state_dict(saved["model"])
-        if self.average is not None:
-            self.average.load_state_dict(averaged)
-        self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": ours})
-        for parameter, state in self.optimizer.state.items():
-            for key, value in state.items():
-                # the fused kernels want equal strides
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    def _load_optimizer(self, held: dict[int, dict[str, Any]]) -> None:
+        """Takes over what the optimizer ``held`` for each parameter, by the parameter's number."""
+        own = [item for group in self.optimizer.param_groups for item in group["params"]]
+        names = {name for each in held.values() for name in each}
+        # a parameter that has had no gradient has no state
+        kept: dict[int, dict[str, Any]] = {n: {} for n in range(len(own)) if n in held}
+        for number, name in itertools.product(kept, names):
+            tensor = held[number][name]
+            # the fused kernels trust shapes and strides: others are a crash
+            like = tensor if name == "step" else own[number]
+            wanted = torch.Size() if name == "step" else like.shape
+            if not (is_plain(tensor) and tensor.is_floating_point() and tensor.shape == wanted):
+                raise ValueError(f"{name} of parameter {number} does not fit")
+            kept[number][name] = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": kept})
         fill_momentum(self.optimizer)
-        schedule = self.schedule
-        schedule.last_epoch = saved["schedule"]["last_epoch"]
-        if saved.get("steps_per_epoch", self.steps_per_epoch) != self.steps_per_epoch:
-            # with other batches the schedule goes on by the share of the epochs that is done
-            share = saved["samples"] / saved["stop"]
-            schedule.last_epoch = round((saved["epoch"] + share) * self.steps_per_epoch)
-        factor = schedule.lr_lambdas[0](schedule.last_epoch)
-        for group, base_lr in zip(self.optimizer.param_groups, schedule.base_lrs, strict=True):
-            group["lr"] = base_lr * factor
-        if saved["settings"]["trainer"]["precision"] == precision.name:
-            self.scaler.load_state_dict(saved["scaler"])
-        # schema 1 has epoch and step alone
-        for name in saved.keys() & _COUNTS:
-            setattr(self, name, saved[name])
-        restore_random_state(saved["random"], self.device)
 
     @property
     def device(self) -> torch.device:
         """Where the network lives."""
         return next(self.network.parameters()).device
-
-
-def check_saved(saved: dict[str, Any], where: str, state: TrainState | None = None) -> None:
-    """Refuses contents that no run saves, before any of them is used.
-
-    Args:
-        saved: what a file holds.
-        where: names the file.
-        state: the ``TrainState`` that is to take over all of them, and stays as it is; None: the
-            network alone is used.
-
-    Raises:
-        CheckpointError: names the part. What another network or optimizer has saved passes.
-    """
-    needed = set[str]()
-    if not saved.keys().isdisjoint(_POSITION):
-        needed |= _POSITION
-    if state is not None:
-        needed |= _NEEDED
-    if missing := needed - saved.keys():
-        raise CheckpointError(
-            f"{where}: holds no {', '.join(sorted(missing))}; resume from another checkpoint"
-        )
-    if state is not None:
-        weights_of({"model": saved["model"]}, where)
-    for key, value in saved.items():
-        try:
-            if key in _TYPES:
-                number = typed(_TYPES[key], value)
-                if not number and key in ("ranks", "stop", "steps_per_epoch"):
-                    raise ValueError("is 0")
-            elif key == "classes":
-                # text that a file can hold
-                "".join(list.copy(value)).encode("utf-8", "surrogateescape")
-            elif state is not None:
-                _check_part(key, value, state)
-        # odd contents may raise anything
-        except Exception as error:
-            why = printable(f"{type(error).__name__}: {error}"[:200])
-            raise CheckpointError(
-                f"{where}: its part {key} cannot be used ({why}); resume from another checkpoint"
-            ) from error
-
-
-def _check_part(key: str, value: Any, state: TrainState) -> None:
-    """Raises any error if ``state``, which stays as it is, cannot take over a part."""
-    if key == "schedule":
-        typed(int, value["last_epoch"])
-    elif key == "scaler":
-        for name, fresh in state.scaler.state_dict().items():
-            number = typed(type(fresh), value[name])
-            # torch keeps whole numbers in 32 bits
-            if number != fresh and not 0 < number < (2**31 if type(fresh) is int else math.inf):
-                raise ValueError(f"odd {name}")
-    elif key == "ema":
-        if not all(map(is_plain, value.values())):
-            raise ValueError("holds no weights of a network")
-    elif key == "settings":
-        typed(str, value["trainer"]["precision"])
-    elif key == "random":
-        # numpy takes any position, and reads beyond its numbers
-        if not 0 <= value["numpy"]["position"] <= len(value["numpy"]["keys"]):
-            raise ValueError("odd position")
-        former = random_state(state.device)
-        try:
-            restore_random_state(value, state.device)
-        finally:
-            restore_random_state(former, state.device)
-    elif key == "optimizer":
-        own = [item for group in state.optimizer.param_groups for item in group["params"]]
-        numbers = [number for group in value["param_groups"] for number in group["params"]]
-        if numbers != list(range(len(numbers))) or value["state"].keys() - numbers:
-            raise ValueError("odd parameters")
-        # other parameters belong to another network, which loading refuses by name
-        if len(numbers) != len(own):
-            return
-        held = value["state"]
-        names = {name for each in held.values() for name in each}
-        # a parameter that has had no gradient has no state
-        for number, name in itertools.product(held, names):
-            tensor = held[number][name]
-            fits = is_plain(tensor) and tensor.is_floating_point()
-            # the fused kernels trust the shapes: another one is a crash
-            if not fits or tensor.shape != (() if name == "step" else own[number].shape):
-                raise ValueError(f"{name} of parameter {number} does not fit")
 
 
 def make_state(
@@ -322,10 +241,7 @@ def state_of(
         optimizer,
         lambda step: lr_factor(step, config.schedule, config.trainer.epochs, steps_per_epoch),
     )
-    # outside fp16 it only leaves out non-finite updates
-    scaler: GradScaler = FiniteCheck(device)
-    if config.trainer.precision is Precision.fp16:
-        scaler = GradScaler(device.type)
+    scaler = GradScaler(device.type, enabled=config.trainer.precision is Precision.fp16)
     state = TrainState(network, optimizer, schedule, scaler, steps_per_epoch=steps_per_epoch)
     if optim.ema_decay is not None and config.mode is Mode.train:
         name = f"model.name={config.model.name}"

@@ -1,13 +1,16 @@
-"""One optimizer update, without a word from the device to the host."""
+"""Passes over batches on the device: updates, timed ones, evaluation."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.config import Config, ConfigError, Precision
+from harness.config import Config, Precision
 from harness.data.augment import BatchAugment
 from harness.data.mix import Mix
+from harness.feed.interface import Backend, HostBatch
 from harness.feed.prefetcher import DataPrefetcher
-from harness.runtime import accelerator
+from harness.feed.timed import Batches, TimedSteps
+from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
+from harness.runtime.errors import Interrupted
+from harness.runtime.snapshot import Snapshot
+from harness.training.mistakes import Tally
+from harness.training.models import refuse_logits
+from harness.training.optimizer import skip_nonfinite
 from harness.training.state import TrainState
 from harness.watch.clock import StepClock
+from harness.watch.figures import StepRun
 from harness.watch.spans import named
 
 DTYPES = {
@@ -47,6 +58,7 @@ class StepFigures:
     worst_streak: int
 
 
+@dataclass(eq=False)
 class Step:
     """Forward, backward and update on batches that are on the device.
 
@@ -58,36 +70,36 @@ class Step:
         class_weights: a weight for each class in the loss; None: all are 1.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        config: Config,
-        world: World,
-        classes: int | None = None,
-        class_weights: Sequence[float] | None = None,
-    ) -> None:
-        self.state = state
-        self._config = config
-        self._device = world.device
-        self._classes = classes
+    state: TrainState
+    config: Config
+    world: World
+    classes: int | None = None
+    class_weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        state = self.state
+        world = self.world
         self._weights = None
-        if class_weights is not None:
-            self._weights = torch.tensor(class_weights, device=world.device)
+        if self.class_weights is not None:
+            self._weights = torch.tensor(self.class_weights, device=world.device)
         self._augment = BatchAugment.from_config(config.augment, config.seed)
-        self._mix = Mix.from_config(config.augment, classes, config.seed)
+        self._mix = Mix.from_config(config.augment, self.classes, config.seed)
         self.autocast = autocast_of(config.trainer.precision, world.device)
-        self._world = world
-        self.model: nn.Module = state.network
+        self.model: Any = state.network
         self.begin_epoch()
-        self._forward: _ForwardTimer | None = None
+        # of the latest forward passes of the network inside DDP: the ranks' waits are not in them
+        self._passes_s: deque[float] = deque(maxlen=1000)
         is_cpu = accelerator.of(world.device).kind == "cpu"
         if world.size > 1 and is_cpu and not config.trainer.compile:
-            self._forward = _ForwardTimer(state.network)
+            state.network.register_forward_pre_hook(self._begin_pass)
+            state.network.register_forward_hook(self._end_pass)
         # on the device, until they are read together
         self._losses: list[Tensor] = []
         self._found_inf: list[Tensor] = []
         self._streak = 0
-        # the scaler sets it for the time of the update: 0.0 or 1.0
+        self._one = torch.ones((), device=world.device)
+        # set for the update by the scaler, or without one by ``skip_nonfinite``: 0.0 or 1.0
         state.optimizer.register_step_pre_hook(
             lambda optimizer, *_: self._found_inf.append(optimizer.found_inf)
         )
@@ -98,8 +110,8 @@ class Step:
         if self.state.train():
             # DDP's hooks are on what was trained when it was made; the former one goes first
             self.model = network
-        if self._world.size > 1 and self.model is network:
-            place = accelerator.of(self._device).place
+        if self.world.size > 1 and self.model is network:
+            place = accelerator.of(self.world.device).place
             places = None if place is None else [place]
             self.model = DistributedDataParallel(network, device_ids=places)
 
@@ -110,32 +122,30 @@ class Step:
         """
         state = self.state
         last = part == parts - 1
-        sync: AbstractContextManager[None] = nullcontext()
-        # gradients meet with the last batch of an update
-        if not last and isinstance(self.model, DistributedDataParallel):
-            sync = self.model.no_sync()
-        with sync:
-            with self.autocast(), named("forward"):
-                logits = self.model(images)
-                self._check(logits, len(images))
-                if self._weights is not None and labels.ndim == 1:
-                    # Of weighted labels torch's mean is over the batch's weights, so that an image
-                    # counts differently on other ranks. That of shares of classes is over images.
-                    labels = F.one_hot(labels, len(self._weights)).float()
-                smoothing = self._config.optim.label_smoothing
-                loss = F.cross_entropy(logits, labels, self._weights, label_smoothing=smoothing)
-            with named("backward"):
-                share = loss
-                if parts > 1:
-                    share = loss / parts
-                state.scaler.scale(share).backward()
+        if isinstance(self.model, DistributedDataParallel):
+            # gradients meet with the last batch of an update
+            self.model.require_backward_grad_sync = last
+        with self.autocast(), named("forward"):
+            logits = self.model(images)
+            where = f"model.name={self.config.model.name}"
+            refuse_logits(logits, (len(images), self.classes or logits.shape[-1]), where)
+            if self._weights is not None and labels.ndim == 1:
+                # Of weighted labels torch's mean is over the batch's weights, so that an image
+                # counts differently on other ranks. That of shares of classes is over images.
+                labels = F.one_hot(labels, len(self._weights)).float()
+            smoothing = self.config.optim.label_smoothing
+            loss = F.cross_entropy(logits, labels, self._weights, label_smoothing=smoothing)
+        with named("backward"):
+            state.scaler.scale(loss / parts).backward()
         self._losses.append(loss.detach())
         if not last:
             return
         with named("update"):
             state.scaler.unscale_(state.optimizer)
-            if self._config.optim.clip_norm is not None:
-                nn.utils.clip_grad_norm_(state.network.parameters(), self._config.optim.clip_norm)
+            if not state.scaler.is_enabled():
+                skip_nonfinite(state.optimizer, self._one)
+            if self.config.optim.clip_norm is not None:
+                nn.utils.clip_grad_norm_(state.network.parameters(), self.config.optim.clip_norm)
             # fused optimizers leave the update out on the device where a gradient is not finite
             state.scaler.step(state.optimizer)
             state.scaler.update()
@@ -145,37 +155,28 @@ class Step:
             state.schedule.step()
             state.step += 1
 
-    def _check(self, logits: Any, count: int) -> None:
-        """Refuses what no loss can be made of: a network's modes may give other things."""
-        kind = type(logits).__name__
-        if isinstance(logits, Tensor):
-            plain = logits.is_floating_point() and logits.layout is torch.strided
-            wanted = (count, self._classes or logits.shape[-1])
-            if plain and logits.requires_grad and logits.shape == wanted:
-                return
-            kind = f"{logits.dtype} {list(logits.shape)}"
-        raise ConfigError(
-            f"model.name={self._config.model.name}: while it trains the network gives {kind} for "
-            f"{count} images; it must give a floating-point tensor [images, classes] with a "
-            "gradient, as in evaluation"
-        )
-
     def batches(self, feed: Iterable[Any], clock: StepClock | None = None) -> DataPrefetcher:
         """Returns the batches of ``feed`` as trained on: augmented, normalised, mixed."""
         return device_batches(
-            feed, self._config, self._device, clock, augment=self._augment, mix=self._mix
+            feed, self.config, self.world.device, clock, augment=self._augment, mix=self._mix
         )
 
     @property
     def forward_ms(self) -> float | None:
-        """Mean time per update of the network's own forward passes.
+        """Median time of the network's own forward passes of an update; tells a slow rank.
 
         None: unknown, but where several ranks train on CPUs.
         """
-        timer = self._forward
-        if timer is None or timer.passes < 1:
+        if not self._passes_s:
             return None
-        return 1e3 * timer.seconds * self._config.trainer.accumulate_steps / timer.passes
+        return 1e3 * statistics.median(self._passes_s) * self.config.trainer.accumulate_steps
+
+    def _begin_pass(self, *_: Any) -> None:
+        self._began_s = time.perf_counter()
+
+    def _end_pass(self, network: nn.Module, *_: Any) -> None:
+        if network.training:
+            self._passes_s.append(time.perf_counter() - self._began_s)
 
     def read(self) -> StepFigures:
         """Returns the figures since the last call.
@@ -183,53 +184,164 @@ class Step:
         The host waits here for the device: call it once a window, not once a step.
         """
         count = len(self._losses)
-        values: list[float] = []
-        if count:
-            values = torch.stack([*self._losses, *self._found_inf]).tolist()
+        values = torch.stack([*self._losses, *self._found_inf]).tolist() if count else []
         self._losses = []
         self._found_inf = []
         finite = [loss for loss in values[:count] if math.isfinite(loss)]
-        loss = sum(finite) / len(finite) if finite else None
-        skipped = 0
-        worst = 0
+        skipped = worst = 0
         for found in values[count:]:
             skipped += bool(found)
             self._streak = (self._streak + 1) * bool(found)
             worst = max(worst, self._streak)
-        return StepFigures(loss, skipped, worst)
+        return StepFigures(statistics.fmean(finite) if finite else None, skipped, worst)
 
     def forget(self) -> None:
         """Drops all unread figures; the host does not wait for the device."""
         self._losses = []
         self._found_inf = []
-        if self._forward is not None:
-            self._forward.forget()
+        self._passes_s.clear()
 
 
-class _ForwardTimer:
-    """Times ``network`` inside DDP, without the ranks' waits for each other.
+class StepTrials(TimedSteps):
+    """The training step as tuning measures it, inside ``kept()``.
 
-    That tells a slow rank. The first pass, in which memory is taken and kernels are chosen, does
-    not count.
+    Args:
+        step: the run's own step.
+        config: how batches get to the device, and how many make an update.
+        world: this rank.
+        now: the clock; None: the device's own.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        self.forget()
-        network.register_forward_pre_hook(self.begin)
-        network.register_forward_hook(self.end)
+    def __init__(
+        self, step: Step, config: Config, world: World, now: Callable[[], float] | None = None
+    ) -> None:
+        super().__init__(world, config.trainer.accumulate_steps, now)
+        self._step = step
+        self._config = config
 
-    def forget(self) -> None:
-        self.seconds = 0.0
-        self.passes = -1
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block of training mode, before training, at whose end all is as before.
 
-    def begin(self, network: nn.Module, images: Any) -> None:
-        self._began_s = time.perf_counter()
+        Learning rates are 0 inside: repeated steps on one batch could diverge to NaN, whose timing
+        is not representative; an update costs the same at any rate. The copy of the state lies in
+        host memory. An average of the weights stands still.
+        """
+        state = self._step.state
+        step = state.step
+        parts = [state.network, state.optimizer, state.schedule]
+        if state.scaler.is_enabled():
+            parts.append(state.scaler)
+        snapshot = Snapshot(parts, state.device)
+        self._made = 0
+        average = state.average
+        state.average = None
+        try:
+            state.train()
+            # LambdaLR multiplies them
+            state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]
+            for group in state.optimizer.param_groups:
+                group["lr"] = 0.0
+            yield
+        finally:
+            snapshot.restore()
+            state.step = step
+            state.average = average
+            # a step that failed may have left figures
+            self._step.forget()
 
-    def end(self, network: nn.Module, images: Any, logits: Any) -> None:
-        if network.training:
-            self.passes += 1
-            if self.passes:
-                self.seconds += time.perf_counter() - self._began_s
+    def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
+        """As in ``TimedSteps``."""
+        run = super().demand(batch, limit_s)
+        if self._config.loader.device_prefetch:
+            # a thread of its own loads while the host launches
+            run = replace(run, launch_s=0.0)
+        return run
+
+    def repeated(self, batch: HostBatch) -> Batches:
+        """As in ``TimedSteps``: the batch's bytes are on the device.
+
+        Each step takes them augmented and normalised as in training, for that is the step's work,
+        not the loader's.
+        """
+        images = self._own.copy(batch.images)
+        placed = batch._replace(images=images, labels=self._own.copy(batch.labels))
+        with closing(self._step.batches(itertools.repeat(placed))) as batches:
+            yield from batches
+
+    def fed(self, feed: Backend, clock: StepClock) -> Batches:
+        """As in ``TimedSteps``; once ``feed`` has failed, black batches, unless a rank is alone."""
+        with closing(self._step.batches(feed, clock)) as batches:
+            try:
+                yield from batches
+            except Exception as error:
+                if self.world.size == 1:
+                    raise
+                self._failed = error
+        size = self._config.data.image_size
+        labels = torch.zeros(feed.settings.batch_size, dtype=torch.int64)
+        images = torch.zeros(len(labels), 3, size, size, dtype=torch.uint8)
+        yield from self.repeated(HostBatch(images, labels, labels))
+
+    def train(self, batch: Tensor, labels: Tensor, *, part: int, parts: int) -> None:
+        """As in ``TimedSteps``."""
+        self._step(batch, labels, part=part, parts=parts)
+        # losses would take the device's memory
+        self._step.forget()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Result on a set of ``images`` images: fractions 0..1 and the mean cross-entropy."""
+
+    images: int
+    top1: float
+    top5: float
+    loss: float
+
+
+@torch.no_grad()
+def evaluate(
+    network: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    world: World,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    tally: Tally | None = None,
+) -> Evaluation:
+    """Returns the network's accuracy over the ``batches`` of all ranks.
+
+    Every rank sees other samples and only sums meet, so nothing is padded or counted twice. The
+    sums stay on the device until the end. ``tally`` keeps each answer.
+
+    Raises:
+        Interrupted: any rank heard a signal; on every rank, once each has stopped.
+    """
+    network.eval()
+    # counts are exact up to 2**53 in float64, which Apple's GPUs do not have
+    dtype = torch.float32 if world.device.type == "mps" else torch.float64
+    # images, top-1, top-5, loss
+    sums = torch.zeros(4, device=world.device, dtype=dtype)
+    for images, labels in batches:
+        with autocast():
+            logits = network(images)
+        scores = logits.float()
+        # the sum is the same however images are put into batches
+        loss = F.cross_entropy(scores, labels, reduction="none").sum(dtype=dtype)
+        # top-1 and top-5 in one
+        answers = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        best = answers == labels.unsqueeze(1)
+        count = torch.full_like(loss, len(labels))
+        sums += torch.stack((count, best[:, 0].sum(), best.sum(), loss))
+        if tally is not None:
+            tally.add(labels, answers[:, 0], scores)
+        if signals.received():
+            break
+    signum = int(world.largest(signals.received())[0])
+    if signum:
+        raise Interrupted(signum)
+    # the host waits for the device
+    images_seen, *totals = world.total(sums).tolist()
+    return Evaluation(int(images_seen), *(total / images_seen for total in totals))
 
 
 def autocast_of(

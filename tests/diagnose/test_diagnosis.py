@@ -22,8 +22,7 @@ from harness.runtime import seeding
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
-from harness.training.step import Step
-from harness.training.trial import StepTrials
+from harness.training.step import Step, StepTrials
 from harness.watch.board import Board
 from harness.watch.figures import StepRun
 from harness.watch.neighbours import Neighbours

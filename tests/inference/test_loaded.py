@@ -21,8 +21,8 @@ from harness.data.storage import FolderSource
 from harness.feed.normalise import Normalise
 from harness.inference.loaded import Transform, network
 from harness.runtime.errors import CheckpointError
+from harness.training.checkpoint import Saved
 from harness.training.models import small
-from harness.training.resume import Saved
 
 Composed = Callable[..., Config]
 CPU = torch.device("cpu")
@@ -142,7 +142,7 @@ def test_a_users_code_is_called_only_where_it_is_named(
 def test_odd_classes_are_refused() -> None:
     """Names that no file could hold, and what are no names."""
     for classes in (["a", "b", "\ud800"], [1, 2, 3], []):
-        with pytest.raises(CheckpointError, match="classes"):
+        with pytest.raises(CheckpointError, match="x.pt: "):
             network(Saved("x.pt", {"model": {}, "classes": classes}), Config())
 
 

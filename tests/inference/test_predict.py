@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from commands import trained
-from emulator import EmulatedDevice, emulated
 from PIL import Image
 
 import harness
@@ -260,25 +259,6 @@ def test_ranks_that_see_different_files_are_told(
         run(composed(*typed), tmp_path / "run", *typed)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("kept_globals")
-def test_an_emulated_gpu_predicts_alike(
-    composed: Composed,
-    first: tuple[Path, dict[str, Any]],
-    tree: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By a copy of each batch, on a stream of its own."""
-    typed = ("mode=predict", f"resume={first[0]}", f"data.root={tree}", "loader.num_workers=0")
-    config = composed(*typed, "trainer.num_threads=1")
-    run(config, tmp_path / "cpu", *typed)
-    with emulated(EmulatedDevice(), monkeypatch):
-        run(config, tmp_path / "gpu", *typed)
-    found = [(tmp_path / name / "predictions.csv").read_bytes() for name in ("cpu", "gpu")]
-    assert found[0] == found[1]
-
-
 def test_a_folder_of_predictions_is_not_used_again(tmp_path: Path) -> None:
     """Nor one with an exported network: what lies there would be gone."""
     for name in ("predictions.csv", "model.pt2", "model.onnx"):
@@ -305,29 +285,3 @@ def test_ranks_predict_together(
         assert "predicted      38 of 41 images\nbad samples    3 cannot be read" in done.stdout
         assert bad(tmp_path / "outputs" / name) == ["cut.png", "empty.jpg", "words.jpg"]
         check_alike(tmp_path / "outputs/one", tmp_path / "outputs" / name)
-
-
-@pytest.mark.slow
-def test_hostile_files_among_500(first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Three of 500 files are no images; links that lead away and pipes are left out."""
-    root = tmp_path / "tree"
-    for i in range(497):
-        draw(root / f"{i % 7}" / f"{i}.jpg", i % 3, i)
-    (root / "0/bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + 4096 * b"\0")
-    (root / "3/cut.jpg").write_bytes((root / "0/0.jpg").read_bytes()[:600])
-    (root / "cut.webp").write_bytes(b"RIFF\xff\xff\xff\xffWEBPVP8 ")
-    os.mkfifo(root / "pipe.jpg")
-    (root / "away.jpg").symlink_to("/dev/zero")
-    (root / "gone.jpg").symlink_to(root / "nowhere.jpg")
-    texts = set()
-    for number, form in enumerate(FORMS):
-        name = f"run.name={number}"
-        common = ("mode=predict", f"resume={first[0]}", f"data.root={root}", name)
-        done = trained(tmp_path, *common, *form.split(), "loader.batch_size=32")
-        assert done.returncode == 0, done.stderr
-        assert "predicted      497 of 500 images\nbad samples    3 cannot be read" in done.stdout
-        folder = tmp_path / "outputs" / str(number)
-        assert bad(folder) == ["bomb.png", "cut.jpg", "cut.webp"]
-        assert len(rows(folder)) == 497
-        texts.add((folder / "predictions.csv").read_bytes())
-    assert len(texts) == 1

@@ -6,7 +6,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from harness.training import saving
+from harness.training import checkpoint
 from harness.training.checkpoint import Record
 
 
@@ -14,5 +14,5 @@ def commit(
     folder: Path, state: dict[str, Any], top1: float | None = None, keep_last: int = 2
 ) -> Record:
     """Saves ``state``, which holds its step and epoch."""
-    file = saving.packed(state, BytesIO())
-    return saving.save(folder, file, state["step"], state["epoch"], top1, keep_last)
+    file = checkpoint.packed(state, BytesIO())
+    return checkpoint.commit(folder, file, state["step"], state["epoch"], top1, keep_last)

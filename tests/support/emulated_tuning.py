@@ -19,8 +19,7 @@ from harness.feed.order import Cursor
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import state_of
-from harness.training.step import Step
-from harness.training.trial import StepTrials
+from harness.training.step import Step, StepTrials
 
 LIMITS = Limits(cores=64.0, memory_bytes=10**12, shm_bytes=10**11, open_files=10**6)
 

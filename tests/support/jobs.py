@@ -209,8 +209,7 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
     from harness.feed.interface import HostBatch
     from harness.runtime.distributed import joined
     from harness.training.state import state_of
-    from harness.training.step import Step
-    from harness.training.trial import StepTrials
+    from harness.training.step import Step, StepTrials
 
     config, folder, broken = job
     with joined(local_rank, config) as world:

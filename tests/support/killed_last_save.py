@@ -19,7 +19,7 @@ from killed_runs import settings
 
 from harness import job
 from harness.config import Config, Mode
-from harness.training import checkpoint, saving
+from harness.training import checkpoint
 from scripts.chaos_left import digest, logged
 
 # the updates of three epochs, so that the last save has a checkpoint to delete, and of all four
@@ -56,7 +56,7 @@ def done(config: Config, folder: Path, number: int = 0) -> str | None:
         return told.read_text() if status else None
     left = number
     saves = False
-    real = saving.save
+    real = checkpoint.commit
 
     def save(*given: object) -> object:
         nonlocal saves
@@ -74,7 +74,7 @@ def done(config: Config, folder: Path, number: int = 0) -> str | None:
             os.pwrite(handle, f"{when} {name}".encode(), 0)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    saving.save = save  # type: ignore[assignment]
+    checkpoint.commit = save  # type: ignore[assignment]
     disk.tell_calls(tell)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:

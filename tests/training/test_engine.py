@@ -21,7 +21,6 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import NonFiniteError
 from harness.training import checkpoint
 from harness.training.engine import Engine
-from harness.training.epoch import EvalWarmup
 from harness.training.saving import Place, Saves
 from harness.training.state import state_of
 from harness.training.step import Step
@@ -104,7 +103,7 @@ def run(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, batches: int = 3, **trainer: int
 ) -> tuple[Engine, list[str]]:
     """A whole run on recorded feeds; an epoch ends only with its last step."""
-    monkeypatch.setattr("harness.training.epoch._WARM_UP_S", 0.0)
+    monkeypatch.setattr("harness.training.engine._WARM_UP_S", 0.0)
     log: list[str] = []
     engine = make_engine(Recorded("train", batches, log), Recorded("val", 1, log), **trainer)
     engine.fit()
@@ -187,33 +186,19 @@ def test_the_rate_shown_is_the_last_step_s(
     """At the end of a cosine to 0 it is not 0, which no step has used."""
     engine, _ = run(make_engine, monkeypatch, batches=4, epochs=1)
     # the peak, three quarters through
-    assert engine._epoch.lr == pytest.approx(0.1 * (1 + math.cos(0.75 * math.pi)) / 2)
+    rate = 0.1 * (1 + math.cos(0.75 * math.pi)) / 2
+    assert engine._shown.startswith(f"lr {rate:.3g}, ")
 
 
-@pytest.mark.parametrize(
-    ("step_s", "told_at"),
-    [
-        pytest.param(0.5, 3, id="1.5 s are three steps"),
-        pytest.param(0.4, 3, id="less than four"),
-        pytest.param(2.0, 1, id="less than one"),
-        pytest.param(0.01, 8, id="the whole epoch, once a step has been timed"),
-    ],
-)
-def test_the_end_of_an_epoch_is_foreseen_by_its_steps(step_s: float, told_at: int) -> None:
-    """It is due 1.5 s before the end by the mean step."""
-    now = 0.0
-    warm_up = EvalWarmup(10, lambda: now)
-    due = []
-    for left in range(10, 0, -1):
-        if warm_up.due(left):
-            due.append(left)
-        now += 100.0 if left == 10 else step_s
-    assert due == list(range(told_at, 0, -1))
-
-
-def test_an_epoch_of_one_step_is_about_to_end_at_once() -> None:
-    """There is no step to wait for."""
-    assert EvalWarmup(1, lambda: 0.0).due(1)
+def test_the_end_of_an_epoch_is_foreseen_by_its_steps(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation is primed as soon as a window has shown how long a step takes."""
+    monkeypatch.setattr("harness.training.engine._WARM_UP_S", 1e9)
+    log: list[str] = []
+    engine = make_engine(Recorded("train", 30, log), Recorded("val", 1, log), epochs=1)
+    engine.fit()
+    assert log[log.index("val prime 0") - 1] == "train batch 9"
 
 
 def fit(make_engine: MakeEngine, val_workers: int, **trainer: int) -> Engine:

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config import Config, ConfigError, DistConfig, DistName, OptimName, Precision, to_plain
+from harness.config import Config, ConfigError, DistConfig, DistName, OptimName, to_plain
 from harness.runtime.distributed import World, launch
 from harness.training import models
+from harness.training.checkpoint import Saved
 from harness.training.optimizer import frozen_names
 from harness.training.state import state_of
-from harness.training.step import Step
-from harness.training.trial import StepTrials
+from harness.training.step import Step, StepTrials
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 FACTS: dict[str, Any] = {"classes": ["a"], "ranks": 1, "length": 100, "stop": 96}
@@ -119,7 +119,7 @@ def test_a_thaw_is_that_of_a_loop_written_out(name: OptimName, stop: int | None)
         if number == stop:
             saved = copy.deepcopy(step.state.to_dict(FACTS | {"settings": to_plain(config)}))
             step = make(config)
-            step.state.load_dict(saved, "x", Precision.fp32)
+            step.state.load(Saved("x", saved))
             # as where the step is made after the checkpoint was taken over
             step = Step(step.state, config, CPU, 5)
         epoch(step, number)
@@ -170,23 +170,6 @@ def test_trials_leave_what_is_frozen() -> None:
         assert not step.state.network[1].training and step.state.network.training
         assert len(step.state.optimizer.state) == 2
     assert changed(step, before) == set()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
-)
-def test_a_compiled_network_thaws() -> None:
-    """What is compiled is trained as eagerly, before and after."""
-    ends = []
-    for compiled in (False, True):
-        step = make(settled(freeze_epochs=1))
-        if compiled:
-            step.state.network.compile(backend="eager", dynamic=False)
-        epoch(step, 0)
-        epoch(step, 1)
-        ends.append(kept(step))
-    assert all(torch.equal(value, ends[1][key]) for key, value in ends[0].items())
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from torch import nn
 
 from harness.feed.order import Order
 from harness.runtime.distributed import World
-from harness.training.evaluate import evaluate
 from harness.training.mistakes import Answers, Tally
+from harness.training.step import evaluate
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 CLASSES = 7

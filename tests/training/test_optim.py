@@ -12,10 +12,8 @@ from harness.config import (
     Config,
     ModelConfig,
     OptimConfig,
-    OptimName,
     ScheduleConfig,
     ScheduleName,
-    TrainerConfig,
 )
 from harness.runtime.distributed import World
 from harness.training import models
@@ -43,14 +41,6 @@ def test_decay_norm_and_bias_decays_everything() -> None:
         network(), OptimConfig(decay_norm_and_bias=True, weight_decay=0.1)
     ).param_groups
     assert group["weight_decay"] == 0.1
-
-
-@pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
-def test_optimizers_are_fused(name: OptimName) -> None:
-    """Both optimizers are the fused form, which can leave an update out on the device."""
-    assert all(
-        group["fused"] for group in make_optimizer(network(), OptimConfig(name=name)).param_groups
-    )
 
 
 def test_step_schedule_is_torchs_steplr() -> None:
@@ -90,23 +80,6 @@ def test_warm_up_is_linear_and_ends_at_the_peak(name: ScheduleName) -> None:
     assert factors[0] > 0
     assert rises == pytest.approx([rises[0]] * 10, rel=0.01)
     assert factors[10] == pytest.approx(1.0)
-
-
-def test_schedule_sets_the_optimizers_rate() -> None:
-    """Stepping the schedule moves the optimizer's rate along the curve."""
-    config = Config(
-        optim=OptimConfig(lr=0.2),
-        schedule=ScheduleConfig(name=ScheduleName.cosine, final_fraction=0.1),
-        trainer=TrainerConfig(epochs=1),
-    )
-    state = state_of(network(), config, torch.device("cpu"), 4)
-    seen = []
-    for _ in range(5):
-        seen.append(state.optimizer.param_groups[0]["lr"])
-        state.optimizer.step()
-        state.schedule.step()
-    assert seen[0] == pytest.approx(0.2)
-    assert seen[-1] == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(

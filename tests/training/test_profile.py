@@ -121,16 +121,6 @@ def test_a_run_too_short_for_the_trace_says_so(
     ]
 
 
-def test_a_trace_that_cannot_be_written_costs_the_trace_alone(
-    tmp_path: Path, logged: pytest.LogCaptureFixture
-) -> None:
-    """Training goes on, told in a warning, where the folder cannot be made."""
-    (tmp_path / "trace").write_text("in the way")
-    go(Trace("1-1", tmp_path, Pauses()), 1, 2)
-    assert "profile.steps: no trace: " in logged.text
-    assert not names_are_made()
-
-
 def test_half_a_trace_is_not_left(
     tmp_path: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

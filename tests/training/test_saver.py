@@ -23,7 +23,7 @@ import torch
 from checkpoints import commit
 
 from harness.runtime.errors import CheckpointError, DiskError
-from harness.training import checkpoint, saving
+from harness.training import checkpoint
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def test_a_state_is_packed_over_the_one_before() -> None:
     for numbers in (5000, 900, 900):
         given = {"a": torch.randn(numbers)}
         expected = given["a"].clone()
-        saving.packed(given, file)
+        checkpoint.packed(given, file)
         given["a"].zero_()
-        fresh = saving.packed({"a": expected}, BytesIO())
+        fresh = checkpoint.packed({"a": expected}, BytesIO())
         assert file.getvalue() == fresh.getvalue()
 
 
@@ -254,17 +254,6 @@ def test_without_links_pointers_hold_names(
     assert (saved / "last.pt").is_symlink() and checkpoint.read(saved / "last.pt")[0].step == 5
 
 
-def test_a_folder_in_a_pointers_place_is_set_aside(saved: Path) -> None:
-    """It gets another name, and the pointer leads to the newest again."""
-    link = saved / "last.pt"
-    target = link.resolve()
-    link.unlink()
-    link.mkdir()
-    saving._point(link, target)
-    assert link.resolve() == target
-    assert len(list(saved.glob("last.pt.*"))) == 1
-
-
 @pytest.mark.parametrize("damage", ["changed", "missing"])
 def test_a_link_to_a_damaged_record_is_an_error(saved: Path, damage: str) -> None:
     """A named best.pt is never another one in silence."""
@@ -295,9 +284,3 @@ def test_a_folder_need_not_be_synced(
     with nullcontext() if tolerated else pytest.raises(DiskError, match=os.strerror(code)):
         save(saved, 4)
     assert ("step-4.pt" in whole(saved)) is tolerated
-
-
-def test_other_threads_and_savers_keep_torchs_checksums(tmp_path: Path) -> None:
-    """What is switched off for a save is on again after it."""
-    save(tmp_path, 1)
-    assert torch.serialization.get_crc32_options()

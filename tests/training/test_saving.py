@@ -16,7 +16,7 @@ from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
-from harness.training import checkpoint, saving
+from harness.training import checkpoint
 from harness.training.saving import Boundary, Place, Saves
 from harness.training.state import TrainState, state_of
 
@@ -172,13 +172,13 @@ def test_a_state_may_change_while_it_is_saved(
 ) -> None:
     """What was given is saved, though training goes on meanwhile; a second save waits."""
     go = threading.Event()
-    commit = saving.save
+    commit = checkpoint.commit
 
     def later(*given: Any, **facts: Any) -> checkpoint.Record:
         assert go.wait(10)
         return commit(*given, **facts)
 
-    monkeypatch.setattr(saving, "save", later)
+    monkeypatch.setattr(checkpoint, "commit", later)
     saves = make_saves(config, state, tmp_path)
     weight = state.network.get_parameter("weight").detach()
     weight.fill_(1.0)

@@ -24,8 +24,7 @@ from harness.runtime.errors import Interrupted, LoaderError
 from harness.runtime.seeding import random_state
 from harness.runtime.snapshot import Snapshot
 from harness.training.state import state_of
-from harness.training.step import Step, device_batches
-from harness.training.trial import StepTrials
+from harness.training.step import Step, StepTrials, device_batches
 from harness.watch.clock import StepClock
 
 DEVICE = torch.device("cpu")
@@ -236,40 +235,6 @@ def test_all_is_as_before(config: Config, before: int) -> None:
     assert addresses(step) == where
 
 
-@CASES
-def test_training_goes_on_as_without_trials(config: Config, before: int) -> None:
-    """Three updates after trials are bitwise those of a run without them."""
-    ends = []
-    for tried in (False, True):
-        step = make(config)
-        train(step, config, before)
-        if tried:
-            trials = StepTrials(step, config, CPU, now=Hand(0.02))
-            with trials.kept():
-                try_out(trials)
-        train(step, config, 3)
-        ends.append(everything(step))
-    assert ends[0] == ends[1]
-
-
-def test_gradients_that_were_there_come_back() -> None:
-    """Gradients at the start of the block are back at its end."""
-    config = settled(parts=2)
-    step = make(config)
-    images, labels = next(device_batches([batch()], config, DEVICE))
-    step(images, labels, part=0, parts=2)
-    step.read()
-    was = everything(step)
-    where = [parameter.grad for parameter in step.state.network.parameters()]
-    trials = StepTrials(step, config, CPU, now=Hand(0.02))
-    with trials.kept():
-        try_out(trials)
-    assert everything(step) == was
-    assert all(
-        p.grad is grad for p, grad in zip(step.state.network.parameters(), where, strict=True)
-    )
-
-
 def test_all_is_as_before_after_an_error() -> None:
     """An error half-way through an update ends the block like anything else."""
     config = settled(parts=2)
@@ -294,15 +259,6 @@ def test_weights_stand_still() -> None:
         assert all(
             torch.equal(a, b) for a, b in zip(weights, step.state.network.parameters(), strict=True)
         )
-
-
-def test_figures_do_not_pile_up() -> None:
-    """Losses, each a piece of device memory, are dropped as the trial goes."""
-    step = make(settled())
-    trials = StepTrials(step, settled(), CPU, now=Hand(0.02))
-    with trials.kept():
-        try_out(trials)
-        assert (step._losses, step._found_inf) == ([], [])
 
 
 def timed(
@@ -553,29 +509,22 @@ def test_two_ranks_make_the_same_steps(
         assert broken is not None or found["measured"] > 2
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
-)
-def test_a_compiled_network_is_not_compiled_again() -> None:
-    """Training after trials uses the graphs that they compiled, on the weights that came back."""
-    from torch._dynamo.utils import counters
-
-    config = settled()
-    ends = []
-    for compiled in (False, True):
-        step = make(config)
-        if compiled:
-            step.state.network.compile(backend="eager")
-            trials = StepTrials(step, config, CPU, now=Hand(0.02))
-            with trials.kept():
-                try_out(trials)
-            graphs = counters["stats"]["unique_graphs"]
-            assert graphs > 0
-        train(step, config, 3)
-        ends.append(everything(step)["weights"])
-    assert counters["stats"]["unique_graphs"] == graphs
-    assert ends[0] == ends[1]
+def test_gradients_that_were_there_come_back() -> None:
+    """Gradients at the start of the block are back at its end."""
+    config = settled(parts=2)
+    step = make(config)
+    images, labels = next(device_batches([batch()], config, DEVICE))
+    step(images, labels, part=0, parts=2)
+    step.read()
+    was = everything(step)
+    where = [parameter.grad for parameter in step.state.network.parameters()]
+    trials = StepTrials(step, config, CPU, now=Hand(0.02))
+    with trials.kept():
+        try_out(trials)
+    assert everything(step) == was
+    assert all(
+        p.grad is grad for p, grad in zip(step.state.network.parameters(), where, strict=True)
+    )
 
 
 def test_a_scaler_whose_update_was_cut_off_goes_on() -> None:

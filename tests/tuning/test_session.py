@@ -19,8 +19,7 @@ from harness.runtime import seeding
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
-from harness.training.step import Step
-from harness.training.trial import StepTrials
+from harness.training.step import Step, StepTrials
 from harness.tuning import session
 from harness.tuning.live import Change
 from harness.tuning.session import Tuned, tuned
