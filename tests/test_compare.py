@@ -349,9 +349,7 @@ DAMAGE = [
         "report.json: damaged: 'utf-8' codec can't decode",
         id="not_text",
     ),
-    pytest.param(
-        ".hydra/config.yaml", "a: [1", "config.yaml: damaged: ", id="settings"
-    ),
+    pytest.param(".hydra/config.yaml", "a: [1", "config.yaml: damaged: ", id="settings"),
     pytest.param(
         ".hydra/config.yaml",
         "a: &a [1,1,1,1,1,1,1,1,1]\n"

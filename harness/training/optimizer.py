@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from harness.config import ConfigError, OptimConfig, OptimName, ScheduleConfig, ScheduleName
 from harness.runtime.errors import printable
@@ -147,34 +146,3 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
         fall = 1 - config.final_fraction
         return config.final_fraction + fall * (1 + math.cos(math.pi * done)) / 2
     return 1.0
-
-
-class Average(AveragedModel):
-    """torch's ``AveragedModel``, exponential and with buffers, that leaves out skipped updates.
-
-    Bitwise torch's ``get_ema_multi_avg_fn``. Which updates were skipped is known on the device
-    alone, and the host does not wait for it.
-    """
-
-    def __init__(self, network: nn.Module, decay: float) -> None:
-        device = next(network.parameters()).device
-        super().__init__(network, device, use_buffers=True)
-        self.requires_grad_(False)
-        self._decay = decay
-
-    @torch.no_grad()
-    def update(self, network: nn.Module, found_inf: Tensor) -> None:
-        """Takes the weights of ``network`` in, unless ``found_inf`` (a scalar) is above 0."""
-        taken = found_inf == 0
-        first = self.n_averaged == 0
-        both = (
-            itertools.chain(each.parameters(), each.buffers()) for each in (self.module, network)
-        )
-        for averaged, current in zip(*both, strict=True):
-            if averaged.is_floating_point():
-                mean = averaged.lerp(current, 1 - self._decay)
-            else:
-                mean = averaged * self._decay + current * (1 - self._decay)
-            new = torch.where(first, current, mean.to(averaged.dtype))
-            averaged.copy_(torch.where(taken, new, averaged))
-        self.n_averaged += taken

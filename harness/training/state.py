@@ -20,9 +20,9 @@ from harness.runtime.distributed import World
 from harness.runtime.files import typed
 from harness.runtime.seeding import random_state, restore_random_state
 from harness.training import models
+from harness.training.average import Average
 from harness.training.checkpoint import COUNTS, Saved, is_plain, weights_of
 from harness.training.optimizer import (
-    Average,
     fill_momentum,
     frozen_names,
     lr_factor,

@@ -18,8 +18,9 @@ from harness.config import Config, ConfigError, Precision, to_plain
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.training import checkpoint
+from harness.training.average import Average
 from harness.training.checkpoint import Saved
-from harness.training.optimizer import Average, lr_factor
+from harness.training.optimizer import lr_factor
 from harness.training.state import TrainState, state_of
 from harness.training.step import Step, StepTrials
 
@@ -152,11 +153,16 @@ class NoWait(TorchDispatchMode):
 
 
 def test_the_host_does_not_wait_for_it() -> None:
-    """Nothing is read from the device."""
-    average = Average(network(), 0.5)
+    """After the first updates nothing is read from the device."""
+    step = make(settled())
+    for batch in batches(2):
+        step(*batch)
+    average = step.state.average
+    assert average is not None
     with NoWait():
-        average.update(network(), torch.zeros(()))
-        average.update(network(), torch.ones(()))
+        average.update(step.state.network, step._found_inf[-1])
+    with pytest.raises(AssertionError), NoWait():
+        Average(network(), 0.5).update(network(), step._found_inf[-1])
 
 
 def test_it_is_what_is_evaluated_and_loaded() -> None:

@@ -1,0 +1,57 @@
+"""An average of a network's weights, which is evaluated in their place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+
+class Average(AveragedModel):
+    """torch's ``AveragedModel``, exponential and with buffers, that leaves out skipped updates.
+
+    Bitwise torch's. Which updates were skipped is known on the device alone, and the host does not
+    wait for it: all averages of a type lie in one tensor, which the device then puts back.
+    """
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        device = next(network.parameters()).device
+        self._average = get_ema_multi_avg_fn(decay)
+        super().__init__(network, device, multi_avg_fn=self._average, use_buffers=True)
+        self.requires_grad_(False)
+        self._has_begun = False
+        tensors = _tensors(self.module)
+        # for each type, all averages in one tensor
+        self._wholes: dict[torch.dtype, Tensor] = {}
+        for dtype in {tensor.dtype for tensor in tensors}:
+            own = [tensor for tensor in tensors if tensor.dtype is dtype]
+            sizes = [tensor.numel() for tensor in own]
+            self._wholes[dtype] = whole = own[0].new_empty(sum(sizes))
+            for tensor, part in zip(own, whole.split(sizes), strict=True):
+                # strides as they were, but dense
+                strides = torch.empty_like(tensor).stride()
+                tensor.data = part.as_strided(tensor.shape, strides).copy_(tensor)
+
+    @torch.no_grad()
+    def update(self, network: nn.Module, found_inf: Tensor) -> None:
+        """Takes the weights of ``network`` in, unless ``found_inf`` (a scalar) is above 0."""
+        # here the host waits for the device, until there was an update, which is a copy
+        self._has_begun = self._has_begun or bool(self.n_averaged)
+        if not self._has_begun:
+            if not found_inf:
+                self.update_parameters(network)
+            return
+        pairs = [*zip(_tensors(self.module), _tensors(network), strict=True)]
+        skipped = found_inf > 0
+        for dtype, whole in self._wholes.items():
+            before = whole.clone()
+            averaged, current = zip(
+                *(pair for pair in pairs if pair[0].dtype is dtype), strict=True
+            )
+            self._average(averaged, current, self.n_averaged)
+            torch.where(skipped, before, whole, out=whole)
+        self.n_averaged += ~skipped
+
+
+def _tensors(network: nn.Module) -> list[Tensor]:
+    return [*network.parameters(), *network.buffers()]
