@@ -28,6 +28,7 @@ from samples import start_server
 from harness import config as schema
 from harness.config import Config
 from harness.runtime import signals
+from harness.training.saving import Boundary
 from harness.watch.neighbours import Neighbours
 
 ROOT = Path(__file__).parents[1]
@@ -123,6 +124,19 @@ def kept_globals() -> Iterator[None]:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(generator)
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Sets the step after which SIGTERM is heard; None: never."""
+    ask = Boundary.ask
+    at = [-1]
+
+    def heard(self: Boundary, step: int) -> tuple[int, bool]:
+        return (15, False) if step == at[0] else ask(self, step)
+
+    monkeypatch.setattr(Boundary, "ask", heard)
+    return lambda step: at.__setitem__(0, -1 if step is None else step)
 
 
 @pytest.fixture

@@ -7,50 +7,27 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import commands
 import pytest
 
-from harness import job
 from harness.config import Config
 from harness.feed.threads import ThreadFeed
-from harness.runtime.errors import DiskError, Interrupted
+from harness.runtime.errors import DiskError
 from harness.training import checkpoint
 from harness.training.saving import Boundary
 from scripts.chaos_left import digest, logged, wrong_lines
 
 Composed = Callable[..., Config]
 COMMON = (
-    "data=digits",
-    "trainer.num_threads=1",
-    "device=cpu",
-    "augment.hflip=0.5",
-    "augment.crop=pad",
+    "data=digits", "trainer.num_threads=1", "device=cpu", "augment.hflip=0.5", "augment.crop=pad",
     "run.name=x",
-)
-
-
-@pytest.fixture
-def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """Sets the step after which SIGTERM is heard; None: never."""
-    ask = Boundary.ask
-    at = [-1]
-
-    def heard(self: Boundary, step: int) -> tuple[int, bool]:
-        return (15, False) if step == at[0] else ask(self, step)
-
-    monkeypatch.setattr(Boundary, "ask", heard)
-    return lambda step: at.__setitem__(0, -1 if step is None else step)
-
-
-def run(config: Config, folder: Path) -> None:
-    """A run in this process, which a signal may end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with suppress(Interrupted):
-        job.main_worker(0, job.Job(config, folder, ()))
+)  # fmt: skip
+run = partial(commands.run_here, stopped=True)
 
 
 @pytest.mark.usefixtures("kept_globals")
@@ -117,13 +94,8 @@ def test_threads_that_come_and_go_change_nothing(
     seeds: range,
 ) -> None:
     """Threads resized at random steps, and a stop between: one hash."""
-    common = (
-        *COMMON,
-        f"augment.crop={crop}",
-        "trainer.epochs=2",
-        "loader.backend=threads",
-        "loader.num_workers=2",
-    )
+    threads = ("loader.backend=threads", "loader.num_workers=2")
+    common = (*COMMON, f"augment.crop={crop}", "trainer.epochs=2", *threads)
     run(composed(*common), tmp_path / "fixed")
     ask = Boundary.ask
     begin = ThreadFeed.begin
@@ -167,13 +139,9 @@ def test_a_run_without_a_checkpoint_begins_its_lines_again(
 def test_short_runs_add_up_to_a_long_one(composed: Composed, tmp_path: Path) -> None:
     """trainer.max_steps may end a run anywhere, with accumulated and short batches."""
     common = (
-        *COMMON,
-        "trainer.epochs=2",
-        "loader.batch_size=100",
-        "loader.drop_last=false",
-        "trainer.accumulate_steps=4",
-    )
-    common = (*common, "loader.num_workers=0", "augment.mixup=0.5", "optim=adamw")
+        *COMMON, "trainer.epochs=2", "loader.batch_size=100", "loader.drop_last=false",
+        "trainer.accumulate_steps=4", "loader.num_workers=0", "augment.mixup=0.5", "optim=adamw",
+    )  # fmt: skip
     run(composed(*common), tmp_path / "whole")
     for steps in (1, 3, 4, 6):
         run(composed(*common, "resume=auto", f"trainer.max_steps={steps}"), tmp_path / "parts")
@@ -222,13 +190,13 @@ def test_a_disk_that_is_full_ends_the_run(
     assert calls == [4, 5]
 
 
-def killed(script: str, folder: Path) -> str:
-    """What a script of ``tests/support`` prints that kills runs in ``folder``."""
+def killed(what: str, folder: Path) -> set[str]:
+    """The calls to the disk at which ``tests/support/killed.py`` killed ``what``."""
     support = Path(__file__).with_name("support")
     path = os.pathsep.join([str(support), str(support.parents[1])])
-    command = [sys.executable, support / script, folder]
-    env = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+    command = [sys.executable, support / "killed.py", what, folder]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
+    return set((folder / "events").read_text().splitlines())
 
 
 CALLS = {"open", "write", "fsync", "replace", "symlink", "unlink"}
@@ -239,14 +207,11 @@ AROUND = {f"{when} {call}" for when in ("before", "after") for call in CALLS}
 @pytest.mark.timeout(900)
 def test_a_kill_at_any_call_to_the_disk_loses_nothing(tmp_path: Path) -> None:
     """Killed around any call to the disk and resumed, a run ends the same."""
-    killed("killed_runs.py", tmp_path)
-    events = set((tmp_path / "events").read_text().splitlines())
-    assert AROUND | {"before mkdir", "after mkdir"} <= events
+    assert AROUND | {"before mkdir", "after mkdir"} <= killed("run", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_kill_in_the_last_save_is_seen_by_nobody(tmp_path: Path) -> None:
     """Around any call, the folder and both pointers give the newest state, before a resume too."""
-    lines = killed("killed_last_save.py", tmp_path).splitlines()
-    assert AROUND | {"before mkdir"} <= {" ".join(line.split()[1:3]) for line in lines}
+    assert AROUND | {"before mkdir"} <= killed("last", tmp_path)

@@ -1,11 +1,17 @@
-"""Commands that tests run to their end."""
+"""Commands and runs that tests bring to their end."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from harness import job
+from harness.config import Config
+from harness.runtime.errors import Interrupted
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,3 +37,15 @@ def trained(
     """Runs train.py in ``cwd``, as a user does."""
     command = (sys.executable, ROOT / "train.py", *overrides)
     return ran(*command, cwd=cwd, timeout_s=timeout_s, **environment)
+
+
+def run_here(config: Config, folder: Path, *typed: str, stopped: bool = False) -> dict[str, Any]:
+    """Runs in this process, which a signal may end if ``stopped``; its report, if any."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        job.main_worker(0, job.Job(config, folder, typed))
+    except Interrupted:
+        if not stopped:
+            raise
+    report = folder / "report.json"
+    return dict(json.loads(report.read_text())) if report.exists() else {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import disk
-import killed_saves
+import killed
 import pytest
 import torch
 from checkpoints import commit
@@ -113,7 +113,7 @@ def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path) -> None:
     """SIGKILL around each call to the disk leaves a whole newest checkpoint, and both pointers."""
     path = os.pathsep.join(sys.path)
     subprocess.run(
-        [sys.executable, killed_saves.__file__, tmp_path],
+        [sys.executable, killed.__file__, "save", tmp_path],
         env=os.environ | {"PYTHONPATH": path},
         check=True,
         timeout=100,
