@@ -6,22 +6,21 @@ import json
 import shutil
 import textwrap
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from commands import trained
+from commands import run_here, trained
 from PIL import Image
 
-from harness import job
 from harness.config import Config
-from harness.runtime.errors import BadSample, DataError, Interrupted
+from harness.runtime.errors import BadSample, DataError
 from harness.training.saving import Boundary
 from scripts.chaos_left import digest
 
 Composed = Callable[..., Config]
+run = partial(run_here, stopped=True)
 BAD = ("train/b/3.jpg", "train/c/7.jpg", "val/a/1.jpg")
 WAYS = (
     "loader.num_workers=0",
@@ -60,39 +59,16 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(tree: Path, *more: str) -> list[str]:
     """Of a run of two epochs that skips."""
     return [
-        "data=imagefolder",
-        f"data.root={tree}",
-        "data.image_size=16",
-        "augment.crop=pad",
-        "augment.hflip=0.5",
-        "data.on_error=skip",
-        "data.max_bad_fraction=0.1",
-        "device=cpu",
-        "trainer.num_threads=1",
-        "trainer.epochs=2",
-        "loader.batch_size=8",
-        "run.name=x",
-        *more,
-    ]
-
-
-def run(config: Config, folder: Path) -> None:
-    """A run in this process, which a signal may end."""
-    folder.mkdir(exist_ok=True)
-    with suppress(Interrupted):
-        job.main_worker(0, job.Job(config, folder, ()))
+        "data=imagefolder", f"data.root={tree}", "data.image_size=16", "augment.crop=pad",
+        "augment.hflip=0.5", "data.on_error=skip", "data.max_bad_fraction=0.1", "device=cpu",
+        "trainer.num_threads=1", "trainer.epochs=2", "loader.batch_size=8", "run.name=x", *more,
+    ]  # fmt: skip
 
 
 def listed(folder: Path) -> list[str]:
     """The files in the list, by their place in the tree."""
     lines = map(json.loads, (folder / "bad_samples.jsonl").read_text().splitlines())
     return sorted("/".join(Path(line["where"]).parts[-3:]) for line in lines)
-
-
-def report(folder: Path) -> dict[str, Any]:
-    """What the run reports."""
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return found
 
 
 @pytest.mark.usefixtures("kept_globals")
@@ -103,10 +79,9 @@ def test_no_setting_of_the_loader_changes_what_is_trained_on(
     hashes = set()
     for number, way in enumerate(WAYS):
         folder = tmp_path / str(number)
-        run(composed(*settings(tree, *way.split())), folder)
+        assert run(composed(*settings(tree, *way.split())), folder)["bad_samples"] == 3
         hashes.add(digest(folder))
         assert listed(folder) == sorted(BAD)
-        assert report(folder)["bad_samples"] == 3
     assert len(hashes) == 1
 
 
@@ -141,7 +116,7 @@ def test_too_many_end_the_run(composed: Composed, tree: Path, tmp_path: Path) ->
     with pytest.raises(DataError, match=r"of 48 training images cannot be read, more than "):
         run(composed(*settings(tree, "data.max_bad_fraction=0.03", WAYS[0])), tmp_path)
     assert set(listed(tmp_path)) <= set(BAD)
-    assert report(tmp_path)["status"] == "failed"
+    assert json.loads((tmp_path / "report.json").read_text())["status"] == "failed"
 
 
 @pytest.mark.slow
@@ -166,9 +141,8 @@ def test_mended_samples_count_no_more(composed: Composed, tree: Path, tmp_path: 
     named = listed(tmp_path / "run")
     for place in BAD:
         shutil.copy(root / "train/a/0.jpg", root / place)
-    run(composed(*settings(root, *few, "resume=auto")), tmp_path / "run")
-    assert report(tmp_path / "run")["status"] == "completed"
-    assert "bad_samples" not in report(tmp_path / "run")
+    report = run(composed(*settings(root, *few, "resume=auto")), tmp_path / "run")
+    assert report["status"] == "completed" and "bad_samples" not in report
     assert listed(tmp_path / "run") == named
 
 
@@ -188,9 +162,8 @@ def test_an_evaluation_may_raise_after_a_run_that_skipped(
     run(composed(*settings(tree, WAYS[0])), tmp_path / "run")
     typed = (*settings(tree), "mode=evaluate", f"resume={tmp_path / 'run'}", "data.on_error=raise")
     typed = tuple(text for text in typed if "max_bad" not in text)
-    (tmp_path / "again").mkdir()
     with pytest.raises(BadSample):
-        job.main_worker(0, job.Job(composed(*typed), tmp_path / "again", typed))
+        run(composed(*typed), tmp_path / "again", *typed)
 
 
 @pytest.mark.usefixtures("kept_globals")
@@ -216,20 +189,12 @@ def test_a_data_set_of_the_users_is_replaced_too(
             return Broken(), Broken()
         """),
     )
-    run(
-        composed(
-            "data=own",
-            "data.name=broken_set:splits",
-            "data.image_size=16",
-            "data.on_error=skip",
-            "data.max_bad_fraction=0.1",
-            "loader.num_workers=0",
-            "loader.batch_size=8",
-            "trainer.epochs=1",
-            "device=cpu",
-        ),
-        tmp_path,
-    )
+    own = (
+        "data=own", "data.name=broken_set:splits", "data.image_size=16", "data.on_error=skip",
+        "data.max_bad_fraction=0.1", "loader.num_workers=0", "loader.batch_size=8",
+        "trainer.epochs=1", "device=cpu",
+    )  # fmt: skip
+    run(composed(*own), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "bad_samples.jsonl").read_text().splitlines()]
     assert [(line["set"], line["index"]) for line in lines] == [("training", 0), ("validation", 0)]
     assert "OSError: gone" in lines[0]["reason"]

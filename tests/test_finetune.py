@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import commands
 import pytest
 
-from harness import job
 from harness.config import Config
-from harness.runtime.errors import Interrupted
 from harness.training import checkpoint
-from harness.training.saving import Boundary
 from scripts.chaos_left import digest
 
 Composed = Callable[..., Config]
@@ -46,36 +42,12 @@ def few_pairs(data, seed):
     return split(900, 96, load_digits().target // 2)
 """
 pytestmark = pytest.mark.usefixtures("kept_globals")
-
-
-def run(config: Config, folder: Path) -> dict[str, Any]:
-    """A run in this process, which a signal may end; its report."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with suppress(Interrupted):
-        job.main_worker(0, job.Job(config, folder, ()))
-    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return report
-
-
-@pytest.fixture
-def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """Sets the step after which SIGTERM is heard; None: never."""
-    ask = Boundary.ask
-    at = [-1]
-
-    def heard(self: Boundary, step: int) -> tuple[int, bool]:
-        return (15, False) if step == at[0] else ask(self, step)
-
-    monkeypatch.setattr(Boundary, "ask", heard)
-    return lambda step: at.__setitem__(0, -1 if step is None else step)
+run = partial(commands.run_here, stopped=True)
 
 
 @pytest.mark.parametrize(
     ("seeds", "rates"),
-    [
-        (range(1), (0.03,)),
-        pytest.param(range(1, 5), (0.01, 0.03, 0.1), marks=pytest.mark.slow),
-    ],
+    [(range(1), (0.03,)), pytest.param(range(1, 5), (0.01, 0.03, 0.1), marks=pytest.mark.slow)],
     ids=str,
 )
 def test_fine_tuning_is_above_training_from_nothing(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -77,14 +77,33 @@ def test_nothing_is_installed_by_our_name() -> None:
     assert [file for file in files if found.search(file.read_text(encoding="utf-8"))] == []
 
 
-def test_a_clock_around_ones_own_loader(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first Python block runs where there are a loader and a step, and prints its figures."""
-    loader = [(torch.zeros(4, 3, 8, 8), torch.zeros(4))] * 3
-    exec(
-        compile(blocks(OWN_LOOP, "python")[0], OWN_LOOP.name, "exec"),
-        {"device": "cpu", "loader": loader, "train_step": max_of},
-    )
-    assert re.search(r"\d+ images/s, waiting for data \d+% of the time", capsys.readouterr().out)
+def max_of(images: torch.Tensor, labels: torch.Tensor) -> None:
+    """A step."""
+    torch.maximum(images.amax(), labels.amax())
+
+
+RATES = r"\d+ images/s, waiting for data \d+% of the time"
+GIVEN = {
+    "device": "cpu",
+    "loader": [(torch.zeros(4, 3, 8, 8), torch.zeros(4))] * 3,
+    "train_step": max_of,
+}
+
+
+@pytest.mark.parametrize(
+    ("block", "given", "printed"),
+    [(0, GIVEN, RATES), (1, {}, RATES), (2, {}, "(?i)the model takes")],
+)
+def test_the_examples_for_a_loop_of_ones_own_run(
+    capsys: pytest.CaptureFixture[str],
+    kept_globals: None,
+    block: int,
+    given: dict[str, Any],
+    printed: str,
+) -> None:
+    """A clock around a loader, a prefetcher, tuning: they run and print their figures."""
+    exec(compile(blocks(OWN_LOOP, "python")[block], OWN_LOOP.name, "exec"), {**given})
+    assert re.search(printed, capsys.readouterr().out)
 
 
 WATCHED = """
@@ -108,25 +127,6 @@ def test_a_loader_that_is_watched(page: Path, tmp_path: Path) -> None:
     done = ran(sys.executable, "loop.py", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert "wellfed: 59 steps" in done.stderr and len([*tmp_path.glob("outputs/*/*/report.html")])
-
-
-def max_of(images: torch.Tensor, labels: torch.Tensor) -> None:
-    """A step."""
-    torch.maximum(images.amax(), labels.amax())
-
-
-def test_the_example_for_a_loop_of_ones_own_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The second Python block runs as it stands and prints its figures."""
-    exec(compile(blocks(OWN_LOOP, "python")[1], "own_loop.md", "exec"), {})
-    assert re.search(r"\d+ images/s, waiting for data \d+% of the time", capsys.readouterr().out)
-
-
-def test_the_example_that_tunes_runs(
-    capsys: pytest.CaptureFixture[str], kept_globals: None
-) -> None:
-    """As it stands, and ends with a sentence about what the model takes."""
-    exec(compile(blocks(OWN_LOOP, "python")[2], "own_loop.md", "exec"), {})
-    assert "the model takes" in capsys.readouterr().out.splitlines()[-1].lower()
 
 
 @pytest.mark.parametrize(

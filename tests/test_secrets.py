@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from commands import run_here
 from hydra import compose
-from PIL import Image
+from pictures import write_tree
 
 from harness import config as schema
-from harness import job
 from harness.config import Config
 from harness.training import checkpoint
 
@@ -26,14 +25,7 @@ OTHERS = (
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Two classes of eight images to train and two to validate, in a folder with a secret name."""
-    root = tmp_path / SECRET
-    for part, count in (("train", 8), ("val", 2)):
-        for name in "ab":
-            (root / part / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = np.full((16, 16, 3), 9 * i, np.uint8)
-                Image.fromarray(pixels).save(root / part / name / f"{i}.png")
-    return root
+    return write_tree(tmp_path / SECRET, (16, 16), "png", train=8, val=2)
 
 
 @pytest.mark.usefixtures("kept_globals")
@@ -47,8 +39,7 @@ def test_a_secret_is_in_no_file_of_a_run(
     config = composed(*typed)
     assert config.data.root == str(tree)
     folder = tmp_path / "x"
-    folder.mkdir()
-    job.main_worker(0, job.Job(config, folder, typed))
+    run_here(config, folder, *typed)
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} >= {".pt", ".json", ".html", ".jsonl", ".log"}
     assert [path.name for path in files if SECRET.encode() in path.read_bytes()] == []
@@ -57,7 +48,7 @@ def test_a_secret_is_in_no_file_of_a_run(
     assert found["data"]["root"] == str(hidden)
     assert schema.from_plain(found) == config
     longer = composed(*typed, "resume=auto", "trainer.epochs=3")
-    job.main_worker(0, job.Job(longer, folder, typed))
+    run_here(longer, folder, *typed)
     assert SECRET not in (folder / "train.log").read_text()
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import samples
 import torch
-from emulated import Gpu
-from emulator import emulated
+from emulator import Gpu, emulated
 from PIL import Image, ImageOps
 
 from harness.data.decode import DecodeOptions

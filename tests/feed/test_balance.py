@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import samples
 import torch
-from emulated import Gpu
-from emulator import emulated
+from emulator import Gpu, emulated
 
 from harness.config import BackendName, Config, ConfigError, Crop, LoaderConfig
 from harness.data.datasets import Splits

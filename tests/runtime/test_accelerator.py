@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from marks import BUSY_S, MIB, SIZE, marked, source, took_s
+from emulator import BUSY_S, MIB, SIZE, marked, source, took_s
 
 from harness.runtime.accelerator import Accelerator
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulator import EmulatedDevice
-from marks import BUSY_S, MIB, SIZE, marked, source
+from emulator import BUSY_S, MIB, SIZE, EmulatedDevice, marked, source
 
 from harness.runtime.accelerator import Accelerator
 

@@ -226,8 +226,8 @@ def test_two_spawned_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     chosen.trainer = TrainerConfig(num_threads=1)
     launch(jobs.join_and_agree, (chosen, tmp_path), chosen)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert first["world"] == [0, 2, 0, 2, "cpu", True]
-    assert second["world"] == [1, 2, 1, 2, "cpu", False]
+    assert first["world"] + first["device"] == [0, 2, 0, 2, "cpu", True]
+    assert second["world"] + second["device"] == [1, 2, 1, 2, "cpu", False]
     assert (first["own"], second["own"]) == ([1.0, 10.0], [2.0, 20.0])
     for found in (first, second):
         assert found["total"] == [3.0, 30.0]

@@ -32,6 +32,12 @@ from harness.runtime import accelerator
 
 # bytes: torch's device allocator gives multiples of that
 _ROUND = 512
+GB = 10**9
+# of a stream that others are compared with: long beside what a host does in between
+BUSY_S = 0.1
+MIB = 2**20
+# the least that torch's allocator takes from the driver for one tensor alone
+SIZE = 10 * MIB
 
 
 class WallClock:
@@ -495,6 +501,53 @@ class EmulatedDevice(accelerator.Accelerator):
     def release(self) -> None:
         self.memory_pool.release(wait=True)
         self.pinned_pool.release()
+
+
+class Gpu(EmulatedDevice):
+    """A GPU on the wall clock whose figures of memory are made up.
+
+    Attributes:
+        peaks: what of its memory is allocated at most, in turn for each reading; the last one
+            stays.
+        free: bytes of it that nobody has.
+        pinned: how many tensors were page-locked.
+        resets: how often the peaks were begun again.
+    """
+
+    def __init__(self, *peaks: int, free: int = 50 * GB) -> None:
+        super().__init__()
+        self.peaks = list(peaks or (0,))
+        self.free = free
+        self.pinned = self.resets = 0
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        self.pinned += 1
+        return super().pin(tensor)
+
+    def memory(self) -> accelerator.MemoryUse:
+        peak = self.peaks.pop(0) if len(self.peaks) > 1 else self.peaks[0]
+        return accelerator.MemoryUse(peak, 30 * GB, peak, 30 * GB, self.free, 80 * GB)
+
+    def reset_peaks(self) -> None:
+        self.resets += 1
+
+
+def marked(own: accelerator.Accelerator, stream: Any = None, *, timed: bool = True) -> Any:
+    """An event at this point of ``stream``; None: of the current one."""
+    event = own.event(timed=timed)
+    event.record(stream or own.stream())
+    return event
+
+
+def took_s(own: accelerator.Accelerator, call: Callable[[], object]) -> float:
+    began_s = own.now()
+    call()
+    return own.now() - began_s
+
+
+def source(own: accelerator.Accelerator, size: int = SIZE, value: int = 1) -> Tensor:
+    """Page-locked bytes."""
+    return own.pin(torch.full((size,), value, dtype=torch.uint8))
 
 
 @contextlib.contextmanager

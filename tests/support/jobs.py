@@ -159,14 +159,8 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
         copied = torch.full((2,), float(world.rank))
         world.copy_from_first([copied])
         found = {
-            "world": [
-                world.rank,
-                world.size,
-                world.local_rank,
-                world.local_size,
-                str(world.device),
-                world.is_main,
-            ],
+            "world": [world.rank, world.size, world.local_rank, world.local_size],
+            "device": [str(world.device), world.is_main],
             "total": world.total(values).tolist(),
             "own": values.tolist(),
             "copied": copied.tolist(),
@@ -244,13 +238,8 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
         same = (
             all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and state.step == 0
         )
-    found = {
-        "same": same,
-        "steps": steps,
-        "demand": len(demand.seconds),
-        "measured": measured,
-        "error": error,
-    }
+    found = {"same": same, "steps": steps, "measured": measured, "error": error}
+    found["demand"] = len(demand.seconds)
     (folder / f"{local_rank}.json").write_text(json.dumps(found))
 
 

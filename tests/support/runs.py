@@ -15,43 +15,13 @@ from typing import Any
 from PIL import Image
 
 # the window's last step: ms of its longest step
-SPIKES = {
-    3_330: 900.0,
-    9_990: 400.0,
-    10_500: 2_600.0,
-    19_870: 650.0,
-}
+SPIKES = {3_330: 900.0, 9_990: 400.0, 10_500: 2_600.0, 19_870: 650.0}
 STAGES = (
     ("read", "storage", 0.9, 0.12),
     ("decode", "decode", 5.4, 5.3),
     ("crop", "augment", 0.4, 0.4),
     ("collate", "collate", 0.2, 0.2),
 )
-GOODPUT = {
-    "fraction": 0.46,
-    "busy_s": 46.0,
-    "wall_s": 100.0,
-    "rest": [
-        {"name": "start", "s": 9.0},
-        {"name": "tuning", "s": 7.5},
-        {"name": "starved", "s": 28.0},
-        {"name": "host", "s": 1.5},
-        {"name": "evaluate", "s": 5.5},
-        {"name": "checkpoint", "s": 2.5},
-    ],
-}
-VERDICT = {
-    "bottleneck": "decode",
-    "ceiling": 1.64,
-    "next_step": "loader.num_workers=8",
-    "sentence": "The GPU waited for data in 38% of the time: decoding takes 5.4 ms of "
-    "processor time a sample, and 4 workers cannot make 4,100 images/s with it.",
-    "evidence": [
-        "workers were busy in 97% of the time",
-        "decode is 78% of a sample's 6.9 ms",
-        ("next suspects: storage (0.8 ms of waiting a sample), transport (8% of the wait)"),
-    ],
-}
 
 
 def spread(
@@ -97,25 +67,12 @@ def parts_of(starved: float, noise: random.Random, *, device: bool) -> dict[str,
 
 
 GPU_MEMORY = {
-    "total_bytes": 80e9,
-    "reserved_bytes": 24e9,
-    "training_bytes": 21.3e9,
+    "total_bytes": 80e9, "reserved_bytes": 24e9, "training_bytes": 21.3e9,
     "evaluation_bytes": 9.8e9,
-}
+}  # fmt: skip
 REST_S = {
-    "start": 9.0,
-    "tuning": 7.5,
-    "starved": 28.0,
-    "host": 1.5,
-    "evaluate": 5.5,
-    "checkpoint": 2.5,
-}
-GOODPUT = {
-    "fraction": 0.46,
-    "busy_s": 46.0,
-    "wall_s": 100.0,
-    "rest": [{"name": name, "s": seconds} for name, seconds in REST_S.items()],
-}
+    "start": 9.0, "tuning": 7.5, "starved": 28.0, "host": 1.5, "evaluate": 5.5, "checkpoint": 2.5,
+}  # fmt: skip
 VERDICT = {
     "bottleneck": "decode",
     "ceiling": 1.64,
@@ -128,6 +85,20 @@ VERDICT = {
         "next suspects: storage (0.8 ms of waiting a sample), transport (8% of the wait)",
     ],
 }
+
+
+def goodput(fraction: float, **rest_s: float) -> dict[str, Any]:
+    """Of a run of 100 s."""
+    rest = [{"name": name, "s": seconds} for name, seconds in rest_s.items()]
+    return {"fraction": fraction, "busy_s": 100 * fraction, "wall_s": 100.0, "rest": rest}
+
+
+def loader(batch_size: int, num_workers: int, pin_memory: bool) -> dict[str, Any]:
+    """What a run's loader used."""
+    return {
+        "batch_size": batch_size, "num_workers": num_workers, "pin_memory": pin_memory,
+        "prefetch_factor": 2, "backend": "processes",
+    }  # fmt: skip
 
 
 def report(
@@ -158,14 +129,8 @@ def report(
             for name, group, wall, cpu in STAGES
         ],
         "workers": {"samples": 256 * steps, "busy_fraction": 0.97},
-        "goodput": GOODPUT,
-        "loader": {
-            "batch_size": 256,
-            "num_workers": 4,
-            "pin_memory": device,
-            "prefetch_factor": 2,
-            "backend": "processes",
-        },
+        "goodput": goodput(0.46, **REST_S),
+        "loader": loader(256, 4, device),
         "verdict": VERDICT,
         "environment": {
             "python": "3.11.7",
@@ -186,35 +151,22 @@ def tuning() -> dict[str, Any]:
     """A ``tuning.json``: rising supply, one setting refused, the choice confirmed in steps."""
     settings = [
         {
-            "num_workers": n,
-            "prefetch_factor": 2 if n else None,
-            "pin_memory": True,
+            "num_workers": n, "prefetch_factor": 2 if n else None, "pin_memory": True,
             "backend": "processes",
         }
         for n in range(13)
-    ]
+    ]  # fmt: skip
     rates = {0: 160, 1: 190, 2: 380, 4: 740, 6: 1080, 8: 1390, 10: 1420}
-    rate = {n: {"images_per_s": r, "low": 0.93 * r, "high": 1.07 * r} for n, r in rates.items()}
-    trials = [
-        {"settings": settings[n], "kind": "supply", "rate": found, "refused": None}
-        for n, found in rate.items()
+    measured = [
+        (n, "supply", {"images_per_s": r, "low": 0.93 * r, "high": 1.07 * r}, None)
+        for n, r in rates.items()
     ]
-    trials.append(
-        {
-            "settings": settings[8],
-            "kind": "steps",
-            "rate": {"images_per_s": 1290, "low": 1265, "high": None},
-            "refused": None,
-        }
-    )
-    trials.append(
-        {
-            "settings": settings[12],
-            "kind": "supply",
-            "rate": None,
-            "refused": "worker 11 exited: /dev/shm is full",
-        }
-    )
+    measured.append((8, "steps", {"images_per_s": 1290, "low": 1265, "high": None}, None))
+    measured.append((12, "supply", None, "worker 11 exited: /dev/shm is full"))
+    trials = [
+        {"settings": settings[n], "kind": kind, "rate": rate, "refused": refused}
+        for n, kind, rate, refused in measured
+    ]
     return {
         "search": "auto", "settings": settings[8],
         "sentence": "Training gets 1,290 images/s instead of 190.",
@@ -300,12 +252,7 @@ def sweep(root: Path) -> Path:
             starved=starved,
             top1=None if job == 5 else 0.70 + 0.01 * job,
             status="interrupted" if job == 5 else "completed",
-            goodput={
-                "fraction": 0.9 * (1 - starved),
-                "busy_s": 90 * (1 - starved),
-                "wall_s": 100.0,
-                "rest": [{"name": "starved", "s": 90 * starved}, {"name": "start", "s": 10.0}],
-            },
+            goodput=goodput(0.9 * (1 - starved), starved=90 * starved, start=10.0),
             verdict={
                 "bottleneck": "compute" if starved < 0.1 else "workers",
                 "ceiling": 1 / (1 - starved),
@@ -315,12 +262,7 @@ def sweep(root: Path) -> Path:
                 "overrides": [f"loader.num_workers={workers}", f"loader.batch_size={batch}"],
                 "name": str(job),
             },
-            loader={
-                "batch_size": batch,
-                "num_workers": workers,
-                "pin_memory": True,
-                "prefetch_factor": 2,
-            },
+            loader=loader(batch, workers, True),
         )
         write(root / str(job), report=found, lines=lines)
     return root

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from emulated import GB, Gpu
+from emulator import GB, Gpu
 
 from harness.runtime.accelerator import Accelerator
 from harness.watch.figures import Tag

@@ -72,8 +72,7 @@ def main_worker(args: argparse.Namespace) -> None:
         if not args.distributed or dist.get_rank() == 0:
             is_best, best = top1 > best, max(top1, best)
             save_checkpoint(
-                {"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer},
-                is_best,
+                {"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer}, is_best
             )
     print(digest(model))
     if args.distributed:
@@ -96,12 +95,7 @@ def open_datasets(data: str) -> tuple[datasets.ImageFolder, datasets.ImageFolder
     val_dataset = datasets.ImageFolder(
         os.path.join(data, "val"),
         transforms.Compose(
-            [
-                transforms.Resize(56),
-                transforms.CenterCrop(48),
-                transforms.ToTensor(),
-                normalize,
-            ]
+            [transforms.Resize(56), transforms.CenterCrop(48), transforms.ToTensor(), normalize]
         ),
     )
     return train_dataset, val_dataset
