@@ -206,7 +206,7 @@ def kill_last_saves(base: Path) -> None:
     """Kills at each call of the last save, until the run comes through."""
     first, whole, folder, other = (base / name for name in ("first", "whole", "killed", "other"))
     saves = False
-    real = saving.save
+    real = checkpoint.commit
 
     def told(*given: Any) -> Any:
         nonlocal saves
@@ -215,7 +215,7 @@ def kill_last_saves(base: Path) -> None:
         saves = False
         return found
 
-    saving.save = told
+    checkpoint.commit = told
 
     def dies(config: Config, run_folder: Path, number: int = 0) -> bool:
         work = lambda: run(config, run_folder)
