@@ -965,7 +965,8 @@ def prepared(arguments: list[str]) -> Namespace:
     if read.config_path and "://" not in read.config_path:
         read.config_path = str(Path.cwd() / read.config_path)
     # a folder of the user's may have networks of its own
-    networks = [] if read.config_path or read.config_dir else choices("model")
+    folders = [Path(folder) for folder in (read.config_path, read.config_dir) if folder]
+    networks = [file.stem for at in (CONF, *folders) for file in at.glob("model/*.yaml")]
     read.overrides = [_as_written(text, networks) for text in read.overrides]
     return read
 
@@ -980,7 +981,7 @@ def _as_written(text: str, networks: Sequence[str]) -> str:
     if value.startswith("~") and name.lstrip("+") in _PATHS:
         # a sweep lists several
         value = ",".join(map(os.path.expanduser, value.split(",")))
-    elif name == "model" and networks and not {*value.split(",")} <= {*networks}:
+    elif name == "model" and not {*value.split(",")} <= {*networks}:
         name = "model.name"
     elif re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan", value, re.I):
         # annotations are text

@@ -112,6 +112,16 @@ def test_model_takes_a_name_of_timms(composed: Composed) -> None:
     assert several.overrides == [f"model.name=small,timm/resnet18,{name}"]
 
 
+def test_model_takes_names_beside_networks_of_ones_own(tmp_path: Path) -> None:
+    """A file in the user's ``model/`` is a choice of the group; any other name is a network's."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text("name: small")
+    read = schema.prepared([f"--config-dir={tmp_path}", "model=mine"])
+    assert read.overrides == ["model=mine"]
+    read = schema.prepared([f"--config-dir={tmp_path}", "model=resnet34"])
+    assert read.overrides == ["model.name=resnet34"]
+
+
 def test_timm_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the commands that install it."""
     monkeypatch.setattr(schema.importlib.util, "find_spec", lambda name: None)
