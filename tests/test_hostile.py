@@ -79,10 +79,10 @@ def test_a_package_that_there_is_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["resume", "model.weights"])
 def test_a_path_that_no_system_takes(setting: str, tmp_path: Path) -> None:
-    """It is no checkpoint, and comes back short."""
+    """It is no checkpoint."""
     done = trained(tmp_path, f"{setting}={10_000 * 'x'}")
     assert done.returncode == 4
-    assert "no such " in done.stderr and len(done.stderr) < 2100
+    assert "no such " in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,13 @@ class HostBatch(NamedTuple):
             if not failure.replaced:
                 raise BadSample(failure.where, failure.reason)
 
+    def pin_memory(self) -> HostBatch:
+        """Returns the batch in page-locked memory, but for the indices; torch's loader calls it."""
+        stamps = self.stamps and self.stamps.pin_memory()
+        return self._replace(
+            images=self.images.pin_memory(), labels=self.labels.pin_memory(), stamps=stamps
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class FeedSettings:

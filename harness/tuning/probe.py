@@ -371,18 +371,19 @@ def needs(
     workers = settings.num_workers
     depth = settings.prefetch_factor or 0
     size = batch_bytes or 0
-    pinned_bytes = 0
+    images = labels = 0
     if size and settings.pin_memory:
         # torch gives images and labels a power of two each; indices stay as they are
         labels = 8 * settings.batch_size
-        tensors = (max(1, size - 2 * labels), labels)
-        pinned_bytes = sum(1 << (tensor - 1).bit_length() for tensor in tensors)
+        images = 1 << (max(1, size - 2 * labels) - 1).bit_length()
+        labels = 1 << (labels - 1).bit_length()
     # beside those that are ready: one in the making or on its way, one handed over, one in use
     batches = (1 if settings.backend == THREADS else workers) * depth + 3
     if settings.backend == THREADS:
-        return Needs(memory=batches * (pinned_bytes or size))
+        # labels are of the batch before, too
+        return Needs(memory=batches * (images + labels or size) + labels)
     shm = batches * size if workers else 0
-    memory = batches * (size + pinned_bytes) + workers * worker_bytes + held_bytes
+    memory = batches * (size + images + labels) + workers * worker_bytes + held_bytes
     # a batch has two files for each of images, labels and indices, a worker its pipes and queues
     return Needs(shm, memory, workers * (6 * depth + 10))
 

@@ -157,7 +157,7 @@ def test_an_impossible_number_of_processes_is_refused(
 
 def test_torchrun_needs_torchrun() -> None:
     """dist=torchrun under plain python is refused with the command to use."""
-    with pytest.raises(ConfigError, match="^dist=torchrun: RANK is not set; start with `torchrun"):
+    with pytest.raises(ConfigError, match="^dist=torchrun: RANK.*`torchrun --nproc-per-node"):
         job.check(config(DistName.torchrun))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
 from pathlib import Path
@@ -536,7 +536,7 @@ class Deaf(StepClock):
         return nullcontext()
 
 
-def model_rig(clock: Callable[..., StepClock] = StepClock) -> Rig:
+def model_rig(clock: type[StepClock] = StepClock) -> Rig:
     """Steps of 10 ms on a GPU in model time, and batches with a copy of 1 ms, one ahead."""
     gpu = Gpu()
 
@@ -555,7 +555,7 @@ def model_rig(clock: Callable[..., StepClock] = StepClock) -> Rig:
         gpu.host += seconds
 
     return Rig(
-        clock=lambda: clock(events=gpu.events(), now=gpu.now),
+        clock=lambda: gpu.clock(clock),
         batches=batches,
         launch=lambda batch: gpu.launch(0.010),
         wait=lambda: move(max(0.0, gpu.compute_until - gpu.host)),

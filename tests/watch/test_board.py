@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 import oddities
 import pytest
+import torch
 from oddities import Plant
 from PIL import Image
 
-from harness.training import replaced
+from harness.config import DataConfig
+from harness.runtime.distributed import World
+from harness.training.replaced import Replaced
 from harness.watch.board import Board, stages
 from harness.watch.figures import Spread, Tag
 from harness.watch.ledger import Ledger
@@ -329,7 +332,8 @@ def test_an_odd_list_of_bad_samples_gives_way(tmp_path: Path, plant: Plant) -> N
     """No FIFO is waited for, and what a link leads to keeps what it held."""
     path = tmp_path / "bad_samples.jsonl"
     oddities.put(plant, path)
-    assert replaced._listed(path) == set()
+    listed = Replaced(DataConfig(), World(0, 1, 0, 1, torch.device("cpu")), tmp_path, None, {})
+    assert len(listed._listed) == 0
     with Board(tmp_path, tensorboard=False) as board:
         board.bad_sample("training", 3, "x.jpg", "why")
     (line,) = path.read_text().splitlines()
