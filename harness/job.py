@@ -20,6 +20,7 @@ from harness.config import (
     Mode,
     OnError,
     StartMethod,
+    TunerName,
     Wandb,
 )
 from harness.runtime import folder, parts, signals, workers
@@ -112,7 +113,8 @@ def _needs_processes(config: Config) -> bool:
     if loader.num_workers == 0 or loader.start_method is not StartMethod.forkserver:
         return False
     is_own = parts.is_own(config.data.name)
-    return is_own or schema.named_backend(loader) is BackendName.processes
+    searched = loader.autotune and config.tuner.name is TunerName.grid
+    return is_own or searched or schema.named_backend(loader) is BackendName.processes
 
 
 def main_worker(local_rank: int, job: Job) -> None:

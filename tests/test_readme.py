@@ -128,7 +128,7 @@ def test_a_loader_that_is_watched(page: Path, tmp_path: Path) -> None:
     done = ran(sys.executable, "loop.py", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     (report,) = tmp_path.glob("outputs/*/*/report.json")
-    assert json.loads(report.read_text())["steps"] == 59
+    assert json.loads(report.read_text())["steps"] == 60
     assert report.with_suffix(".html").is_file()
 
 

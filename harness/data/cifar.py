@@ -101,6 +101,9 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
         folder = place / f"{data.name}-arrays"
         if sources := _opened(folder, md5, data.name):
             return sources
+    if not (root.exists() or data.download):
+        # refused before anything is written
+        _fetch(root / published.archive, root, data)
     if os.access(root, os.W_OK) or not root.exists():
         folder = root / folder.name
 

@@ -66,7 +66,7 @@ class Rate:
     @property
     def half_width(self) -> float:
         """Half of the interval as a fraction of the mean."""
-        return (self.high - self.low) / 2 / self.images_per_s
+        return (self.high - self.low) / 2 / self.images_per_s if self.images_per_s else math.inf
 
     @property
     def is_uneven(self) -> bool:

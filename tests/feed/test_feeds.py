@@ -372,7 +372,7 @@ def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch)
     )
     pinned = pin_memory(batch)
     assert type(pinned) is HostBatch
-    assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 12.0]
+    assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 0.0]
     assert (pinned.failures, pinned.epoch) == (batch.failures, 7)
-    assert pinned.stamps == Stamps(1.0, 2.0, 3.0, 13.0)
+    assert pinned.stamps == Stamps(1.0, 2.0, 3.0, 12.0)
     assert pin_memory(batch._replace(stamps=None)).stamps is None

@@ -153,11 +153,9 @@ def test_the_command_names_a_folder_without_runs(
 def test_a_name_cannot_drive_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Control characters of a folder's name come back escaped, in a line that is not endless."""
+    """Control characters of a folder's name come back escaped."""
     assert main([str(tmp_path / "\x1b[31m")]) == 2
     assert "\\x1b[31m" in capsys.readouterr().err
-    assert main([5000 * "x"]) == 2
-    assert len(capsys.readouterr().err) < 2100
 
 
 @pytest.mark.parametrize("module", ["document", "plugin"])

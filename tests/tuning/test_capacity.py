@@ -72,7 +72,7 @@ def sums(taken: Needs) -> tuple[int, int, int]:
         pytest.param(
             settings(4, 2, backend="threads", pin_memory=True),
             164,
-            (0, 5 * (128 + 32), 0),
+            (0, 5 * (128 + 32) + 32, 0),
             id="pinned batches of threads",
         ),
         pytest.param(
