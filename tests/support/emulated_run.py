@@ -140,13 +140,14 @@ class Loop:
             batches=epoch * self.parts,
             pinned=self.pinned,
         )
-        feed.on_device = self.made_there  # type: ignore[attr-defined]
 
         def prepare(images: Tensor, batch: Any) -> Tensor:
             own.launch(self.prepare_s, self.prepare_launch_s, 10)
             return images
 
         batches = DataPrefetcher(feed, own.device, clock=clock, ahead=self.ahead, augment=prepare)
+        # as of a backend that makes its batches on the device
+        batches._transfer.made_there = self.made_there
         spans: list[tuple[float, float]] = []
         with contextlib.closing(batches):
             for _ in range(self.steps // epoch):

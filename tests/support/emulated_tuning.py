@@ -67,7 +67,7 @@ class Machine:
 class WorkedFeed:
     """What the workers of ``machine`` make in virtual time, or the consumer without any."""
 
-    on_device = False
+    made_on_device = False
     worker_pids = ()
 
     def __init__(self, machine: Machine, settings: FeedSettings) -> None:

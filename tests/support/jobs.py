@@ -176,7 +176,7 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
 class SlowRanks:
     """An endless feed of one batch, slower on each further rank; batch 3 breaks if told so."""
 
-    on_device = False
+    made_on_device = False
     meter = None
 
     def __init__(self, batch: Any, rank: int, broken: bool) -> None:

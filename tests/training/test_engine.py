@@ -35,7 +35,7 @@ MakeEngine = Callable[..., Engine]
 class Recorded:
     """A feed of ``count`` batches of noise that notes what is asked of it."""
 
-    on_device = False
+    made_on_device = False
     meter = None
     worker_pids: tuple[int, ...] = ()
     settings = samples.settings()

@@ -49,7 +49,7 @@ class Hand:
 class Endless:
     """A feed of one batch for ever; ``before`` is told the number of each batch."""
 
-    on_device = False
+    made_on_device = False
     meter = None
     settings = settings(batch_size=4)
 

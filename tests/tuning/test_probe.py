@@ -50,7 +50,7 @@ class TimedFeed:
     processor, and half its time more where it is made here.
     """
 
-    on_device = False
+    made_on_device = False
     worker_pids = ()
 
     def __init__(
