@@ -974,8 +974,8 @@ def prepared(arguments: list[str]) -> Namespace:
 def _as_written(text: str, networks: Sequence[str]) -> str:
     """Returns a setting as Hydra takes it; ``model=`` with none of ``networks`` is a name.
 
-    ``~`` is the home folder in paths, which no shell puts there. Text is quoted where Hydra would
-    rewrite it: 1.50 as 1.5.
+    ``~`` is the home folder in paths, which no shell puts there. Text and choices are quoted where
+    Hydra would take them for numbers: 1.50 for 1.5, and ``mode=2`` for the second choice.
     """
     name, equals, value = text.partition("=")
     if value.startswith("~") and name.lstrip("+") in _PATHS:
@@ -986,7 +986,7 @@ def _as_written(text: str, networks: Sequence[str]) -> str:
     elif re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan", value, re.I):
         # annotations are text
         kinds = {path: str(declared.type) for path, _, declared in walk(Config())}
-        if kinds.get(name.lstrip("+"), "").startswith("str"):
+        if re.match("str|[A-Z]", kinds.get(name.lstrip("+"), "")):
             value = f"'{value}'"
     return f"{name}{equals}{value}"
 

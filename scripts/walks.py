@@ -54,12 +54,15 @@ COMMON = (
 
 
 class Trace:
-    """The functions of harness/ that ran: up to step 3, in steps 4 to 14 of 20, and later."""
+    """The functions of harness/ that ran: up to step 3, in steps 4 to 14 of 20, and later.
+
+    Those of several steps are noted apart: others begin an epoch, or an evaluation.
+    """
 
     def __init__(self, package: Path) -> None:
         self._package = f"{package}/"
         self._main = threading.get_ident()
-        self._known: dict[str, set[CodeType]] = defaultdict(set)
+        self._seen: dict[CodeType, set[int]] = defaultdict(set)
         self.steps = 0
         self.found: dict[str, set[str]] = defaultdict(set)
 
@@ -72,13 +75,16 @@ class Trace:
         if code.co_name.startswith("<") or not code.co_flags & CO_OPTIMIZED:
             return
         name = f"{code.co_filename.removeprefix(self._package)}:{code.co_qualname}"
-        phase = "start" if self.steps < 3 else "steps" if self.steps < 14 else "end"
-        thread = "main" if threading.get_ident() == self._main else "thread"
-        if code not in self._known[f"{phase} {thread}"]:
-            self._known[f"{phase} {thread}"].add(code)
-            self.found[f"{phase} {thread}"].add(name)
         if self.steps == 0 and name not in self.found["setting"] and handles(frame):
             self.found["setting"].add(name)
+        if self.steps in self._seen[code]:
+            return
+        self._seen[code].add(self.steps)
+        phase = "start" if self.steps < 3 else "steps" if self.steps < 14 else "end"
+        thread = "main" if threading.get_ident() == self._main else "thread"
+        if phase == "steps" and name in self.found[f"{phase} {thread}"]:
+            self.found["repeated"].add(name)
+        self.found[f"{phase} {thread}"].add(name)
 
     def step(self, *_: object) -> None:
         """Counts an optimizer's step."""
@@ -176,10 +182,12 @@ def walks(checkout: Path) -> dict[str, set[str]]:
     first, second = ({key: set(value) for key, value in each.items()} for each in found)
     steps = first["steps main"] | first["steps thread"]
     return {
-        "sample to step": chosen(steps, SAMPLE),
+        "sample to step": chosen(first["repeated"], SAMPLE),
         "num_workers to threads": first["setting"],
         "step time to TensorBoard": {
-            name for name in chosen(steps, TIME) if Path(name.split(":")[0]).name not in SENSORS
+            name
+            for name in chosen(first["repeated"], TIME)
+            if Path(name.split(":")[0]).name not in SENSORS
         },
         "checkpoint out": chosen(steps, WRITTEN),
         "checkpoint back": chosen(second["start main"], READ),

@@ -62,6 +62,8 @@ GUESSES = [
     ("output_dir=/x", "run.name=NAME"),
     ("run.dir=/x", "run.name=NAME"),
     ("mode=eval", "did you mean evaluate?"),
+    ("mode=2", "train, evaluate"),
+    ("loader.backend=1", "processes, threads"),
     ("hydra/launcher=nope", "basic"),
     ("data.root=a=b", "data.root=a=b"),
     ("lr", "optim.lr"),

@@ -78,10 +78,12 @@ class HostBatch(NamedTuple):
 
     def pin_memory(self) -> HostBatch:
         """Returns the batch in page-locked memory, but for the indices; torch's loader calls it."""
-        images = self.images.pin_memory()
-        labels = self.labels.pin_memory()
-        stamps = self.stamps and self.stamps.pin_memory()
-        return self._replace(images=images, labels=labels, stamps=stamps)
+        # stamped last
+        return self._replace(
+            images=self.images.pin_memory(),
+            labels=self.labels.pin_memory(),
+            stamps=self.stamps and self.stamps.pin_memory(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

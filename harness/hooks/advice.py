@@ -10,13 +10,14 @@ from harness.hooks.loops import Followed
 from harness.watch.stages import GROUPS
 from harness.watch.verdict import Change, Verdict
 
-# our settings, and what somebody's loop has in their place
+# our settings, some with their value, and what somebody's loop has in their place
 _WORDS: Mapping[str, str] = {
     "loader.num_workers": "num_workers={}",
     "loader.prefetch_factor": "prefetch_factor={}",
     "loader.pin_memory": "pin_memory={} and .to(device, non_blocking=True)",
     "loader.batch_size": "batch_size={}",
-    "trainer.precision": "torch.autocast with {}, and torch.amp.GradScaler for fp16",
+    "trainer.precision=bf16": "torch.autocast with torch.bfloat16",
+    "trainer.precision=fp16": "torch.autocast with torch.float16 and torch.amp.GradScaler",
     "trainer.channels_last": "model.to(memory_format=torch.channels_last)",
     "trainer.compile": "torch.compile(model)",
     "watch.window_steps": "logging less often",
@@ -100,7 +101,7 @@ def _in_script(name: str, value: int | bool | str, followed: Followed) -> str:
     if argument == "autotune":
         tuned = "" if followed.streams else " (wellfed.tune finds them)"
         return f"other arguments of the DataLoader at {followed.where}{tuned}"
-    text = _WORDS[name].format(value)
+    text = _WORDS.get(f"{name}={value}") or _WORDS[name].format(value)
     if room != "loader":
         return text
     now = getattr(followed.settings, argument)

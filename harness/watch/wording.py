@@ -122,7 +122,8 @@ def _facts(verdict: Verdict) -> Iterator[str]:
             yield f"Rank {r.late.rank} holds the others up by {r.late.late_ms:.1f} ms a step"
             yield f"Most of that is {works.get(r.late.part, 'the forward pass')}"
         case "balanced":
-            yield f"Python held the steps up {r.host:.0%} of the time"
+            if r.host >= _WORTH:
+                yield f"Python held the steps up {r.host:.0%} of the time"
         case "compute":
             yield f"The network takes {r.compute:.0%} of the time"
             if r.prepare >= FED:
