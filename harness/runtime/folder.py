@@ -225,8 +225,8 @@ def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterat
         handler = logging.FileHandler(folder / name, encoding="utf-8")
     except OSError as error:
         raise unusable(folder, error) from error
-    # what a full disk does not take is lost without a traceback: the console tells the lines too
-    logging.raiseExceptions = False
+    # lines that a full disk does not take are lost without a traceback: the console has them too
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     former = logger.level, logger.propagate
     logger.addHandler(handler)
