@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.feed.normalise import Normalise
+from harness.feed.prefetcher import Normalise
 from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 from scripts.paired import Estimate
 

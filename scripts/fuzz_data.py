@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import tarfile
@@ -18,8 +17,8 @@ from harness import config as schema
 from harness.config import DataCache, DataConfig, GenerateConfig
 from harness.data import cache, cifar, index, shapes
 from harness.data.cache import PixelCache
+from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.mapped import MappedFile, memory
 from harness.data.storage import FolderSource
 from harness.data.transforms import TrainTransform
@@ -96,8 +95,9 @@ def archive(place: Path) -> Reader:
     def read(data: bytes) -> str:
         path.write_bytes(data)
         try:
-            members = cifar.read_members(path, [*_batches()])
-            cifar._arrays("cifar10", {name.rpartition("/")[2]: members[name] for name in members})
+            for name, content in cifar.read_members(path, [*_batches()]).items():
+                (place / name.rpartition("/")[2]).write_bytes(content)
+            cifar._sources("cifar10", place)
         except DataError as error:
             return f"DataError, {'member' if 'is not as published' in str(error) else 'archive'}"
         return ""
@@ -127,41 +127,6 @@ def batch(place: Path) -> Reader:
         return bytes([at]) + mutated([members[names[at]]], rng)
 
     return Reader([b""], read, mutate)
-
-
-def arrays(place: Path) -> Reader:
-    names = [f"{split}_{what}" for split in ("train", "val") for what in ("images", "labels")]
-    whole = []
-    for name in names:
-        values = np.zeros((3, 32, 32, 3), np.uint8) if "images" in name else np.zeros(3, np.int64)
-        np.save(place / f"{name}.npy", values)
-        whole.append((place / f"{name}.npy").read_bytes())
-    marker = place / "complete.json"
-    marker.write_text(json.dumps(cifar._marker(place, "0")))
-    whole.append(marker.read_bytes())
-
-    def read(data: bytes) -> str:
-        for name, content in zip(names, whole, strict=False):
-            (place / f"{name}.npy").write_bytes(content)
-        marker.write_bytes(whole[-1])
-        at = data[0]
-        if at < len(names):
-            (place / f"{names[at]}.npy").write_bytes(data[1:])
-            marker.write_text(json.dumps(cifar._marker(place, "0")))
-        else:
-            marker.write_bytes(data[1:])
-        sources = cifar._opened(place, "0", "cifar10")
-        for source in sources or ():
-            for i in range(len(source)):
-                source.read(i)
-        return "" if sources else "made again"
-
-    def mutate(seeds: Sequence[bytes], rng: Random) -> bytes:
-        at = rng.randrange(len(whole))
-        change = mutated if at < len(names) else mutated_json
-        return bytes([at]) + change([whole[at]], rng)
-
-    return Reader(whole, read, mutate)
 
 
 def _tree(place: Path) -> FolderSource:
@@ -226,8 +191,11 @@ def index_file(place: Path) -> Reader:
         path.write_bytes(data)
         told.lines.clear()
         found = index.open_index(root, os.path.realpath(root), place / "cache/index")
-        for i in range(len(found)):
-            found.path(i)
+        paths = [
+            (found.names[:end], found.folders[i])
+            for end, i in zip(found.ends, found.labels, strict=True)
+        ]
+        assert len(paths) == len(found.labels)
         found.digest()
         pickle.loads(pickle.dumps(found))
         return told.reason()

@@ -23,8 +23,7 @@ from torchvision.transforms import v2
 from harness import config as schema
 from harness.config import Config
 from harness.data import datasets
-from harness.data.datasets import Splits
-from harness.data.images import ImageDataset
+from harness.data.datasets import ImageDataset, Splits
 from harness.data.storage import Source
 from harness.data.transforms import TrainTransform, random_crop_box
 from harness.feed.feeds import Feeds

@@ -19,7 +19,7 @@ import psutil
 
 from harness.config import BackendName, TunerConfig
 from harness.data import datasets
-from harness.data.images import ImageDataset
+from harness.data.datasets import ImageDataset
 from harness.data.storage import Source
 from harness.feed.feeds import Feeds
 from harness.feed.interface import PROCESSES

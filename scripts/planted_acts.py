@@ -24,7 +24,7 @@ import torch
 
 from harness.data.datasets import Splits
 from harness.data.transforms import TrainTransform
-from harness.feed.normalise import Normalise
+from harness.feed.prefetcher import Normalise
 from harness.training.engine import Engine
 from harness.training.step import Step, StepFigures
 from harness.watch.board import Board

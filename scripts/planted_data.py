@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from harness.data.datasets import Splits
+from harness.data.datasets import ImageDataset, Splits
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource, Source
 from harness.data.transforms import TrainTransform
 from harness.runtime.seeding import SampleRng
@@ -93,7 +92,7 @@ class ColdFolder(FolderSource):
         return IMAGES
 
     def where(self, i: int) -> str:
-        return super().where(i % len(self.index))
+        return super().where(i % len(self.index.labels))
 
     def read(self, i: int) -> tuple[bytes, int]:
         if self.cold:

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.config import Config, DataConfig, LoaderConfig, ModelConfig, TunerConfig, TunerName
-from harness.data.datasets import Splits
-from harness.data.images import ImageDataset
+from harness.data.datasets import ImageDataset, Splits
 from harness.feed.feeds import Feeds
 from harness.feed.interface import (
     ARRAYS,

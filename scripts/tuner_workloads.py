@@ -16,9 +16,9 @@ from PIL import Image
 
 from harness.config import AugmentConfig, DataConfig, GenerateConfig
 from harness.data import datasets
+from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.download import make_once
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource, Source
 from harness.data.transforms import TrainTransform
 from harness.feed.interface import FillableDataset

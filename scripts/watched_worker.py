@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.feed.fill import Filler
+from harness.feed.interface import Filler
 from harness.watch.stages import Lap, StageMeter, StageTimer, Stamps
 from scripts.paired import Cost, Plan
 

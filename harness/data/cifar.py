@@ -1,16 +1,16 @@
-"""CIFAR-10 and CIFAR-100: the published archive, checked once, then kept as plain arrays."""
+"""CIFAR-10 and CIFAR-100: the published archive, checked and unpacked once."""
 
 from __future__ import annotations
 
 import gzip
 import io
-import json
+import math
 import os
 import pickletools
 import re
 import tarfile
+import weakref
 from collections.abc import Collection
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -20,13 +20,11 @@ import numpy as np
 
 from harness.config import DataConfig
 from harness.data.download import fetch, make_once, md5_of
+from harness.data.mapped import memory
 from harness.data.storage import ArraySource, cache_root
 from harness.runtime.errors import DataError
-from harness.runtime.files import open_regular, read_json, read_regular
+from harness.runtime.files import open_regular, read_regular
 
-# Of the arrays' folder: another number makes every folder again.
-_FORMAT = 1
-_MARKER = "complete.json"
 # of an archive, unpacked: they have 186 MB
 _MOST_BYTES = 256 << 20
 
@@ -82,13 +80,13 @@ _PUBLISHED = {
 
 
 def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
-    """Opens the training and the test set, pixels mapped from the disk.
+    """Opens the training and the test set, whose pixels all processes of this machine share.
 
     CIFAR-100 comes with its 100 fine labels.
 
     The archive, or what other programs unpacked of it, is looked for in ``data.root``; else the
-    archive is fetched to there, and stays. Arrays are made of it once, beside it or in the user's
-    cache, and again if they are damaged. Then the archive may be deleted.
+    archive is fetched to there, and stays. Its files are unpacked once, beside it or in the user's
+    cache. Then the archive may be deleted.
 
     Raises:
         DataError: the archive cannot be had, or is not what the publisher describes.
@@ -96,80 +94,48 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
     """
     published = _PUBLISHED[data.name]
     root = Path(data.root or cache_root() / data.name).expanduser()
+    archive = root / published.archive
     md5 = (data.md5 or published.md5).lower()
-    for place in (root, cache_root()):
-        folder = place / f"{data.name}-arrays"
-        if sources := _opened(folder, md5, data.name):
-            return sources
-    if not (root.exists() or data.download):
-        # refused before anything is written
-        _fetch(root / published.archive, root, data)
-    if os.access(root, os.W_OK) or not root.exists():
-        folder = root / folder.name
-
-    def write(part: Path) -> None:
-        for name, array in _arrays(data.name, _members(data, root, md5, part)).items():
-            np.save(part / f"{name}.npy", array)
-        (part / _MARKER).write_text(json.dumps(_marker(part, md5)), encoding="utf-8")
-
-    make_once(folder, partial(_opened, folder, md5, data.name), write)
-    sources = _opened(folder, md5, data.name)
-    assert sources is not None
-    return sources
+    kept = [place / f"{data.name}-{md5[:16]}" for place in (root, cache_root())]
+    # what torchvision unpacked
+    known = kept if archive.exists() else [*kept, root / published.folder]
+    folder = next(filter(Path.is_dir, known), None)
+    if folder is None:
+        if not (root.exists() or data.download):
+            # refused before anything is written
+            _fetch(archive, root, data)
+        beside, cached = kept
+        folder = beside if os.access(root, os.W_OK) or not root.exists() else cached
+        make_once(folder, folder.is_dir, partial(_unpack, data, archive, md5))
+    return _sources(data.name, folder)
 
 
-def _opened(folder: Path, md5: str, name: str) -> tuple[ArraySource, ArraySource] | None:
-    """Maps the arrays in ``folder``; None unless they are whole and of the archive ``md5``."""
-    sources = []
-    # numpy's reader raises anything on damaged bytes, and what follows on another form
-    with suppress(Exception):
-        if read_json(folder / _MARKER) == _marker(folder, md5):
-            for split in ("train", "val"):
-                images = np.load(folder / f"{split}_images.npy", mmap_mode="r")
-                labels = np.load(folder / f"{split}_labels.npy", mmap_mode="r")
-                classes = _PUBLISHED[name].classes
-                sources.append(ArraySource(images, labels, classes, f"{name} {split}"))
-            return sources[0], sources[1]
-    return None
+def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
+    """Writes the published files into the folder ``part``, if all are as published.
 
-
-def _marker(folder: Path, md5: str) -> dict[str, object]:
-    digests = {path.stem: md5_of(path) for path in folder.glob("*.npy")}
-    return {"format": _FORMAT, "archive_md5": md5, "files": digests}
-
-
-def _members(data: DataConfig, root: Path, md5: str, part: Path) -> dict[str, bytes]:
-    """Returns the published files: those unpacked in ``root``, or the archive's.
-
-    A fetched archive lies in ``part`` until its digest is known.
+    A fetched archive lies there too until its digest is known.
     """
     published = _PUBLISHED[data.name]
-    names = published.meta, *published.train, *published.val
-    archive = root / published.archive
-    unpacked = root / published.folder
-    is_unpacked = unpacked.is_dir() and not archive.exists()
     found = archive
-    if not archive.is_file() and not is_unpacked:
+    if not archive.is_file():
         found = part / archive.name
         _fetch(archive, found, data)
     try:
-        if is_unpacked:
-            return {name: read_regular(unpacked / name, _MOST_BYTES) for name in names}
         digest = md5_of(found)
     except OSError as error:
-        raise DataError(
-            f"{error.filename or root}: cannot be read: {error.strerror or error}; mend it with "
-            "chmod or delete it"
-        ) from error
+        raise DataError(f"{archive}: cannot be read: {error}; mend it or delete it") from error
     if digest != md5:
         raise DataError(
             f"{archive}: the md5 digest differs: expected {md5}, got {digest}; get it from its "
             f"publisher, or set data.md5={digest} if this archive is meant"
         )
+    names = published.meta, *published.train, *published.val
     members = read_members(found, [f"{published.folder}/{name}" for name in names])
-    if found != archive and os.access(root, os.W_OK):
+    for name, content in members.items():
+        (part / os.path.basename(name)).write_bytes(content)
+    _sources(data.name, part)
+    if found != archive and os.access(archive.parent, os.W_OK):
         os.replace(found, archive)
-    return {name.rpartition("/")[2]: content for name, content in members.items()}
 
 
 def _fetch(archive: Path, target: Path, data: DataConfig) -> None:
@@ -188,13 +154,13 @@ def _fetch(archive: Path, target: Path, data: DataConfig) -> None:
         raise DataError(f"{error}; or {way_out}") from error
 
 
-def _arrays(name: str, members: dict[str, bytes]) -> dict[str, np.ndarray]:
-    """Returns images uint8 ``[N, 32, 32, 3]`` and labels int64 ``[N]`` of both sets."""
+def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
+    """Returns the sets of the published files in ``folder``: images uint8 ``[N, 32, 32, 3]``."""
     published = _PUBLISHED[name]
-    arrays: dict[str, np.ndarray] = {}
+    sources = []
     part = published.meta
     try:
-        values = _values(members[part])
+        values = _values(read_regular(folder / part, _MOST_BYTES))
         begin = values.index(f"{published.prefix}label_names") + 1
         if values[begin : begin + len(published.classes)] != [*published.classes]:
             raise ValueError(f"other classes than those of {name}, or another order")
@@ -202,21 +168,32 @@ def _arrays(name: str, members: dict[str, bytes]) -> dict[str, np.ndarray]:
             images = []
             labels: list[int] = []
             for part in batches:
-                pixels, given = _batch(members.pop(part), f"{published.prefix}labels")
+                content = read_regular(folder / part, _MOST_BYTES)
+                pixels, given = _batch(content, f"{published.prefix}labels")
                 if not {*given} <= {*range(len(published.classes))}:
                     raise ValueError("a label is no class")
                 # A row holds the red plane, the green one and the blue one.
                 images.append(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
                 labels += given
-            arrays[f"{split}_images"] = np.ascontiguousarray(np.concatenate(images))
-            arrays[f"{split}_labels"] = np.array(labels, np.int64)
+            shape = len(labels), 32, 32, 3
+            # a map, so that workers share it
+            fd = memory(math.prod(shape))
+            shared = np.memmap(f"/proc/{os.getpid()}/fd/{fd}", np.uint8, "r+", shape=shape)
+            weakref.finalize(shared, os.close, fd)
+            np.concatenate(images, out=shared)
+            source = ArraySource(shared, np.array(labels), published.classes, f"{name} {split}")
+            sources.append(source)
+    except OSError as error:
+        raise DataError(
+            f"{folder / part}: cannot be read: {error}; mend it or delete it"
+        ) from error
     except Exception as error:
         # a damaged pickle may raise anything
         raise DataError(
             f"{name}: member {part} is not as published: {error!r}; get the archive from its "
             "publisher"
         ) from error
-    return arrays
+    return sources[0], sources[1]
 
 
 def read_members(

@@ -46,6 +46,8 @@ class Index:
     Attributes:
         folders: the class folders' names, sorted.
         labels: int64 ``[N]``, read-only: the place in ``folders`` of each image's class.
+        ends: int64 ``[N]``: where each image's path ends in ``names``, and the next one begins.
+        names: the paths below the class folders, uint8, one behind the other.
         skipped: how many entries were left out, by reason.
         watched: the state of each folder by whose change one of the images would show.
     """
@@ -55,8 +57,8 @@ class Index:
         content = np.frombuffer(file.map, np.uint8)
         count, size = content[-24:-8].view(np.int64).tolist()
         self.labels = content[: 8 * count].view(np.int64)
-        self._ends = content[8 * count : 16 * count].view(np.int64)
-        self._names = content[16 * count : -24 - size]
+        self.ends = content[8 * count : 16 * count].view(np.int64)
+        self.names = content[16 * count : -24 - size]
         folders, skipped, self.watched = parsed(content[-24 - size : -24].tobytes())
         self.folders = tuple(map(os.fsencode, folders))
         self.skipped = Counter[str](skipped)
@@ -64,19 +66,10 @@ class Index:
     def __reduce__(self) -> tuple[object, ...]:
         return Index, (self._file,)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def path(self, i: int) -> bytes:
-        """Returns image ``i``'s path, relative to the root."""
-        begin = self._ends[i - 1] if i else 0
-        name = self._names[begin : self._ends[i]].tobytes()
-        return os.path.join(self.folders[self.labels[i]], name)
-
     def digest(self) -> bytes:
         """Returns 32 bytes that follow from the images' paths and labels alone."""
         found = hashlib.sha256(b"\0".join(self.folders))
-        for array in (self.labels, self._ends, self._names):
+        for array in (self.labels, self.ends, self.names):
             found.update(array.data)
         return found.digest()
 

@@ -93,15 +93,18 @@ class FolderSource:
         return self.index.labels
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.labels)
 
     def where(self, i: int) -> str:
         """Returns the path; bytes that are not UTF-8 are escaped as by ``os.fsdecode``."""
-        return os.path.join(self.root, self.name(i))
+        index = self.index
+        begin = index.ends[i - 1] if i else 0
+        name = os.fsdecode(index.names[begin : index.ends[i]].tobytes())
+        return os.path.join(self.root, self.classes[index.labels[i]], name)
 
     def name(self, i: int) -> str:
         """Returns the path below ``root``, with the same escapes."""
-        return os.fsdecode(self.index.path(i))
+        return os.path.relpath(self.where(i), self.root)
 
     def read(self, i: int) -> tuple[bytes, int]:
         """Returns the file's bytes and its label.

@@ -152,22 +152,22 @@ def resize_into(
         interpolation: bilinear or bicubic.
     """
     left, top, width, height = box
-    part = pixels[top : top + height, left : left + width]
     rows = out.transpose(1, 2, 0)
     side = len(rows)
     new_width, new_height = size or (side, side)
-    # Most training crops: straight into the batch.
-    if rows.flags.c_contiguous and not flip and size is None and part.shape != rows.shape:
-        _resize(part, rows, interpolation)
+    # most training crops: straight into the batch
+    direct = rows.flags.c_contiguous and not flip and size is None
+    part = pixels[top : top + height, left : left + width]
+    result = resized(part, new_width, new_height, interpolation, rows if direct else None)
+    if result is rows:
         return
-    # Else by a copy, of which the centre is wanted.
     x = round((new_width - side) / 2)
     y = round((new_height - side) / 2)
-    result = resized(part, new_width, new_height, interpolation)[y : y + side, x : x + side]
+    centre = result[y : y + side, x : x + side]
     if flip:
-        mirror_into(result, rows)
+        mirror_into(centre, rows)
     else:
-        rows[...] = result
+        rows[...] = centre
 
 
 def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:
@@ -178,22 +178,24 @@ def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:
 
 
 def resized(
-    pixels: np.ndarray, width: int, height: int, interpolation: str = "bilinear"
+    pixels: np.ndarray,
+    width: int,
+    height: int,
+    interpolation: str = "bilinear",
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Resizes uint8 ``[H, W, 3]``; returns ``pixels`` themselves if they have the size."""
+    """Resizes uint8 ``[H, W, 3]`` into ``out``, in order, or new memory, and returns that.
+
+    Returns ``pixels`` themselves if they have the size.
+    """
     if pixels.shape == (height, width, 3):
         return pixels
-    result = np.empty((height, width, 3), np.uint8)
-    _resize(pixels, result, interpolation)
-    return result
-
-
-def _resize(pixels: np.ndarray, out: np.ndarray, interpolation: str) -> None:
-    """Writes ``pixels``, resized, into ``out``, uint8 ``[H, W, 3]`` in order."""
+    result = np.empty((height, width, 3), np.uint8) if out is None else out
     # In order, as the kernel needs them, and writable, or torch warns. numpy turns axes in a third
     # of torch's time.
     source, target = (
         torch.from_numpy(array.transpose(2, 0, 1)[None])
-        for array in (np.require(pixels, requirements=("C", "W")), out)
+        for array in (np.require(pixels, requirements=("C", "W")), result)
     )
     _KERNELS[interpolation](source, target.shape[2:], False, None, None, out=target)
+    return result

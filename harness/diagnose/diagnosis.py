@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from harness.config import Config, ConfigError
-from harness.data.images import ImageDataset
+from harness.data.datasets import ImageDataset
 from harness.diagnose.fetch import short_sides
 from harness.diagnose.phases import FirstReads, Runs, Session
 from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs

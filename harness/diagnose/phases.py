@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from harness.data.images import ImageDataset
+from harness.data.datasets import ImageDataset
 from harness.diagnose.fetch import Fetch, UnmeasuredError, cold_fetch, files_of
 from harness.feed.feeds import Feeds
 from harness.feed.interface import Backend, FeedSettings, with_workers

@@ -10,8 +10,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from harness.data.datasets import AnyDataset
-from harness.data.images import ImageDataset
+from harness.data.datasets import AnyDataset, ImageDataset
 from harness.data.own import OwnDataset
 from harness.feed.feeds import Feeds
 from harness.feed.interface import ARRAYS, THREADS, Failure, FeedSettings, with_backend

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.data.images import ImageDataset
+from harness.data.datasets import ImageDataset
 from harness.data.storage import ArraySource, Subset
 from harness.data.transforms import mirror_into
 from harness.feed.interface import ARRAYS, Backend, Failure, FeedSettings, HostBatch

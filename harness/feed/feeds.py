@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.config import BackendName, Config, ConfigError, Mode, TunerName, named_backend
-from harness.data.datasets import AnyDataset, FakeDataset, Splits
-from harness.data.images import ImageDataset
+from harness.data.datasets import AnyDataset, FakeDataset, ImageDataset, Splits
 from harness.data.own import OwnDataset
 from harness.feed.arrays import (
     ArrayFeed,

@@ -1,25 +1,28 @@
-"""What the backends of the feed share: batches, settings and the iterator."""
+"""What backends share: batches and their memory, settings, the iterator, what a worker does."""
 
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from harness.config import LoaderConfig
 from harness.feed.order import AnyOrder
-from harness.runtime.errors import BadSample, LoaderError
+from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory
 from harness.runtime.folder import log
 from harness.runtime.limits import Limits
-from harness.watch.stages import SAMPLE, StageMeter, Stamps
+from harness.runtime.seeding import instead_of
+from harness.watch.stages import SAMPLE, START, StageMeter, StageTimer, Stamps
 
 # the backends that can serve every data set
 PROCESSES = "processes"
@@ -65,16 +68,6 @@ class HostBatch(NamedTuple):
     failures: tuple[Failure, ...] = ()
     epoch: int = 0
     stamps: Stamps | None = None
-
-    def check(self) -> None:
-        """Refuses the batch if it lacks a sample.
-
-        Raises:
-            BadSample: the first sample that could not be read and was not replaced.
-        """
-        for failure in self.failures:
-            if not failure.replaced:
-                raise BadSample(failure.where, failure.reason)
 
     def pin_memory(self) -> HostBatch:
         """Returns the batch in page-locked memory, but for the indices; torch's loader calls it."""
@@ -207,8 +200,9 @@ class Backend(ABC):
                         while given < wanted and self._running is own:
                             batch = self.take(poll_s)
                             if batch is not None:
-                                if check:
-                                    batch.check()
+                                for failure in batch.failures:
+                                    if check and not failure.replaced:
+                                        raise BadSample(failure.where, failure.reason)
                                 self.replaced += batch.failures
                                 given += 1
                                 tries = 0
@@ -300,6 +294,142 @@ def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
     stages = getattr(dataset, "stages", None)
     # a data set that is not ours may use the name for something else
     return stages if isinstance(stages, tuple) else (SAMPLE,)
+
+
+class Filler:
+    """What one worker does, a process, a thread or the trainer itself: it fills samples.
+
+    For each chunk call ``timer.begin``, ``timer.share`` if the memory is shared, then ``fill``. The
+    time until ``fill`` is the batch's, not a sample's.
+
+    Args:
+        dataset: gives the samples.
+        slot: the worker's row of ``meter``.
+        meter: counts what each chunk took, by stage; None: chunks are timed all the same.
+        times_samples: whether it also counts what each readable sample took.
+
+    Attributes:
+        timer: times the chunk.
+    """
+
+    def __init__(
+        self, dataset: FillableDataset, slot: int, meter: StageMeter | None, times_samples: bool
+    ) -> None:
+        self._dataset: Any = dataset
+        self._stages = stages_of(dataset)
+        meter = meter or StageMeter(self._stages, slot + 1, shared=False)
+        self._fill: Any = meter.timed(slot, dataset.fill) if times_samples else dataset.fill
+        self.timer = StageTimer(meter, slot)
+
+    def fill(
+        self,
+        timers: Sequence[StageTimer | None] | None,
+        epoch: int,
+        indices: np.ndarray,
+        pixels: np.ndarray,
+        labels: np.ndarray,
+        batches: int = 1,
+    ) -> tuple[list[Failure], Stamps]:
+        """Writes samples into a batch; returns their failures, and when the chunk was made.
+
+        Args:
+            timers: what ``timer.begin`` returned for the chunk.
+            epoch: of the samples.
+            indices: their places in the data set, int64 ``[N]``, as an order gives them.
+            pixels: where they go, uint8 ``[N, 3, S, S]`` with any strides.
+            labels: where their labels go, int64 ``[N]``.
+            batches: how many batches the chunk completes, for the meter's count.
+
+        Raises:
+            MemoryError: no sample's fault, whichever allocator refused.
+        """
+        failures: list[Failure] = []
+        first = self._stages[0]
+        # a data set that names its stages tells of their ends
+        told = first != SAMPLE
+        self.timer.fill()
+        for row, index in enumerate(indices.tolist()):
+            timer = timers and timers[row]
+            try:
+                if timer:
+                    timer.lap(START)
+                laps = (timer.lap,) if timer and told else ()
+                labels[row] = self._fill(epoch, index, pixels[row], *laps)
+                if timer and not told:
+                    timer.lap(SAMPLE)
+            except Exception as error:
+                if timer:
+                    # time without a lap counts for the first stage, most often reading
+                    timer.lap(first)
+                if is_out_of_memory(error):
+                    raise MemoryError(str(error)) from error
+                failures.append(self._failure(error, epoch, index, pixels[row], labels[row:]))
+        return failures, self.timer.end(len(indices), batches)
+
+    def _failure(
+        self, error: Exception, epoch: int, index: int, out: np.ndarray, label: np.ndarray
+    ) -> Failure:
+        """Returns why a sample could not be read; writes another in its place, if that is wanted.
+
+        As text: an error that cannot be pickled would never arrive (pytorch #142884).
+        """
+        where, reason = f"sample {index}", f"{type(error).__name__}: {error}"
+        if isinstance(error, BadSample):
+            where, reason = error.where, error.reason
+        length = len(self._dataset)
+        for other in instead_of(index % length, length) if self._dataset.skips else ():
+            with suppress(BadSample):
+                label[0] = self._dataset.fill(epoch, index, out, instead=other)
+                return Failure(index % length, where, reason, True)
+        return Failure(index % length, where, reason, False)
+
+
+class BufferPool:
+    """A pool of buffers for batches.
+
+    There is no release call: a buffer is free again when the last tensor or array that views it is
+    gone. Code that reads a buffer asynchronously, such as a copy on its way to the device, must
+    hold such a tensor until it is done. A consumer that keeps more batches than ``slots`` never
+    waits: a buffer is new memory where none is free, and beyond ``slots`` free ones it is given
+    back.
+
+    Args:
+        slots: number of buffers that are kept for use again.
+        slot_bytes: size of the largest batch.
+        pin_memory: whether the memory is page-locked.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, pin_memory: bool = False) -> None:
+        self.slot_bytes = slot_bytes
+        self._pin_memory = pin_memory
+        # appends and pops are atomic: buffers come back in any thread, in the middle of anything
+        self._free: deque[np.ndarray] = deque(maxlen=slots)
+
+    def acquire(self, count: int) -> Tensor:
+        """Returns ``count`` bytes, uint8 ``[count]``, of the most recently used free buffer.
+
+        Raises:
+            RuntimeError: no buffer is free, and torch has no memory for another.
+        """
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            slot = self._allocate()
+        # the storage of the tensor holds this array, and with it the buffer, until the last tensor
+        # of the storage is gone
+        view = slot[:count]
+        weakref.finalize(view, _take_back, weakref.ref(self), slot).atexit = False
+        return torch.from_numpy(view)
+
+    def _allocate(self) -> np.ndarray:
+        size = self.slot_bytes
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory).numpy()
+
+
+def _take_back(owner: weakref.ref[BufferPool], slot: np.ndarray) -> None:
+    # a batch that outlives its pool must not keep the pool's other buffers
+    if (pool := owner()) is not None:
+        pool._free.append(slot)
 
 
 def too_slow(settings: FeedSettings) -> LoaderError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -117,25 +116,19 @@ class Order:
 
     def count(self, epoch: int) -> int:
         """Returns the batches of ``epoch``."""
-        left = self._left(epoch)
-        samples = left.stop - left.start
-        if left is not self.rest:
-            # of the last, short batch of a whole epoch only the first ranks may have a part
-            samples -= self.rank * self.batch_size
-        return math.ceil(samples / self._step)
+        places, sizes = _plan(self, epoch)
+        # of the last, short batch of a whole epoch only the first ranks may have a part
+        own = [size * self.rank // self.world_size for size in sizes]
+        return sum(begin + first < places[-1] for begin, first in zip(places, own, strict=False))
 
     def stop(self, epoch: int) -> int:
         """Returns the place in its order where ``epoch`` ends."""
-        return self._left(epoch).stop
+        return _plan(self, epoch)[0][-1]
 
     def taken(self, epoch: int, batches: int) -> int:
         """Returns the place in the order of ``epoch`` after ``batches`` of every rank."""
-        left = self._left(epoch)
-        taken = min(left.start + batches * self._step, left.stop)
-        short = left.stop - taken
-        if left is self.rest and 0 < short < self.world_size:
-            taken -= (self._step - short) // 2
-        return taken
+        places, _ = _plan(self, epoch)
+        return places[min(batches, len(places) - 1)]
 
     def indices(self, epoch: int) -> np.ndarray:
         """Returns the order of the whole data set in ``epoch``, int64 ``[length]``.
@@ -155,31 +148,30 @@ class Order:
         Each is int64 ``[<= batch_size]``.
         """
         order = self.indices(epoch)
-        for position in range(first, self.count(epoch)):
-            yield self.share(order, epoch, position)
+        places, sizes = _plan(self, epoch)
+        for begin, size in zip(places[first:], sizes[first:], strict=False):
+            start = begin + size * self.rank // self.world_size
+            share = order[start : begin + size * (self.rank + 1) // self.world_size]
+            if len(share):
+                yield share
 
-    def share(self, order: np.ndarray, epoch: int, position: int) -> np.ndarray:
-        """Returns this rank's batch at ``position`` of ``epoch``, whose indices are ``order``."""
-        batch = order[self.taken(epoch, position) : self.taken(epoch, position + 1)]
-        size = self._step
-        if self._left(epoch) is self.rest:
-            size = len(batch)
-        first = size * self.rank // self.world_size
-        return batch[first : size * (self.rank + 1) // self.world_size]
 
-    @property
-    def _step(self) -> int:
-        """Samples of a global batch."""
-        return self.batch_size * self.world_size
-
-    def _left(self, epoch: int) -> Rest:
-        """Returns ``rest`` itself if it is of ``epoch``, else the whole epoch."""
-        if self.rest is not None and self.rest.epoch == epoch:
-            return self.rest
-        stop = self.length
-        if self.drop_last:
-            stop -= stop % (self._step * self.parts)
-        return Rest(epoch, 0, stop)
+@lru_cache(maxsize=8)
+def _plan(order: Order, epoch: int) -> tuple[list[int], list[int]]:
+    """Returns where the epoch's global batches begin and the last ends, and what ranks share."""
+    step = order.batch_size * order.world_size
+    rest = order.rest
+    if rest is None or rest.epoch != epoch:
+        stop = order.length
+        if order.drop_last:
+            stop -= stop % (step * order.parts)
+        begins = [*range(0, stop, step)]
+        return [*begins, stop], [step] * len(begins)
+    places = [*range(rest.start, rest.stop, step), rest.stop]
+    short = (rest.stop - rest.start) % step
+    if 0 < short < order.world_size:
+        places[-2] -= (step - short) // 2
+    return places, [end - begin for begin, end in itertools.pairwise(places)]
 
 
 @dataclass(slots=True)
@@ -228,7 +220,7 @@ class ProbeOrder:
         """Iterates over the batches from now on; ``epoch`` and ``first`` change nothing."""
         repeated = itertools.cycle(self.cursor.seen if self.again else ())
         # of the latest epoch
-        indices = lru_cache(1)(self.order.indices)
+        batches = lru_cache(1)(lambda turn: [*self.order.batches(turn)])
         whole = len(self.order)
         while True:
             position = next(repeated, None)
@@ -236,8 +228,7 @@ class ProbeOrder:
                 position = self.cursor.asked
                 self.cursor.asked += 1
             # far from any epoch of training
-            turn = 2**31 + position // whole
-            yield self.order.share(indices(turn), turn, position % whole)
+            yield batches(2**31 + position // whole)[position % whole]
 
 
 AnyOrder = Order | ProbeOrder

@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from harness.config import ConfigError
-from harness.feed.fill import Filler
 from harness.feed.interface import (
     PROCESSES,
     Backend,
     FeedSettings,
     FillableDataset,
+    Filler,
     HostBatch,
     stages_of,
     too_slow,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from harness.config import Config, DataConfig, Mode, ModelConfig
 from harness.data.datasets import as_evaluated
 from harness.data.decode import decode, decode_opened
-from harness.feed.normalise import Normalise
+from harness.feed.prefetcher import Normalise
 from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.files import read_regular
 from harness.runtime.folder import log

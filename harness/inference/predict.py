@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config import Config
-from harness.data.datasets import Splits, as_evaluated
-from harness.data.images import ImageDataset
+from harness.data.datasets import ImageDataset, Splits, as_evaluated
 from harness.data.storage import FolderSource
 from harness.feed.feeds import Feeds
 from harness.feed.interface import Failure

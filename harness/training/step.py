@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.config import Config, Precision
-from harness.data.augment import BatchAugment
-from harness.data.mix import Mix
+from harness.data.augment import BatchAugment, Mix
 from harness.feed.interface import Backend, HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.timed import Batches, TimedSteps

@@ -9,8 +9,7 @@ import torch
 from pictures import numbered, pictures
 
 from harness.config import AugmentConfig
-from harness.data.augment import BatchAugment
-from harness.data.mix import Mix
+from harness.data.augment import BatchAugment, Mix
 from harness.runtime import accelerator
 
 pytestmark = [

@@ -21,9 +21,8 @@ from PIL import Image
 from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig, Interpolation
 from harness.data import cache
 from harness.data.cache import PixelCache, open_caches
-from harness.data.datasets import Splits, crop_error, load
+from harness.data.datasets import ImageDataset, Splits, crop_error, load
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import pickle
 import shutil
@@ -31,16 +29,13 @@ from oddities import Plant, listing
 
 from harness.config import DataConfig
 from harness.data.cifar import open_cifar
-from harness.data.download import md5_of
 from harness.data.storage import ArraySource
 from harness.runtime.errors import DataError, DiskError
 
-ARRAYS = [
-    "complete.json",
-    "train_images.npy",
-    "train_labels.npy",
-    "val_images.npy",
-    "val_labels.npy",
+FILES = [
+    "batches.meta",
+    *(f"data_batch_{i}" for i in range(1, 6)),
+    "test_batch",
 ]
 BATCH = "cifar-10-batches-py/data_batch_3"
 META = "cifar-10-batches-py/batches.meta"
@@ -59,9 +54,10 @@ def settings(root: Path, md5: str | None = None, **more: object) -> DataConfig:
     return DataConfig(root=str(root), md5=md5, **settings)
 
 
-def made(root: Path, archive: str = CIFAR10) -> list[str]:
-    name = "cifar100-arrays" if archive == CIFAR100 else "cifar10-arrays"
-    return sorted([archive, name, *(f"{name}/{file}" for file in ARRAYS)])
+def made(md5: str, archive: str = CIFAR10) -> list[str]:
+    name = f"{'cifar100' if archive == CIFAR100 else 'cifar10'}-{md5[:16]}"
+    files = ["meta", "test", "train"] if archive == CIFAR100 else FILES
+    return sorted([archive, name, *(f"{name}/{file}" for file in files)])
 
 
 def old_numpy(pickled: bytes) -> bytes:
@@ -112,7 +108,7 @@ def test_content(tmp_path: Path, pickled: Callable[[object], bytes]) -> None:
         val.images[5],
         batches["cifar-10-batches-py/test_batch"]["data"][5].reshape(3, 32, 32).transpose(1, 2, 0),
     )
-    assert listing(tmp_path) == made(tmp_path)
+    assert listing(tmp_path) == made(md5)
 
 
 def test_columns_first(tmp_path: Path) -> None:
@@ -137,7 +133,7 @@ def test_cifar100(tmp_path: Path) -> None:
     assert train.classes == tuple(sorted(train.classes))
     assert train.labels.tolist() == [*range(100), *range(100)]
     assert len(val) == 200
-    assert listing(tmp_path) == made(tmp_path, CIFAR100)
+    assert listing(tmp_path) == made(md5, CIFAR100)
 
 
 class Call:
@@ -267,7 +263,7 @@ def test_an_unpacked_archive_is_read(tmp_path: Path) -> None:
 def test_an_archive_in_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arrays go to the user's cache, and are found there."""
+    """The files go to the user's cache, and are found there."""
     md5 = write_cifar10(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for _ in range(2):
@@ -275,8 +271,8 @@ def test_an_archive_in_a_folder_that_cannot_be_written(
         assert listing(tmp_path) == [CIFAR10]
 
 
-def test_arrays_are_enough(tmp_path: Path) -> None:
-    """With the arrays, neither archive nor write permission is needed; pixels are mapped."""
+def test_the_unpacked_files_are_enough(tmp_path: Path) -> None:
+    """With them, neither archive nor write permission is needed."""
     md5 = write_cifar10(tmp_path)
     first, _ = open_cifar(settings(tmp_path, md5))
     (tmp_path / CIFAR10).unlink()
@@ -285,84 +281,48 @@ def test_arrays_are_enough(tmp_path: Path) -> None:
         again, _ = open_cifar(settings(tmp_path, md5))
     finally:
         tmp_path.chmod(0o755)
-    assert listing(tmp_path) == made(tmp_path)[1:]
+    assert listing(tmp_path) == made(md5)[1:]
     assert np.array_equal(first.images, again.images)
-    assert isinstance(again.images, np.memmap)
-    assert not again.images.flags.writeable
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+def test_a_worker_shares_the_pixels(tmp_path: Path) -> None:
+    """What is sent to a worker is where the pixels lie."""
+    train, _ = open_cifar(settings(tmp_path, write_cifar10(tmp_path)))
+    sent = pickle.dumps(train)
+    assert len(sent) < train.images.nbytes / 10
+    twin = pickle.loads(sent)
+    train.images[3] = 77
+    assert np.array_equal(twin.images, train.images)
 
 
-DAMAGES = {
-    "bit": lambda folder: flip(folder / "train_labels.npy"),
-    "cut array": lambda folder: os.truncate(folder / "train_images.npy", 5000),
-    "missing array": lambda folder: (folder / "val_images.npy").unlink(),
-    "missing marker": lambda folder: (folder / "complete.json").unlink(),
-    "marker of lists": lambda folder: (folder / "complete.json").write_text("[" * 100_000),
-    "other format": lambda folder: (folder / "complete.json").write_text(
-        (folder / "complete.json").read_text().replace('"format": 1', '"format": 0')
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "damage", [pytest.param(damage, id=name) for name, damage in DAMAGES.items()]
-)
-def test_damaged_arrays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]
-) -> None:
-    """Damaged or half-written arrays are made again from the archive, with one warning."""
-    md5 = write_cifar10(tmp_path)
-    first = open_cifar(settings(tmp_path, md5))[0].images.copy()
-    damage(tmp_path / "cifar10-arrays")
-    with caplog.at_level(logging.WARNING):
-        again, _ = open_cifar(settings(tmp_path, md5))
-    assert np.array_equal(first, again.images)
-    assert [record.message for record in caplog.records] == [
-        f"{tmp_path}/cifar10-arrays: damaged, or of other settings: made again"
-    ]
-    assert listing(tmp_path) == made(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "array",
-    [np.array([{}], object), np.zeros((100, 32, 32, 4), np.uint8), np.zeros(0, np.uint8)],
-    ids=["objects", "shape", "empty"],
-)
-def test_forged_arrays(tmp_path: Path, array: np.ndarray) -> None:
-    """Arrays of another form are made again, despite their digest; no object is unpickled."""
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 5000)])
+def test_damaged_files_are_named(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    """A file that was lost or cut later is one line with its name."""
     md5 = write_cifar10(tmp_path)
     open_cifar(settings(tmp_path, md5))
-    folder = tmp_path / "cifar10-arrays"
-    np.save(folder / "train_images.npy", array, allow_pickle=True)
-    marker = json.loads((folder / "complete.json").read_text())
-    marker["files"]["train_images"] = md5_of(folder / "train_images.npy")
-    (folder / "complete.json").write_text(json.dumps(marker))
-    assert open_cifar(settings(tmp_path, md5))[0].images.shape == (100, 32, 32, 3)
+    damage(tmp_path / f"cifar10-{md5[:16]}/data_batch_3")
+    with pytest.raises(DataError, match="data_batch_3"):
+        open_cifar(settings(tmp_path, md5))
 
 
 def test_other_digest(tmp_path: Path) -> None:
-    """Arrays belong to one archive: with another digest in the settings they are made again."""
+    """Files belong to one archive: with another digest in the settings others are unpacked."""
     open_cifar(settings(tmp_path, write_cifar10(tmp_path)))
     train, _ = open_cifar(settings(tmp_path, write_cifar10(tmp_path, rows=3)))
     assert len(train) == 15
 
 
 def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays that cannot be written leave nothing, and the error says what to do."""
+    """Files that cannot be written leave nothing, and the error says what to do."""
 
     def full(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
     md5 = write_cifar10(tmp_path)
-    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(
         DiskError,
-        match=r"cifar10-arrays: cannot be written: No space left on device; free space or set",
+        match=r"cifar10-\w+: cannot be written: No space left on device; free space or set",
     ):
         open_cifar(settings(tmp_path, md5))
     assert listing(tmp_path) == [CIFAR10]
@@ -399,7 +359,7 @@ def test_download(tmp_path: Path) -> None:
         fetched(tmp_path / "here", here.address, md5)
     assert len(here.asked) == 1
     assert len(train) == 100
-    assert listing(tmp_path / "here") == made(tmp_path)
+    assert listing(tmp_path / "here") == made(md5)
 
 
 def test_wrong_checksum(tmp_path: Path) -> None:
@@ -424,7 +384,7 @@ def test_default_root(tmp_path: Path) -> None:
     (cache / "cifar10").mkdir()
     shutil.move(tmp_path / CIFAR10, cache / "cifar10" / CIFAR10)
     open_cifar(DataConfig(name="cifar10", md5=md5.upper(), download=False))
-    assert listing(cache / "cifar10") == made(cache)
+    assert listing(cache / "cifar10") == made(md5)
 
 
 @pytest.mark.timeout(20)

@@ -19,9 +19,8 @@ from harness.config import (
     OptimConfig,
 )
 from harness.data import datasets
-from harness.data.datasets import FakeDataset, Splits, load
+from harness.data.datasets import FakeDataset, ImageDataset, Splits, load
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
 from harness.runtime.errors import DataError

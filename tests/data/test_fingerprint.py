@@ -12,9 +12,8 @@ import pytest
 
 from harness.config import AugmentConfig, DataConfig
 from harness.data import datasets
-from harness.data.datasets import FakeDataset, Splits
+from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource, Source, split
 from harness.data.transforms import TrainTransform
 

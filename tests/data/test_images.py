@@ -13,8 +13,8 @@ import pytest
 from pictures import photograph
 from samples import eval_transform, numbers
 
+from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource
 from harness.data.transforms import TrainTransform, resized
 from harness.runtime.errors import BadSample

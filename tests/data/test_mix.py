@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from harness.config import AugmentConfig
-from harness.data.mix import Mix, erased_boxes
+from harness.data.augment import Mix, erased_boxes
 
 CLASSES = 7
 BOTH = AugmentConfig(mixup=0.4, cutmix=1.0)

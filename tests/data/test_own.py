@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 
 from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
-from harness.data.datasets import Splits, load
-from harness.data.images import ImageDataset
+from harness.data.datasets import ImageDataset, Splits, load
 from harness.data.own import OwnDataset
 from harness.data.storage import ArraySource
 from harness.runtime.errors import BadSample

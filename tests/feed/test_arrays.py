@@ -15,8 +15,8 @@ import torch
 from emulator import Gpu, emulated
 from PIL import Image, ImageOps
 
+from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import TrainTransform
 from harness.feed.arrays import ArrayFeed, InMemoryImages, SyntheticFeed, pixel_bytes

@@ -12,9 +12,8 @@ import torch
 from emulator import Gpu, emulated
 
 from harness.config import BackendName, Config, ConfigError, Crop, LoaderConfig
-from harness.data.datasets import Splits
+from harness.data.datasets import ImageDataset, Splits
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset
 from harness.data.storage import ArraySource, Source
 from harness.data.transforms import TrainTransform

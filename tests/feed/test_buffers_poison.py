@@ -17,7 +17,7 @@ import pytest
 import samples
 import torch
 
-from harness.feed import buffers
+from harness.feed import interface as buffers
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher

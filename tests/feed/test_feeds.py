@@ -23,9 +23,8 @@ from harness.config import (
     TunerName,
     ValLoaderConfig,
 )
-from harness.data.datasets import FakeDataset, Splits
+from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
 from harness.feed.arrays import ArrayFeed, InMemoryImages, SyntheticFeed

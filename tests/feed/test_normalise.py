@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.feed import normalise
-from harness.feed.buffers import BufferPool
-from harness.feed.normalise import Normalise
-from harness.feed.prefetcher import DataPrefetcher
+from harness.feed import prefetcher
+from harness.feed.interface import BufferPool
+from harness.feed.prefetcher import DataPrefetcher, Normalise
 from harness.runtime import accelerator
 
 CPU = torch.device("cpu")
@@ -42,7 +41,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.fixture(autouse=True)
 def _no_batch_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     # but one image of one pixel, whose strides are for torch to choose
-    monkeypatch.setattr(normalise, "_SMALL", 5)
+    monkeypatch.setattr(prefetcher, "_SMALL", 5)
 
 
 def uint8(*shape: int, seed: int = 0) -> Tensor:
@@ -103,7 +102,7 @@ def test_an_empty_batch_stays_empty() -> None:
 
 def test_a_small_batch_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the calls would cost more than they save there are none of them."""
-    monkeypatch.setattr(normalise, "_SMALL", 1000)
+    monkeypatch.setattr(prefetcher, "_SMALL", 1000)
     one = Normalise(CPU, MEAN, STD, torch.float32, True)
     monkeypatch.setattr(one, "_by_rows", None)
     images = uint8(4, 3, 8, 8)

@@ -10,8 +10,8 @@ import pytest
 import samples
 import torch
 
+from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
 from harness.feed.arrays import ArrayFeed, SyntheticFeed

@@ -18,12 +18,11 @@ import pytest
 import samples
 from samples import assert_same, comes_true
 
-from harness.feed.buffers import BufferPool
-from harness.feed.interface import HostBatch
+from harness.feed.interface import BufferPool, HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed
-from harness.feed.threads import BatchThreads, ThreadFeed
+from harness.feed.threads import ThreadFeed
 from harness.runtime import signals
 from harness.runtime.errors import Interrupted, LoaderError
 
@@ -142,8 +141,8 @@ def test_the_feed_holds_nothing_of_its_own_while_it_waits(
     assert comes_true(
         lambda: feed.meter.work().samples == 8 * 4 - 1
     )  # three are ahead, the first of which lacks a sample
-    assert feed._threads is not None
-    pool = feed._threads._memory
+    pool = feed._memory
+    assert pool is not None
     assert comes_true(lambda: made[pool] - len(pool._free) == 3)
     gate.set()
     taker.join(WAIT_S)
@@ -235,14 +234,14 @@ class TestEnds:
         no later one from its threads.
         """
         feed = make_feed(2, samples.Noise(19))
-        begin = BatchThreads.begin
+        begin = ThreadFeed.begin
 
-        def begin_and_close(threads: BatchThreads, *given: Any) -> None:
-            monkeypatch.setattr(BatchThreads, "begin", begin)
-            threads.begin(*given)
+        def begin_and_close(feed: ThreadFeed, *given: Any) -> None:
+            monkeypatch.setattr(ThreadFeed, "begin", begin)
+            feed.begin(*given)
             feed.close()
 
-        monkeypatch.setattr(BatchThreads, "begin", begin_and_close)
+        monkeypatch.setattr(ThreadFeed, "begin", begin_and_close)
         with pytest.raises(LoaderError, match="ended after 0 of 5 batches"):
             list(feed)
         feed.prime(0)
@@ -430,7 +429,7 @@ import sys, threading
 import numpy as np
 import samples
 from harness.feed.order import Order
-from harness.feed.threads import BatchThreads, ThreadFeed
+from harness.feed.threads import ThreadFeed
 
 class Busy(samples.Noise):
     def fill(self, epoch, index, out):

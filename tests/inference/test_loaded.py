@@ -15,10 +15,9 @@ from torch import nn
 
 import harness
 from harness.config import Config, DataConfig, Interpolation, to_plain
-from harness.data.datasets import as_evaluated
-from harness.data.images import ImageDataset
+from harness.data.datasets import ImageDataset, as_evaluated
 from harness.data.storage import FolderSource
-from harness.feed.normalise import Normalise
+from harness.feed.prefetcher import Normalise
 from harness.inference.loaded import Transform, network
 from harness.runtime.errors import CheckpointError
 from harness.training.checkpoint import Saved

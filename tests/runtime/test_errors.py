@@ -14,11 +14,11 @@ import torch
 from commands import ran
 
 from harness.config import ConfigError
+from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
-from harness.feed.fill import Filler
+from harness.feed.interface import Filler
 from harness.runtime import parts
 from harness.runtime.errors import described, told
 

@@ -17,9 +17,8 @@ from samples import eval_transform
 from sklearn.metrics import precision_score, recall_score
 
 from harness.config import DataConfig
-from harness.data.datasets import FakeDataset, Splits
+from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.runtime.errors import BadSample
 from harness.training import pictures

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.config import AugmentConfig, Config, ConfigError, OptimName, Precision
-from harness.data.augment import BatchAugment
-from harness.data.mix import Mix
+from harness.data.augment import BatchAugment, Mix
 from harness.feed.interface import HostBatch
 from harness.runtime.distributed import World
 from harness.training.state import state_of

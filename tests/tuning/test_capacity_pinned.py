@@ -15,8 +15,8 @@ import pytest
 import samples
 from emulator import EmulatedDevice, WallClock, emulated
 
+from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
-from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
 from harness.feed.feeds import BACKENDS
 from harness.feed.interface import Backend, FeedSettings
