@@ -27,8 +27,7 @@ from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
-from harness.feed.arrays import ArrayFeed, InMemoryImages, SyntheticFeed
-from harness.feed.feeds import BACKENDS, Feeds
+from harness.feed.feeds import BACKENDS, ArrayFeed, Feeds, InMemoryImages, SyntheticFeed
 from harness.feed.interface import (
     Backend,
     FeedSettings,
