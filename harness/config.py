@@ -908,15 +908,17 @@ def adopted(
     return load(tree)
 
 
-def named_backend(loader: LoaderConfig) -> BackendName | None:
-    """Returns the backend that is named, or processes where anything is said about workers."""
+def named_backend(config: Config) -> BackendName | None:
+    """Returns the backend that is asked for: by name, or processes by what is said of workers."""
+    loader = config.loader
     if loader.backend not in (None, BackendName.auto):
         return loader.backend
     val = loader.val
     about_workers = {loader.num_workers, loader.prefetch_factor, loader.persistent_workers}
-    if about_workers | {val.num_workers, val.prefetch_factor} == {None}:
-        return None
-    return BackendName.processes
+    searched = loader.autotune and config.tuner.name is TunerName.grid
+    if searched or about_workers | {val.num_workers, val.prefetch_factor} != {None}:
+        return BackendName.processes
+    return None
 
 
 def shown(value: Any) -> str:

@@ -20,7 +20,6 @@ from harness.config import (
     Mode,
     OnError,
     StartMethod,
-    TunerName,
     Wandb,
 )
 from harness.runtime import folder, parts, signals, workers
@@ -28,6 +27,7 @@ from harness.runtime.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
     from harness.data.datasets import Splits
+    from harness.feed.order import Rest
     from harness.runtime.distributed import World
     from harness.training.checkpoint import Saved
 
@@ -40,14 +40,14 @@ class Job:
         config: its settings.
         folder: where its files go.
         overridden: what its command line set.
-        settings: the files of ``.hydra/`` by name, as YAML.
+        written: the files of ``.hydra/`` by name, as YAML.
         began_s: when it began, on ``time.perf_counter``.
     """
 
     config: Config
     folder: Path
     overridden: tuple[str, ...]
-    settings: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, str] = field(default_factory=dict)
     began_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -60,10 +60,10 @@ def check(config: Config) -> None:
     """Refuses names of networks, data sets and files that there are not, without importing torch.
 
     Raises:
-        ConfigError: there is no such network or data set.
+        ConfigError: there is no such network or data set, or another launcher.
         CheckpointError: there is no such file.
     """
-    _check_launcher(config)
+    _check_launcher(config.dist.name)
     schema.check_names(config)
     parts.check("model.name", config.model.name)
     parts.check("data.name", config.data.name)
@@ -78,13 +78,8 @@ def check(config: Config) -> None:
         raise CheckpointError(f"model.weights={weights}: no such file; use null, DEFAULT or a path")
 
 
-def _check_launcher(config: Config) -> None:
-    """Refuses what no launcher sets; removes what dist=single and dist=spawn would misread.
-
-    Raises:
-        ConfigError: a variable is missing, or no number, or torchrun started this process.
-    """
-    kind = config.dist.name
+def _check_launcher(kind: DistName) -> None:
+    """Refuses what no launcher sets; removes what dist=single and dist=spawn would misread."""
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
     if kind is DistName.torchrun:
         for name in (*names, "LOCAL_WORLD_SIZE", "MASTER_PORT"):
@@ -104,29 +99,36 @@ def _check_launcher(config: Config) -> None:
             os.environ.pop(name, None)
 
 
-def _needs_processes(config: Config) -> bool:
-    """Says whether worker processes of a fork server are likely to start.
+def run(index: int, job: Job) -> None:
+    """Does one run, in the processes that ``dist=`` asks for; ``index`` is 0."""
+    if folder.is_first_rank():
+        folder.own(job.folder)
+        # hydra.run.dir and a sweep's run.name may name any folder
+        if not job.goes_on:
+            folder.refuse_used(job.folder)
+        if not (job.goes_on and (job.folder / ".hydra").exists()):
+            folder.write_settings(job.folder, job.written)
+        # nobody may read it
+        with suppress(OSError):
+            name = printable(os.path.relpath(job.folder))
+            print(f"run folder: {name}\nloading torch ...", flush=True)
+    from harness.runtime import distributed
 
-    With the data sets here, threads and tuner=auto may do without.
-    """
-    loader = config.loader
-    if loader.num_workers == 0 or loader.start_method is not StartMethod.forkserver:
-        return False
-    is_own = parts.is_own(config.data.name)
-    searched = loader.autotune and config.tuner.name is TunerName.grid
-    return is_own or searched or schema.named_backend(loader) is BackendName.processes
+    with folder.logging_failure(job.folder):
+        distributed.launch(main_worker, job, job.config)
 
 
 def main_worker(local_rank: int, job: Job) -> None:
     """Does one rank of a run, in its own process or in this one."""
     config = job.config
-    # for the fork server, whenever it starts
+    loader = config.loader
+    is_own = parts.is_own(config.data.name)
+    # for the fork server, whenever it starts; the transforms of a user's data set need torchvision,
+    # which each worker would import, the next epoch's too
     preload = ["hydra", "harness.feed.processes", "harness.data.datasets"]
-    if parts.is_own(config.data.name):
-        # for its transforms: each worker would import that, the next epoch's too
-        preload.append("torchvision")
-    forkserver.set_forkserver_preload(preload)
-    if _needs_processes(config):
+    forkserver.set_forkserver_preload(preload + ["torchvision"] * is_own)
+    processes = is_own or schema.named_backend(config) is BackendName.processes
+    if processes and loader.num_workers != 0 and loader.start_method is StartMethod.forkserver:
         # while torch is imported here
         workers.start_server()
     from harness.runtime import distributed
@@ -146,83 +148,30 @@ def main_worker(local_rank: int, job: Job) -> None:
         from harness.training import models, resume
 
         # before anything reads the settings, and the same on every rank
-        config = models.published_settings(config, job.overridden)
+        if config.model.weights is not None:
+            config = models.published_settings(config, job.overridden)
         saved = resume.find(config, job.folder)
-        config = resume.settings(config, saved, job.overridden)
+        if saved is not None:
+            config = resume.settings(config, saved, job.overridden)
         seeding.seed_everything(config.seed, config.trainer.deterministic)
         work = _apply if config.mode in (Mode.predict, Mode.export) else _wire
         work(world, replace(job, config=config), saved)
 
 
-def _wire(world: World, job: Job, saved: Saved | None) -> None:
-    """Wires the rooms in the order of the data, from the disk to the report."""
-    from harness.diagnose.diagnosis import diagnose
-    from harness.feed.feeds import Feeds
-    from harness.page.document import write_report
-    from harness.runtime import limits
-    from harness.training import resume
-    from harness.training.engine import Engine
-    from harness.training.reporter import Reporter
-    from harness.training.saving import Place
-    from harness.training.state import make_state
-    from harness.training.step import Step, StepTrials
-    from harness.tuning.session import tuned
-    from harness.watch import station
-
-    config = job.config
-    # all is imported, and what follows looks for signals
-    signals.set_grace(config.checkpoint.grace_s)
-    # storage -> decode -> augment
-    splits = _splits(config, saved, world)
-    config, rest = resume.rest(config, saved, world, len(splits.train))
-    # order -> load -> pin -> copy
-    feeds = Feeds(splits, config, world)
-    classes = splits.classes
-    state = make_state(config, len(classes), world, feeds.steps_per_epoch(), filled=bool(saved))
-    resumed = resume.take_over(state, saved, config, world, classes)
-    allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
-    train = feeds.settings(allowed)
-    val = feeds.val_settings(train)
-    if job.goes_on and world.is_main:
-        # nothing is refused any more
-        folder.write_settings(job.folder, job.settings)
-    signals.check()
-    with station.watched(config, world, job.folder, job.began_s, resumed) as watch:
-        step = Step(state, config, world, len(classes), splits.class_weights(config.optim))
-        trials = StepTrials(step, config, world)
-        if config.mode is Mode.diagnose:
-            diagnose(feeds, trials, allowed, job.overridden, watch.board)
-            return
-        found = None
-        if config.loader.autotune:
-            found = tuned(feeds, trials, config, allowed, world, resumed)
-            found.report.publish(watch.board)
-            watch.course.mark("tuning")
-            train, val = found.report.settings, found.report.val
-        has_stepped = found is not None and not found.report.reused
-        if config.mode is Mode.train and feeds.on_device(train) and not has_stepped:
-            # a step first takes what the network needs: images get of the rest
-            with trials.kept():
-                trials.demand(feeds.noise(train.batch_size), 0.0)
-        # normalise -> step -> evaluate -> save
-        feed = feeds.train(train, rest)
-        val_feed = feeds.val(val)
-        if found is not None:
-            found.follow(feed, val_feed, watch, state.step)
-        engine = Engine(config, world, step, feed, val_feed, watch, Place(job.folder, classes))
-        summary = None if found is None else found.summary
-        told = Reporter(config, job.overridden, summary, allowed.cores, write_report, splits)
-        with told.reporting(engine):
-            engine.fit()
-
-
-def _splits(config: Config, saved: Saved | None, world: World) -> Splits:
-    """Opens the data set, or what is evaluated."""
+def _opened(
+    config: Config, saved: Saved | None, world: World
+) -> tuple[Splits, Config, Rest | None]:
+    """Opens the data set, or what is evaluated; of a checkpoint's epoch, says what is left."""
     from harness.data import datasets
+    from harness.training import resume
 
     if config.mode is Mode.evaluate and saved is not None:
-        return datasets.load_evaluated(config.data, config.seed, saved.classes)
-    return datasets.load(config.data, config.augment, config.seed, world.gathered)
+        splits = datasets.load_evaluated(config.data, config.seed, saved.classes)
+        return splits, config, None
+    splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
+    if saved is None:
+        return splits, config, None
+    return splits, *resume.rest(config, saved, world, len(splits.train))
 
 
 def _verify(world: World, job: Job) -> None:
@@ -255,21 +204,62 @@ def _apply(world: World, job: Job, saved: Saved | None) -> None:
         predict(saved, job.config, world, job.folder)
 
 
-def run(index: int, job: Job) -> None:
-    """Does one run, in the processes that ``dist=`` asks for; ``index`` is 0."""
-    config = job.config
-    if folder.is_first_rank():
-        folder.own(job.folder)
-        # hydra.run.dir and a sweep's run.name may name any folder
-        if not job.goes_on:
-            folder.refuse_used(job.folder)
-        if not (job.goes_on and (job.folder / ".hydra").exists()):
-            folder.write_settings(job.folder, job.settings)
-        # nobody may read it
-        with suppress(OSError):
-            name = printable(os.path.relpath(job.folder))
-            print(f"run folder: {name}\nloading torch ...", flush=True)
-    from harness.runtime import distributed
+def _wire(world: World, job: Job, saved: Saved | None) -> None:
+    """Wires the rooms in the order of the data, from the disk to the report."""
+    from harness.diagnose.diagnosis import diagnose
+    from harness.feed.feeds import Feeds
+    from harness.page.document import write_report
+    from harness.runtime import accelerator, limits
+    from harness.training import resume
+    from harness.training.engine import Engine
+    from harness.training.reporter import Reporter
+    from harness.training.saving import Place
+    from harness.training.state import make_state
+    from harness.training.step import Step, StepTrials
+    from harness.tuning.session import tuned
+    from harness.watch import station
 
-    with folder.logging_failure(job.folder):
-        distributed.launch(main_worker, job, config)
+    # all is imported, and what follows looks for signals
+    signals.set_grace(job.config.checkpoint.grace_s)
+    # storage -> decode -> augment
+    splits, config, rest = _opened(job.config, saved, world)
+    # order -> load -> pin -> copy
+    feeds = Feeds(splits, config, world)
+    classes = splits.classes
+    state = make_state(config, len(classes), world, feeds.steps_per_epoch(), filled=bool(saved))
+    resumed = resume.take_over(state, saved, config, world, classes)
+    allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
+    train = feeds.settings(allowed)
+    val = feeds.val_settings(train)
+    if job.goes_on and world.is_main:
+        # nothing is refused any more
+        folder.write_settings(job.folder, job.written)
+    signals.check()
+    with station.watched(config, world, job.folder, job.began_s, resumed) as watch:
+        step = Step(state, config, world, len(classes), splits.class_weights(config.optim))
+        trials = StepTrials(step, config, world)
+        if config.mode is Mode.diagnose:
+            diagnose(feeds, trials, allowed, job.overridden, watch.board)
+            return
+        found = None
+        if config.loader.autotune:
+            found = tuned(feeds, trials, config, allowed, world, resumed)
+            found.report.publish(watch.board)
+            watch.course.mark("tuning")
+            train = found.report.settings
+            val = found.report.val
+        on_device = train.backend == "arrays" and accelerator.of(world.device).has_streams
+        if config.mode is Mode.train and on_device and (found is None or found.report.reused):
+            # a step first takes what the network needs: images get of the rest
+            with trials.kept():
+                trials.demand(feeds.noise(train.batch_size), 0.0)
+        # normalise -> step -> evaluate -> save
+        feed = feeds.train(train, rest)
+        val_feed = feeds.val(val)
+        if found is not None:
+            found.follow(feed, val_feed, watch, state.step)
+        engine = Engine(config, world, step, feed, val_feed, watch, Place(job.folder, classes))
+        summary = None if found is None else found.summary
+        told = Reporter(config, job.overridden, summary, allowed.cores, write_report, splits)
+        with told.reporting(engine):
+            engine.fit()

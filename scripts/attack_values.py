@@ -96,7 +96,7 @@ def checked(overrides: Sequence[str]) -> Config:
 def is_cheap(c: Config) -> bool:
     """Whether a run of two steps by these settings takes less than a second or so."""
     workers = {c.loader.num_workers, c.loader.val.num_workers} - {None, 0, 1, 2}
-    form = schema.named_backend(c.loader)
+    form = schema.named_backend(c)
     has_processes = form is schema.BackendName.processes and bool(
         {c.loader.num_workers, c.loader.val.num_workers} - {0}
     )

@@ -37,7 +37,9 @@ from harness.config import (
     TrainerConfig,
     WatchConfig,
 )
-from harness.feed.interface import Backend, FeedSettings, HostBatch, train_settings
+from harness.data.datasets import FakeDataset, Splits
+from harness.feed.feeds import Feeds
+from harness.feed.interface import Backend, FeedSettings, HostBatch
 from harness.feed.order import Order
 from harness.runtime import distributed, folder, limits, seeding
 from harness.runtime.distributed import World
@@ -128,9 +130,8 @@ def harness_engine(
     """An engine on cached batches, made and watched as ``train.py`` does it."""
     with folder.logging_to(place):
         seeding.seed_everything(config.seed)
-        settings = train_settings(
-            config.loader, limits.measure(), pinnable=world.device.type == "cuda"
-        )
+        splits = Splits(FakeDataset(1, 1, CLASSES), FakeDataset(1, 1, CLASSES), (), "fake", "")
+        settings = Feeds(splits, config, world).settings(limits.measure())
         state = make_state(config, CLASSES, world, len(batches))
         with station.watched(config, world, place, time.perf_counter()) as watch:
             feed = CachedFeed(batches, settings)

@@ -882,9 +882,18 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     ids=["default", "tuned", "workers", "grid", "own data", "diagnosed"],
 )
 def test_the_fork_server_starts_early_where_processes_will_load(
-    composed: Composed, typed: tuple[str, ...], expected: bool
+    composed: Composed,
+    monkeypatch: pytest.MonkeyPatch,
+    typed: tuple[str, ...],
+    expected: bool,
 ) -> None:
     """Elsewhere its imports would take a processor from what is measured: threads looked half as
     fast.
     """
-    assert job._needs_processes(composed(*typed)) is expected
+    started: list[int] = []
+    monkeypatch.setattr("harness.runtime.workers.start_server", lambda: started.append(1))
+    # ends the rank before it begins
+    monkeypatch.setattr("harness.runtime.distributed.joined", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        job.main_worker(0, job.Job(composed(*typed), Path(), ()))
+    assert bool(started) is expected

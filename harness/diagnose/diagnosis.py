@@ -12,7 +12,7 @@ from harness.diagnose.fetch import short_sides
 from harness.diagnose.phases import FirstReads, Runs, Session
 from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs
 from harness.feed.feeds import Feeds
-from harness.feed.interface import FeedSettings, with_workers
+from harness.feed.interface import FeedSettings
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator
 from harness.runtime.distributed import World, again
@@ -119,7 +119,7 @@ def diagnose(
     verdict = judged(facts, trainer=config.trainer, half_precision=half_precision)
     notes = facts.runs.notes
     own = facts.settings
-    refused = facts.fits(with_workers(own, own.num_workers + 1))
+    refused = facts.fits(replace(own, num_workers=own.num_workers + 1))
     if refused and facts.lost >= HARM:
         notes += (f"no more workers fit: {refused}",)
     diagnosis = Diagnosis(

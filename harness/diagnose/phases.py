@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from harness.data.datasets import ImageDataset
 from harness.diagnose.fetch import Fetch, UnmeasuredError, cold_fetch, files_of
 from harness.feed.feeds import Feeds
-from harness.feed.interface import Backend, FeedSettings, with_workers
+from harness.feed.interface import Backend, FeedSettings
 from harness.runtime.errors import LoaderError
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.probe import Lab
@@ -244,7 +244,7 @@ class Session:
 
     def _supply(self, settings: FeedSettings) -> Trial:
         """Returns loading alone, of at least one worker: a worker that hangs can be ended."""
-        working = with_workers(settings, max(1, settings.num_workers))
+        working = replace(settings, num_workers=max(1, settings.num_workers))
         return self.lab.attempt(Ask(working, "supply", limit_s=_LOADING_S))
 
     def _row(

@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.data.datasets import AnyDataset, ImageDataset
 from harness.data.own import OwnDataset
 from harness.feed.feeds import Feeds
-from harness.feed.interface import ARRAYS, THREADS, Failure, FeedSettings, with_backend
+from harness.feed.interface import ARRAYS, THREADS, Failure, FeedSettings
 from harness.runtime import signals
 from harness.runtime.errors import DataError
 from harness.watch.board import BAD_SAMPLES as FILE
@@ -32,7 +32,7 @@ def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
         Interrupted: a signal was heard.
     """
     if settings.backend == ARRAYS:
-        settings = with_backend(settings, THREADS)
+        settings = replace(settings, backend=THREADS)
     bad: list[Failure] = []
     total = 0
     is_main = feeds.world.is_main
@@ -69,7 +69,7 @@ def _unreadable(
         dataset = replace(dataset, skips=False)
     own: list[Failure] = []
     with (
-        closing(feeds.whole(dataset, settings)) as feed,
+        closing(feeds.val(settings, dataset)) as feed,
         progress(f"verify: {name} images", len(feed), "batches") as bar,
     ):
         for batch in feed.polled(math.inf, check=False):

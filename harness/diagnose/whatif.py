@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.diagnose.phases import Runs
-from harness.feed.interface import FeedSettings, with_workers
+from harness.feed.interface import FeedSettings
 from harness.tuning.model import Model
 from harness.watch.evidence import Bottleneck, Evidence, total, worker_cost
 from harness.watch.figures import Tag
@@ -100,10 +100,10 @@ def most_workers(facts: Facts) -> int:
     model = facts.model
     # no more than the tuner would try
     wanted = min(model.workers_for(model.reachable), max(8, int(4 * model.cores), own.num_workers))
-    while wanted > 1 and facts.fits(with_workers(own, wanted)):
+    while wanted > 1 and facts.fits(replace(own, num_workers=wanted)):
         wanted -= 1
     # 0 of a backend that never has workers
-    return with_workers(own, wanted).num_workers
+    return replace(own, num_workers=wanted).num_workers
 
 
 def judged(facts: Facts, **network: Any) -> Verdict:
@@ -178,7 +178,7 @@ def _changes(facts: Facts) -> Iterator[tuple[str, Model, int]]:
     if (workers := most_workers(facts)) > own:
         yield f"loader.num_workers={workers}", model, workers
     for more in (1, 2, 4):
-        widened = with_workers(facts.settings, own + more)
+        widened = replace(facts.settings, num_workers=own + more)
         if widened.num_workers and facts.fits(widened) is None:
             # a step on the same cores is faster in proportion, at best
             faster = 1 + more / model.cores * (facts.device == "cpu")

@@ -12,21 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config import BackendName, Config, ConfigError, Mode, TunerName, named_backend
+from harness.config import BackendName, Config, ConfigError, Mode, named_backend
 from harness.data.datasets import AnyDataset, FakeDataset, ImageDataset, Splits
 from harness.data.own import OwnDataset
 from harness.data.storage import ArraySource, Subset
 from harness.data.transforms import mirror_into
 from harness.feed.interface import (
     ARRAYS,
+    PROCESSES,
     THREADS,
     Backend,
     Failure,
     FeedSettings,
     HostBatch,
-    train_settings,
-    val_settings,
-    with_backend,
 )
 from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder, Rest
 from harness.feed.processes import ProcessFeed
@@ -322,23 +320,33 @@ class Feeds:
         return tuple(found)
 
     def settings(self, limits: Limits) -> FeedSettings:
-        """Returns the training feed's settings before any tuning.
+        """Returns the training feed's settings before any tuning, derived where they are null.
 
         Raises:
             ConfigError: the backend that the user named cannot serve the data set.
         """
         loader = self.config.loader
         train = self.splits.train
-        settings = train_settings(loader, limits, accelerator.of(self.world.device).has_streams)
-        if named := named_backend(loader):
-            settings = with_backend(settings, named.name)
-        elif isinstance(train, ImageDataset) and not (
-            loader.autotune and self.config.tuner.name is TunerName.grid
-        ):
-            # Threads start at once and hand nothing over, and decoding leaves the interpreter to
-            # others. A data set that is not ours may keep the interpreter.
-            settings = with_backend(settings, THREADS)
-
+        # Threads start at once and hand nothing over, and decoding leaves the interpreter to
+        # others. A data set that is not ours may keep the interpreter.
+        backend = THREADS if isinstance(train, ImageDataset) else PROCESSES
+        if (named := named_backend(self.config)) is not None:
+            backend = named.name
+        workers = loader.num_workers
+        if workers is None:
+            # more than 16 processes only for users who ask for them
+            workers = max(1, min(16, int(limits.cores)))
+        is_gpu = accelerator.of(self.world.device).has_streams
+        settings = FeedSettings(
+            batch_size=loader.batch_size,
+            num_workers=workers,
+            pin_memory=is_gpu and loader.pin_memory is not False,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            timeout_s=loader.timeout_s,
+            start_method=loader.start_method.name,
+            backend=backend,
+        )
         if isinstance(train, OwnDataset) and BACKENDS[settings.backend].shares_interpreter:
             raise ConfigError(
                 f"loader.backend={settings.backend}: {self.splits.name} gives a Dataset, whose "
@@ -361,8 +369,15 @@ class Feeds:
         return settings
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
-        """Returns the settings of the validation feed beside a training feed of ``train``."""
-        return val_settings(self.config.loader, train)
+        """Returns the validation feed's settings: as in training, with workers for one pass."""
+        val = self.config.loader.val
+        return replace(
+            train,
+            batch_size=val.batch_size or train.batch_size,
+            num_workers=train.num_workers if val.num_workers is None else val.num_workers,
+            prefetch_factor=val.prefetch_factor,
+            persistent_workers=False,
+        )
 
     def steps_per_epoch(self) -> int:
         """Returns the optimizer updates of one epoch."""
@@ -378,12 +393,13 @@ class Feeds:
         order = replace(self._train_order(), rest=rest)
         return self._make(self.splits.train, order, settings, self.config.loader.restart_workers)
 
-    def val(self, settings: FeedSettings) -> Backend:
-        """Returns the validation feed: every sample once, on one of the ranks."""
-        return self.whole(self.splits.val, settings)
+    def val(self, settings: FeedSettings, dataset: AnyDataset | None = None) -> Backend:
+        """Returns a feed of every sample once, in order, on one of the ranks.
 
-    def whole(self, dataset: AnyDataset, settings: FeedSettings) -> Backend:
-        """Returns a feed of every sample of ``dataset`` once, in order, on one of the ranks."""
+        They are those of ``dataset``; None: of the validation set.
+        """
+        if dataset is None:
+            dataset = self.splits.val
         order = self._whole_order(dataset, settings.batch_size)
         return self._make(dataset, order, settings, self.config.loader.restart_workers)
 
@@ -407,10 +423,6 @@ class Feeds:
     def noise(self, count: int) -> HostBatch:
         """Returns ``count`` random images: a step takes as long on any pixels."""
         return noise(count, self.splits.train.image_size, len(self.splits.classes))
-
-    def on_device(self, settings: FeedSettings) -> bool:
-        """Whether the images of feeds of ``settings`` are to lie in a GPU's memory."""
-        return settings.backend == ARRAYS and accelerator.of(self.world.device).has_streams
 
     def held_bytes(self, settings: FeedSettings) -> int:
         """Returns the bytes that feeds hold in addition to batches: for arrays, both sets."""

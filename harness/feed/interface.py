@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
@@ -16,11 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config import LoaderConfig
 from harness.feed.order import AnyOrder
 from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory
 from harness.runtime.folder import log
-from harness.runtime.limits import Limits
 from harness.runtime.seeding import instead_of
 from harness.watch.stages import SAMPLE, START, StageMeter, StageTimer, Stamps
 
@@ -83,17 +81,29 @@ class HostBatch(NamedTuple):
 class FeedSettings:
     """The settings of a feed with nothing left to derive; the names are torch's.
 
-    With ``num_workers=0``, ``prefetch_factor`` is None and ``persistent_workers`` False.
+    ``dataclasses.replace`` changes them, and what goes with a number of workers follows: without
+    any, ``prefetch_factor`` and ``persistent_workers`` are None, else 2 and True unless given.
+    Arrays have no workers.
     """
 
     batch_size: int
     num_workers: int
     pin_memory: bool
     prefetch_factor: int | None
-    persistent_workers: bool
+    persistent_workers: bool | None
     timeout_s: float
     start_method: str
     backend: str = PROCESSES
+
+    def __post_init__(self) -> None:
+        workers = 0 if self.backend == ARRAYS else self.num_workers
+        for name, value in (
+            ("num_workers", workers),
+            ("prefetch_factor", (self.prefetch_factor or 2) if workers else None),
+            ("persistent_workers", self.persistent_workers is not False if workers else None),
+        ):
+            # the class is frozen
+            object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
         text = f"num_workers={self.num_workers} pin_memory={str(self.pin_memory).lower()}"
@@ -438,62 +448,4 @@ def too_slow(settings: FeedSettings) -> LoaderError:
         f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage "
         "does; raise the time, or find the sample with loader.backend=processes "
         "loader.num_workers=0"
-    )
-
-
-def with_workers(
-    settings: FeedSettings, num_workers: int, prefetch_factor: int | None = None
-) -> FeedSettings:
-    """Returns ``settings`` with another number of workers, and what goes with it.
-
-    Workers that come are kept between epochs. Arrays never have any, and nothing ahead.
-    """
-    if settings.backend == ARRAYS or not num_workers:
-        return replace(settings, num_workers=0, prefetch_factor=None, persistent_workers=False)
-    return replace(
-        settings,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor or settings.prefetch_factor or 2,
-        persistent_workers=settings.persistent_workers or not settings.num_workers,
-    )
-
-
-def with_backend(settings: FeedSettings, name: str) -> FeedSettings:
-    """Returns ``settings`` for another backend."""
-    return with_workers(replace(settings, backend=name), settings.num_workers)
-
-
-def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> FeedSettings:
-    """Returns the training feed's settings, derived where ``loader`` has null.
-
-    Args:
-        loader: the user's settings.
-        limits: what this rank may use.
-        pinnable: whether page-locked memory has any use here (a CUDA device).
-    """
-    workers = loader.num_workers
-    if workers is None:
-        # more than 16 processes only for users who ask for them
-        workers = max(1, min(16, int(limits.cores)))
-    return FeedSettings(
-        batch_size=loader.batch_size,
-        num_workers=workers,
-        pin_memory=pinnable and loader.pin_memory is not False,
-        prefetch_factor=loader.prefetch_factor or 2 if workers else None,
-        persistent_workers=workers > 0 and loader.persistent_workers is not False,
-        timeout_s=loader.timeout_s,
-        start_method=loader.start_method.name,
-    )
-
-
-def val_settings(loader: LoaderConfig, train: FeedSettings) -> FeedSettings:
-    """Returns the validation feed's settings: as in training, with workers for one pass."""
-    val = loader.val
-    workers = val.num_workers
-    if workers is None:
-        workers = train.num_workers
-    return replace(
-        with_workers(train, workers, val.prefetch_factor or 2),
-        batch_size=val.batch_size or train.batch_size,
-        persistent_workers=False,
     )

@@ -189,7 +189,7 @@ class ProcessFeed(Backend):
                 num_workers=s.num_workers,
                 pin_memory=s.pin_memory,
                 prefetch_factor=s.prefetch_factor,
-                persistent_workers=s.persistent_workers,
+                persistent_workers=bool(s.persistent_workers),
                 timeout=self._poll_s if s.num_workers else 0,
                 multiprocessing_context=s.start_method if s.num_workers else None,
                 generator=torch.Generator(),

@@ -79,7 +79,7 @@ def _in_run(path: Path) -> bool:
 
 
 def settings(
-    config: Config, saved: Saved | None, typed: tuple[str, ...], tell: Callable[[str], None] = say
+    config: Config, saved: Saved, typed: tuple[str, ...], tell: Callable[[str], None] = say
 ) -> Config:
     """Returns ``config``; where nothing is trained, what decides the result is the checkpoint's.
 
@@ -91,8 +91,6 @@ def settings(
     Raises:
         CheckpointError: the checkpoint's settings cannot be used.
     """
-    if saved is None:
-        return config
     applies = config.mode in _APPLIES
     trained = saved.trained
     if trained is None:
@@ -149,9 +147,7 @@ def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]
     return chosen
 
 
-def rest(
-    config: Config, saved: Saved | None, world: World, length: int
-) -> tuple[Config, Rest | None]:
+def rest(config: Config, saved: Saved, world: World, length: int) -> tuple[Config, Rest | None]:
     """Returns the settings with the checkpoint's global batch, and the rest of its epoch.
 
     Another number of ranks changes ``trainer.accumulate_steps`` or ``loader.batch_size`` where both
@@ -162,7 +158,7 @@ def rest(
         CheckpointError: the epoch cannot be continued: other images, another order, or too few
             samples for the ranks.
     """
-    if saved is None or config.mode is not Mode.train or "ranks" not in saved.state:
+    if config.mode is not Mode.train or "ranks" not in saved.state:
         return config, None
     state = saved.state
     trained = saved.trained or config

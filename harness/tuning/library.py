@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from harness.config import TunerConfig
-from harness.feed.interface import Backend, FeedSettings, HostBatch, with_workers
+from harness.feed.interface import Backend, FeedSettings, HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.prefetcher import HostLeadLimiter
 from harness.feed.processes import ProcessFeed
@@ -86,7 +86,7 @@ def tune(
         weights = (w for part in state if isinstance(part, nn.Module) for w in part.parameters())
         device = next((weight.device for weight in weights), "cpu")
     method = start_method or get_start_method(allow_none=True) or get_all_start_methods()[0]
-    own = with_workers(FeedSettings(batch_size, 0, False, None, False, 300.0, method), num_workers)
+    own = FeedSettings(batch_size, num_workers, False, None, None, 300.0, method)
     probes = _Probes(dataset, collate_fn, worker_init_fn)
     trainee = _Trainee(probes, step, state, torch.device(device))
     config = config or TunerConfig()

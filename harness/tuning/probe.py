@@ -23,7 +23,6 @@ from harness.feed.interface import (
     Backend,
     FeedSettings,
     HostBatch,
-    with_workers,
 )
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator, signals
@@ -262,7 +261,7 @@ class Lab:
         """Returns the validation feed's settings, with as many workers as fit beside ``train``."""
         val = self.probes.val_settings(train)
         while val.num_workers and self.refusal(val, self.needs(train)):
-            val = with_workers(val, val.num_workers - 1)
+            val = replace(val, num_workers=val.num_workers - 1)
         return val
 
     def supplied(self, feed: Backend, limit_s: float, skip: int = 0) -> Supply:

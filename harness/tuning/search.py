@@ -22,8 +22,6 @@ from harness.feed.interface import (
     PROCESSES,
     THREADS,
     FeedSettings,
-    with_backend,
-    with_workers,
 )
 from harness.tuning.measures import Kind, Rate, SampleCost, Trial
 from harness.tuning.model import BUSY, Model
@@ -188,14 +186,14 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
         best = 0
         best_rate = 0.0
         for workers in range(0, 2 * cores + 1, 4):
-            rate = yield from attempt(with_workers(base, workers))
+            rate = yield from attempt(replace(base, num_workers=workers))
             if rate > best_rate:
                 best = workers
                 best_rate = rate
                 continue
             # one that is no faster: look around the best
             for near in range(max(0, best - 3), best + 4):
-                yield from attempt(with_workers(base, near))
+                yield from attempt(replace(base, num_workers=near))
             break
     chosen = min(trials.values(), key=lambda trial: (-trial.images_per_s, cost_of(trial.settings)))
     # where all were refused
@@ -271,7 +269,7 @@ class AutoSearch:
         if model and not model.is_crowded and chosen.num_workers > 1:
             goal = MET * self.takes if self._is_fed(chosen) else self._got(chosen)
             if (fewest := model.workers_for(goal)) < chosen.num_workers:
-                yield from self._measure("supply", with_workers(chosen, fewest))
+                yield from self._measure("supply", replace(chosen, num_workers=fewest))
         # rule 2: something else may have slowed the setting to beat the first time
         chosen = self._best()
         have = self.have
@@ -295,8 +293,9 @@ class AutoSearch:
         enough = self.model.workers_for(1.15 * self.model.reachable)
         workers = min(max(enough, have.num_workers), self._most(self.backend))
         depth = max(_DEEP.get(self.backend, 2), have.prefetch_factor or 0)
-        depth = self._largest(depth, lambda k: with_workers(base, workers, k))
-        deep = with_workers(base, workers, depth)
+        deep = replace(base, num_workers=workers)
+        depth = self._largest(depth, lambda k: replace(deep, prefetch_factor=k))
+        deep = replace(deep, prefetch_factor=depth)
         yield from self._measure("supply", deep)
         return self._choice(have if self._refused(deep) else deep)
 
@@ -307,8 +306,8 @@ class AutoSearch:
         beside = self.backend == THREADS or bool(self.steps)
         # where a sample waits, for storage or for the interpreter, one worker alone may take less
         if cost.cpu_s < 0.8 * cost.wall_s and self.probed.num_workers > 1:
-            yield from self._measure("supply", with_workers(base, 1))
-        more = with_workers(base, self._wanted(self.backend))
+            yield from self._measure("supply", replace(base, num_workers=1))
+        more = replace(base, num_workers=self._wanted(self.backend))
         if more.num_workers > self.have.num_workers:
             yield from self._try(more, beside)
         for backend in reversed(self.backends):
@@ -319,7 +318,7 @@ class AutoSearch:
             # processes hand batches over besides
             full = self._got(best) >= BUSY * self.model.roofline
             if backend != self.backend and not (backend == PROCESSES and full):
-                other = with_workers(self._base(backend), self._wanted(backend))
+                other = replace(self._base(backend), num_workers=self._wanted(backend))
                 yield from self._try(other, backend != PROCESSES)
 
     # What is measured
@@ -382,8 +381,7 @@ class AutoSearch:
     def _base(self, backend: str) -> FeedSettings:
         """Returns the user's settings for a backend, pinned if that pays."""
         depth = self.own.prefetch_factor if self.have == self.own else 2
-        base = with_backend(self.own, backend)
-        return replace(base, pin_memory=self.pin_memory, prefetch_factor=depth)
+        return replace(self.own, backend=backend, pin_memory=self.pin_memory, prefetch_factor=depth)
 
     def _most(self, backend: str) -> int:
         """Returns the most workers that may be tried and that fit; at least 1."""
@@ -394,7 +392,7 @@ class AutoSearch:
             for trial in self.trials
             if trial.refused and trial.seconds and trial.settings.backend == backend
         ]
-        return self._largest(min([self.most, *failed]), lambda n: with_workers(base, n))
+        return self._largest(min([self.most, *failed]), lambda n: replace(base, num_workers=n))
 
     def _wanted(self, backend: str) -> int:
         """Returns the workers that demand asks for by the model, or that fill the processors."""

@@ -9,14 +9,11 @@ from functools import partial
 from multiprocessing import get_all_start_methods
 from typing import Any
 
-from harness.config import LoaderConfig, TunerConfig, TunerName
+from harness.config import TunerConfig, TunerName
 from harness.feed.interface import (
     ARRAYS,
     PROCESSES,
     FeedSettings,
-    val_settings,
-    with_backend,
-    with_workers,
 )
 from harness.feed.threads import MOST_THREADS
 from harness.feed.timed import TimedSteps
@@ -155,11 +152,10 @@ def override(train: FeedSettings, val: FeedSettings) -> str:
         words["prefetch_factor"] = train.prefetch_factor
         words["persistent_workers"] = train.persistent_workers
     # the validation feed's follow from these, unless they had to be less
-    derived = val_settings(LoaderConfig(), train)
-    for name in ("batch_size", "num_workers", "prefetch_factor"):
-        value = getattr(val, name)
-        if value not in (None, getattr(derived, name)):
-            words[f"val.{name}"] = value
+    derived = {"batch_size": train.batch_size, "num_workers": train.num_workers}
+    for name, value in {**derived, "prefetch_factor": 2}.items():
+        if getattr(val, name) not in (None, value):
+            words[f"val.{name}"] = getattr(val, name)
     return " ".join(f"loader.{name}={str(value).lower()}" for name, value in words.items())
 
 
@@ -238,11 +234,11 @@ def automatic(
     """Measures what the user's setting supplies, then the step, and lets ``AutoSearch`` go on."""
     trials: list[Trial] = []
     # one worker where the user has none, and a modest one of any backend where that fails
-    modest = with_workers(own, 1, 1)
-    first = with_workers(own, own.num_workers or 1)
+    modest = replace(own, num_workers=1, prefetch_factor=1)
+    first = replace(own, num_workers=own.num_workers or 1)
     backends = lab.probes.backends
     for settings in dict.fromkeys(
-        (first, modest, *(with_backend(modest, backend) for backend in backends))
+        (first, modest, *(replace(modest, backend=backend) for backend in backends))
     ):
         # a setting that ran has died or hung, and threads that hang cannot be ended
         if settings.backend != own.backend and any(trial.seconds for trial in trials):
@@ -253,7 +249,7 @@ def automatic(
     if symptom := trials[-1].refused:
         log.warning("the loader could not be tuned: %s", symptom)
         # what did not even run does not fit
-        chosen = own if any(trial.seconds for trial in trials) else with_workers(own, 0)
+        chosen = own if any(trial.seconds for trial in trials) else replace(own, num_workers=0)
         return Choice(Side(own), Side(chosen), reason="No setting could be measured")
 
     demand, step_cpu_s = lab.demand(0.5)

@@ -11,7 +11,7 @@ import samples
 from harness.diagnose.fetch import Fetch
 from harness.diagnose.phases import Runs
 from harness.diagnose.whatif import Facts, judged, most_workers, what_ifs
-from harness.feed.interface import ARRAYS, FeedSettings, with_backend
+from harness.feed.interface import ARRAYS, FeedSettings
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.tuning.model import Model
 from harness.watch.stages import SAMPLE, StageCost, StageTotals
@@ -224,7 +224,7 @@ def test_a_sane_number_of_workers_is_proposed() -> None:
 
 def test_a_form_without_workers_is_offered_none() -> None:
     """Arrays in memory have none to add, whatever is left to gain."""
-    own = with_backend(samples.settings(0, batch_size=10), ARRAYS)
+    own = dataclasses.replace(samples.settings(0, batch_size=10), backend=ARRAYS)
     found = dataclasses.replace(facts(0, delivered=160.0), settings=own)
     assert kind(found) == "decode"
     assert not any("worker" in change for change in given(found))

@@ -32,8 +32,6 @@ from harness.feed.interface import (
     Backend,
     FeedSettings,
     HostBatch,
-    train_settings,
-    val_settings,
 )
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
@@ -296,41 +294,38 @@ def test_files_are_read_by_as_many_threads_as_there_are_processors(
     assert [(one.backend, one.num_workers) for one in read] == [("threads", 3)]
 
 
-def machine(cores: float) -> Limits:
-    return Limits(cores=cores, memory_bytes=2**30, shm_bytes=None, open_files=1024)
-
-
-def derived(loader: LoaderConfig, cores: float = 4.0, pinnable: bool = True) -> FeedSettings:
-    return train_settings(loader, machine(cores), pinnable)
+def derived(cores: float = 4.0, device: str = "cuda", **loader: object) -> FeedSettings:
+    feeds = small(**loader)
+    feeds.world = replace(CPU, device=torch.device(device, 0))
+    return feeds.settings(replace(LIMITS, cores=cores))
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(0.5, 1), (1.0, 1), (2.0, 2), (3.7, 3), (64.0, 16)])
 def test_workers_are_derived_from_the_cores(cores: float, workers: int) -> None:
     """num_workers=null is one worker a usable core, at least one and at most 16."""
-    assert derived(LoaderConfig(), cores).num_workers == workers
+    assert derived(cores).num_workers == workers
 
 
 @pytest.mark.parametrize(
-    ("pin_memory", "pinnable", "pinned"),
+    ("pin_memory", "device", "pinned"),
     [
-        (None, True, True),
-        (None, False, False),
-        (True, True, True),
-        (True, False, False),
-        (False, True, False),
+        (None, "cuda", True),
+        (None, "cpu", False),
+        (True, "cuda", True),
+        (True, "cpu", False),
+        (False, "cuda", False),
     ],
 )
 def test_memory_is_pinned_where_that_has_a_use(
-    pin_memory: bool | None, pinnable: bool, pinned: bool
+    pin_memory: bool | None, device: str, pinned: bool
 ) -> None:
     """pin_memory=null pins where there is a CUDA device; nothing pins without one."""
-    assert derived(LoaderConfig(pin_memory=pin_memory), pinnable=pinnable).pin_memory is pinned
+    assert derived(device=device, pin_memory=pin_memory).pin_memory is pinned
 
 
 def test_explicit_settings_are_kept() -> None:
     """What the user set is what the feed gets."""
-    loader = LoaderConfig(
-        batch_size=7,
+    found = derived(
         num_workers=3,
         pin_memory=False,
         prefetch_factor=5,
@@ -338,8 +333,8 @@ def test_explicit_settings_are_kept() -> None:
         timeout_s=9.0,
         start_method=StartMethod.spawn,
     )
-    assert asdict(derived(loader)) == {
-        "batch_size": 7,
+    assert asdict(found) == {
+        "batch_size": 4,
         "num_workers": 3,
         "pin_memory": False,
         "prefetch_factor": 5,
@@ -352,11 +347,21 @@ def test_explicit_settings_are_kept() -> None:
 
 def test_validation_has_settings_of_its_own() -> None:
     """loader.val.* replaces what the training feed has."""
-    loader = LoaderConfig(
-        num_workers=3, val=ValLoaderConfig(batch_size=100, num_workers=1, prefetch_factor=4)
-    )
-    val = val_settings(loader, derived(loader))
+    own = ValLoaderConfig(batch_size=100, num_workers=1, prefetch_factor=4)
+    feeds = small(num_workers=3, val=own)
+    val = feeds.val_settings(feeds.settings(LIMITS))
     assert (val.batch_size, val.num_workers, val.prefetch_factor) == (100, 1, 4)
+
+
+def test_settings_with_and_without_workers() -> None:
+    """What goes with workers comes and goes with them: their queue, and that they stay."""
+    for settings, workers, expected in (
+        (samples.settings(0), 4, samples.settings(4, persistent_workers=True)),
+        (samples.settings(3, persistent_workers=True), 0, samples.settings(0)),
+        (samples.settings(3, prefetch_factor=5), 4, samples.settings(4, prefetch_factor=5)),
+    ):
+        assert replace(settings, num_workers=workers) == expected
+    assert replace(samples.settings(3), backend="arrays").num_workers == 0
 
 
 def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch) -> None:

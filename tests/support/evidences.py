@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import samples
 
 from harness.config import Precision, TrainerConfig
-from harness.feed.interface import with_backend
 from harness.watch.evidence import Bottleneck, Evidence, RankFigures
 from harness.watch.figures import Spread, Tag
 from harness.watch.ledger import Ledger
@@ -325,7 +324,7 @@ CASES = {
         on_cpu(
             0.4,
             stages={"gather": (0.7, 0.7)},
-            settings=with_backend(samples.settings(0, batch_size=64), "arrays"),
+            settings=dataclasses.replace(samples.settings(0, batch_size=64), backend="arrays"),
             window={"images_per_s": 150.0},
             sampled={Tag.CPU_CORES: 0.9},
         ),

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import samples
 
-from harness.feed.interface import FeedSettings, with_workers
+from harness.feed.interface import FeedSettings
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.tuning.model import Model, undisturbed
 from harness.tuning.search import Ask, AutoSearch, Choice, follow
 
 
-def own(num_workers: int) -> FeedSettings:
+def own(num_workers: int, backend: str = "processes") -> FeedSettings:
     """The user's settings: batches of 32."""
-    return samples.settings(num_workers, batch_size=32, persistent_workers=True)
+    return samples.settings(num_workers, batch_size=32, persistent_workers=True, backend=backend)
 
 
 @dataclass
@@ -121,7 +121,10 @@ def look(
         )
 
     trials: list[Trial] = []
-    for settings in (with_workers(own, own.num_workers or 1), with_workers(own, 1, 1)):
+    for settings in (
+        dataclasses.replace(own, num_workers=own.num_workers or 1),
+        dataclasses.replace(own, num_workers=1, prefetch_factor=1),
+    ):
         refused = fits(settings)
         ask = Ask(settings, "supply")
         trials.append(

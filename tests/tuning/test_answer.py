@@ -14,8 +14,11 @@ import torch
 from reports import OPEN, report, workers
 from torch.utils.data import DataLoader
 
-from harness.config import Config, LoaderConfig
-from harness.feed.interface import FeedSettings, train_settings, val_settings, with_backend
+from harness.config import Config
+from harness.data.datasets import FakeDataset, Splits
+from harness.feed.feeds import Feeds
+from harness.feed.interface import FeedSettings
+from harness.runtime.distributed import World
 from harness.runtime.files import typed
 from harness.runtime.limits import Limits
 from harness.tuning.search import Side
@@ -35,8 +38,8 @@ LIMITS = Limits(8.0, 2**30, None, 1024)
             samples.settings(1, batch_size=9, prefetch_factor=7),
             id="validation of its own",
         ),
-        pytest.param(with_backend(workers(3), "threads"), None, id="threads"),
-        pytest.param(with_backend(workers(3), "arrays"), None, id="arrays"),
+        pytest.param(dataclasses.replace(workers(3), backend="threads"), None, id="threads"),
+        pytest.param(dataclasses.replace(workers(3), backend="arrays"), None, id="arrays"),
     ],
 )
 def test_the_override_gives_the_choice(
@@ -45,21 +48,22 @@ def test_the_override_gives_the_choice(
     """Typed on the command line it gives the very settings that were chosen, for training and
     validation.
     """
-    val = val or val_settings(LoaderConfig(), settings)
-    loader = composed(
+    val = val or dataclasses.replace(settings, persistent_workers=False)
+    config = composed(
         *report(settings=settings, val=val).override.split(),
         f"loader.batch_size={settings.batch_size}",
         f"loader.timeout_s={settings.timeout_s}",
-    ).loader
-    backend = loader.backend.name if loader.backend else "processes"
-    assert with_backend(train_settings(loader, LIMITS, pinnable=True), backend) == settings
-    assert val_settings(loader, settings) == val
+    )
+    splits = Splits(FakeDataset(8, 4, 2), FakeDataset(4, 4, 2), ("a", "b"), "fake", "")
+    feeds = Feeds(splits, config, World(0, 1, 0, 1, torch.device("cpu")))
+    assert feeds.settings(LIMITS) == settings
+    assert feeds.val_settings(settings) == val
 
 
 @pytest.mark.parametrize("backend", ["threads", "arrays"])
 def test_a_form_that_torch_has_not_has_no_line_in_code(backend: str) -> None:
     """It has the words of the command line alone."""
-    assert report(settings=with_backend(workers(3), backend)).dataloader == ""
+    assert report(settings=dataclasses.replace(workers(3), backend=backend)).dataloader == ""
 
 
 @pytest.mark.filterwarnings(
@@ -73,7 +77,9 @@ def test_the_torch_line_is_python(settings: FeedSettings) -> None:
     line = report(settings=settings).dataloader
     loader: DataLoader[Any] = eval(line, {"DataLoader": DataLoader, "dataset": torch.arange(100)})
     names = ("batch_size", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
-    assert [getattr(loader, name) for name in names] == [getattr(settings, name) for name in names]
+    # torch has False where nothing can stay
+    own = [getattr(settings, name) or None for name in names]
+    assert [getattr(loader, name) or None for name in names] == own
 
 
 def test_the_user_reads_the_outcome() -> None:

@@ -14,7 +14,7 @@ import pytest
 import samples
 import torch
 
-from harness.feed.interface import Backend, FeedSettings, HostBatch, with_backend
+from harness.feed.interface import Backend, FeedSettings, HostBatch
 from harness.feed.order import Cursor
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
@@ -190,7 +190,7 @@ def test_arrays_are_probed_on_what_was_seen() -> None:
     seen nothing yet.
     """
     own = lab()
-    arrays = with_backend(OWN, "arrays")
+    arrays = dataclasses.replace(OWN, backend="arrays")
     for settings in (arrays, OWN, arrays):
         own.attempt(Ask(settings, "supply"))
     assert [again for _, again in asked(own)] == [False, False, True]

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 from machines import Machine, own, search
 
-from harness.feed.interface import FeedSettings, with_backend, with_workers
+from harness.feed.interface import FeedSettings
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.search import Ask, Choice
 
@@ -108,12 +108,9 @@ def made_up(seed: int) -> Machine:
     )
 
 
-def best(machine: Machine, workers: int) -> float:
+def best(machine: Machine) -> float:
     """The most images/s that any setting of any backend delivers."""
-    tried = (
-        with_workers(with_backend(own(workers), backend), n)
-        for backend, n in product(machine.form_speed, range(MOST + 1))
-    )
+    tried = (own(n, backend) for backend, n in product(machine.form_speed, range(MOST + 1)))
     return max(map(machine.delivered, tried))
 
 
@@ -123,9 +120,9 @@ def best(machine: Machine, workers: int) -> float:
 def test_the_choice_is_the_best_or_near_it(seed: int, before: int, backend: str) -> None:
     """On machines of all kinds, by a few measurements; never slower than the user's own setting."""
     machine = made_up(seed)
-    chosen = search(machine, with_backend(own(before), backend)).settings
-    assert machine.delivered(chosen) >= 0.92 * best(machine, before)
-    assert machine.delivered(chosen) >= 0.97 * machine.delivered(with_backend(own(before), backend))
+    chosen = search(machine, own(before, backend)).settings
+    assert machine.delivered(chosen) >= 0.92 * best(machine)
+    assert machine.delivered(chosen) >= 0.97 * machine.delivered(own(before, backend))
     assert len(machine.asked) <= 7
 
 
@@ -154,7 +151,7 @@ def test_a_disturbed_measurement_of_the_users_own_does_not_replace_it(
     """
     backends = {before: 1.0, "processes" if before == "threads" else "threads": 0.95}
     machine = Disturbed(0.0015, 0.0015, demand=1700, form_speed=backends)
-    have = with_backend(own(2), before)
+    have = own(2, before)
     assert search(machine, have, budget_s=budget_s).settings == have
 
 
@@ -246,15 +243,15 @@ def test_the_form_that_delivers_is_chosen(
     name but that arrays have no workers.
     """
     machine = dataclasses.replace(machine, noise=noise, asked=[])
-    chosen = search(machine, with_backend(own(8), before)).settings
+    chosen = search(machine, own(8, before)).settings
     assert chosen.backend in expected
-    assert machine.delivered(chosen) >= 0.95 * best(machine, 8)
+    assert machine.delivered(chosen) >= 0.95 * best(machine)
 
 
 def test_processes_are_not_tried_where_the_processors_are_full() -> None:
     """They hand batches over besides."""
     machine = Machine(0.0014, 0.0014, demand=5000, form_speed=BACKENDS)
-    search(machine, with_backend(own(2), "threads"))
+    search(machine, own(2, "threads"))
     assert {ask.settings.backend for ask in machine.asked} == {"threads"}
 
 
@@ -282,7 +279,7 @@ def test_a_form_that_fails_is_not_chosen() -> None:
 def test_a_form_that_the_user_named_is_the_only_one(backend: str) -> None:
     """The look stays in it; of arrays there is nothing to choose."""
     machine = Machine(0.002, 0.0019, demand=700, form_speed={backend: DECODED[backend]})
-    choice = search(machine, with_backend(own(1), backend))
+    choice = search(machine, own(1, backend))
     assert {ask.settings.backend for ask in machine.asked} == {choice.settings.backend} == {backend}
 
 
@@ -296,7 +293,7 @@ def test_arrays_that_the_user_named_are_seen_beside_real_steps() -> None:
         return real(ask)
 
     machine.answer = answer  # type: ignore[method-assign]
-    choice = search(machine, with_backend(own(0), "arrays"))
+    choice = search(machine, own(0, "arrays"))
     assert rate(choice) == pytest.approx(2000, rel=0.01)
 
 
@@ -306,9 +303,7 @@ def test_uneven_samples_get_a_deeper_queue() -> None:
         Machine(0.01, demand=640, variation=v, form_speed={"threads": 1.0}, **SLEEPS)
         for v in (0.1, 7.0)
     )
-    chosen = [
-        search(machine, with_backend(own(1), "threads")).settings for machine in (even, uneven)
-    ]
+    chosen = [search(machine, own(1, "threads")).settings for machine in (even, uneven)]
     assert chosen[0].prefetch_factor == 2
     assert chosen[1].prefetch_factor == 16
     assert asked(uneven) == [("supply", 1), ("supply", 8)], "real steps could not tell more"
@@ -317,7 +312,7 @@ def test_uneven_samples_get_a_deeper_queue() -> None:
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 def test_uneven_samples_change_nothing_where_demand_is_met(backend: str) -> None:
     """A loader that is 24 times as fast keeps its setting; one that hardly leads gets a queue."""
-    before = with_backend(own(2), backend)
+    before = own(2, backend)
     fast, close = (
         Machine(0.01, demand=200 / times, variation=7.0, form_speed={backend: 1.0}, **SLEEPS)
         for times in (24, 1.05)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import samples
 
-from harness.feed.interface import FeedSettings, with_backend, with_workers
+from harness.feed.interface import FeedSettings
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.search import Ask, Choice, Side, cost_of, follow, grid, in_flight
 
@@ -65,7 +65,7 @@ def test_the_grid_visits_what_the_tutorial_does(
 
 def test_the_users_setting_comes_first_and_is_not_measured_twice() -> None:
     """The grid meets it again without asking."""
-    seen, choice = run(lambda n: 10.0 - n, 8, own=with_workers(OWN, 4))
+    seen, choice = run(lambda n: 10.0 - n, 8, own=dataclasses.replace(OWN, num_workers=4))
     assert [settings.num_workers for settings in seen] == [4, 0, 1, 2, 3]
     assert choice.before.images_per_s == Rate(6.0, 6.0, 6.0)
 
@@ -98,15 +98,6 @@ def test_the_budget_ends_the_grid() -> None:
     assert run(lambda n: 100 + n, 4)[1].complete
 
 
-def test_settings_with_and_without_workers() -> None:
-    """What goes with workers comes and goes with them: their queue, and that they stay."""
-    assert with_workers(samples.settings(0), 4) == samples.settings(4, persistent_workers=True)
-    assert with_workers(samples.settings(3, persistent_workers=True), 0) == samples.settings(0)
-    assert with_workers(samples.settings(3, prefetch_factor=5), 4) == samples.settings(
-        4, prefetch_factor=5
-    )
-
-
 def test_costs_are_told_by_workers_then_batches_in_flight_then_pinned_memory() -> None:
     """In this order."""
     cheap = samples.settings(2)
@@ -122,8 +113,8 @@ def test_costs_are_told_by_workers_then_batches_in_flight_then_pinned_memory() -
 
 def test_of_forms_with_as_many_workers_the_one_that_takes_least_is_cheaper() -> None:
     """Arrays before threads, these before processes; fewer workers come before any of that."""
-    arrays = with_backend(samples.settings(0), "arrays")
-    threads = with_backend(samples.settings(2), "threads")
+    arrays = dataclasses.replace(samples.settings(0), backend="arrays")
+    threads = dataclasses.replace(samples.settings(2), backend="threads")
     order = [
         arrays,
         samples.settings(0),
@@ -149,5 +140,8 @@ def test_batches_that_are_made_before_one_is_taken(
 ) -> None:
     """Each process makes its own ahead; threads make one together, beside those that are ready."""
     assert (
-        in_flight(with_backend(samples.settings(workers, prefetch_factor=2), backend)) == expected
+        in_flight(
+            dataclasses.replace(samples.settings(workers, prefetch_factor=2), backend=backend)
+        )
+        == expected
     )
