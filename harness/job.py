@@ -216,7 +216,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     from harness.training.saving import Place
     from harness.training.state import make_state
     from harness.training.step import Step, StepTrials
-    from harness.tuning.session import tuned
+    from harness.tuning.tuner import tuned
     from harness.watch import station
 
     # all is imported, and what follows looks for signals

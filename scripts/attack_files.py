@@ -627,9 +627,9 @@ _IN_CACHE: dict[str, Callable[[Path, random.Random], Any]] = {
 _TUNED = """
 import dataclasses, sys
 from harness.app import command
-from harness.tuning import session
-tune = session.tune
-session.tune = lambda *a: dataclasses.replace(tune(*a), complete=True, others_cores=None)
+from harness.tuning import tuner
+tune = tuner.tune
+tuner.tune = lambda *a: dataclasses.replace(tune(*a), complete=True, others_cores=None)
 sys.argv[0] = "train.py"
 command()
 """

@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from commands import run_here as run
 from PIL import Image
 
 from harness.config import Config, ConfigError
 from harness.data import datasets
+from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.runtime.limits import Limits
 from harness.training import models
-from harness.tuning.session import fingerprint
+from harness.tuning.tuner import fingerprint
 from scripts.chaos_left import digest
 
 Composed = Callable[..., Config]
@@ -109,10 +111,12 @@ def test_an_answer_of_the_tuner_holds_for_the_file_as_it_is(
     config = composed(*DATASET, "model.name=my_model:build")
     limits = Limits(cores=2.0, memory_bytes=2**30, shm_bytes=2**30, open_files=1024)
 
+    alone = World(0, 1, 0, 1, torch.device("cpu"))
+
     def facts() -> dict[str, Any]:
         splits = datasets.load(config.data, config.augment, config.seed)
         models.build(config.model, 2, image_size=32)
-        return fingerprint(config, splits.fingerprint(), limits, 1, 1, "cpu")
+        return fingerprint(config, splits.fingerprint(), limits, alone, "cpu")
 
     before = facts()
     assert facts() == before

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.job import Job, main_worker
-from harness.tuning.session import TuningCache
+from harness.tuning.tuner import TuningCache
 from harness.watch.neighbours import Neighbours
 from scripts import planted_acts
 from scripts.planted import PLANTS, composed

@@ -239,7 +239,7 @@ def test_tuning_that_made_steps_needs_no_other(
             summary=lambda: {"seconds": 1.0, "reused": reused},
         )
 
-    monkeypatch.setattr("harness.tuning.session.tuned", tuned)
+    monkeypatch.setattr("harness.tuning.tuner.tuned", tuned)
     config = composed(*ONE_STEP, "loader.autotune=true", "loader.backend=arrays")
     with emulated(Gpu()):
         run_here(config, tmp_path / "run")

@@ -166,8 +166,8 @@ def measure(
     wall_s, cpu_s = total(runs.stages.stages.values())
     samples = runs.stages.samples
     cost = replace(cost, wall_s=wall_s / samples, cpu_s=cpu_s / samples)
-    workers = runs.loading.settings.num_workers
-    model = lab.model(runs.demand.images_per_s, runs.step_cpu_s, cost, workers)
+    loading = replace(runs.loading, cost=cost)
+    model = lab.model(runs.demand.images_per_s, runs.step_cpu_s, loading)
     return Facts(
         runs=runs,
         settings=settings,

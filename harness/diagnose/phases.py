@@ -20,7 +20,6 @@ from harness.feed.interface import Backend, FeedSettings
 from harness.runtime.errors import LoaderError
 from harness.tuning.measures import Rate, Trial
 from harness.tuning.probe import Lab
-from harness.tuning.search import Ask
 from harness.watch.console import AddRow
 from harness.watch.stages import SAMPLE, StageCost, StageMeter, StageTotals
 
@@ -191,7 +190,7 @@ class Session:
         if need_s > left_s:
             late = f"the first batches would take {need_s:.0f} s, {max(0.0, left_s):.0f} were left"
             return Trial(settings, "steps", refused=late)
-        return self.lab.attempt(Ask(settings, "steps", limit_s=_STEPS_S))
+        return self.lab.attempt(settings, "steps", _STEPS_S)
 
     def warm(self, settings: FeedSettings) -> Trial | None:
         """Returns P; None: no time is left, or nothing was read before."""
@@ -245,7 +244,7 @@ class Session:
     def _supply(self, settings: FeedSettings) -> Trial:
         """Returns loading alone, of at least one worker: a worker that hangs can be ended."""
         working = replace(settings, num_workers=max(1, settings.num_workers))
-        return self.lab.attempt(Ask(working, "supply", limit_s=_LOADING_S))
+        return self.lab.attempt(working, "supply", _LOADING_S)
 
     def _row(
         self, name: str, rate: Rate | None, remark: str = "", missing: str | None = None

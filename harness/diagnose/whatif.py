@@ -1,7 +1,7 @@
 """What bounds training by the runs' figures, and what changes would give: arithmetic alone.
 
-The rates are those of ``harness.tuning.model``. A change is estimated by that model with and
-without it; what real steps got is scaled by the ratio, so that what the model leaves out is left
+The rates are those of the tuner's ``Model``. A change is estimated by that model with and without
+it; what real steps got is scaled by the ratio, so that what the model leaves out is left
 out on both sides.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.diagnose.phases import Runs
 from harness.feed.interface import FeedSettings
-from harness.tuning.model import Model
+from harness.tuning.measures import Model
 from harness.watch.evidence import Bottleneck, Evidence, total, worker_cost
 from harness.watch.figures import Tag
 from harness.watch.ledger import Ledger

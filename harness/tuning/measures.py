@@ -1,25 +1,32 @@
-"""What tuning measures, and what it needs of the data set."""
+"""What tuning measures, the model of throughput on it, and what it needs of the data set.
+
+The model serves the diagnosis too. Its laws are in ``harness.watch.throughput``.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from harness.feed.interface import PROCESSES, Backend, FeedSettings
+from harness.feed.interface import PROCESSES, THREADS, Backend, FeedSettings
 from harness.feed.order import Cursor
+from harness.watch.throughput import roofline, workers_for
 
 # Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 # of the mean: two rates that are off by 30 % look alike from no waiting to waiting half of the
 # time, as (1 - 0.3) / (1 + 0.3) is 0.54
 _UNEVEN = 0.3
+# share of the processors above which workers and step are in each other's way
+BUSY = 0.8
+# delivered over demand with which there is nothing to gain
+FED = 0.95
 
-
-Kind = Literal["supply", "steps"]
+Kind = Literal["supply", "steps", "passes"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -141,6 +148,72 @@ class Trial:
             f"{self.seconds:.1f}",
             f"{self.settings}{why}",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What one backend can give to the steps.
+
+    Attributes:
+        demand: images/s that the step takes with a batch at hand.
+        cost: of one sample in a worker that has a processor to itself.
+        cores: processors that one rank may use.
+        step_cpu_s: processor seconds of the step per image.
+        alone_s: seconds per image that a process without workers spends on the step, and cannot
+            load in.
+    """
+
+    demand: float
+    cost: SampleCost
+    cores: float
+    step_cpu_s: float
+    alone_s: float
+
+    @property
+    def roofline(self) -> float:
+        """Images/s at which loading, receiving and step together fill all processors."""
+        return roofline(self.cores, self.cost.cpu_s, self.cost.receive_s, self.step_cpu_s)
+
+    @property
+    def reachable(self) -> float:
+        """The most images/s that any number of workers can give to the steps."""
+        return min(self.demand, self.roofline)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether loading beside the step needs nearly all processors."""
+        return self.reachable > BUSY * self.roofline
+
+    def delivered(self, workers: int) -> float:
+        """Returns the images/s that steps get from that many workers."""
+        if workers == 0:
+            return min(self.reachable, 1 / (self.alone_s + self.cost.wall_s))
+        return min(self.reachable, workers / self.cost.wall_s)
+
+    def workers_for(self, images_per_s: float) -> int:
+        """Returns the fewest workers for a rate, at least 1."""
+        return workers_for(images_per_s, self.cost.wall_s)
+
+
+def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:
+    """Returns ``cost`` without what busy workers took from each other.
+
+    They do that where there are more of them than processors.
+    """
+    if workers <= cores or workers * cost.cpu_s / cost.wall_s <= BUSY * cores:
+        return cost
+    return replace(cost, wall_s=max(cost.cpu_s, cost.wall_s * cores / workers))
+
+
+def in_flight(settings: FeedSettings) -> int:
+    """Returns how many batches are made, or in the making, before one is taken.
+
+    Each process makes its own; threads make one together.
+    """
+    each = settings.prefetch_factor or 0
+    if settings.backend != THREADS:
+        return settings.num_workers * each
+    return each + (settings.num_workers > 0)
 
 
 class Probes(Protocol):

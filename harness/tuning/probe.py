@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -29,9 +29,18 @@ from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory, printable
 from harness.runtime.limits import Limits
-from harness.tuning.measures import Probes, Rate, SampleCost, Trial
-from harness.tuning.model import Model, undisturbed
-from harness.tuning.search import Ask, in_flight
+from harness.tuning.measures import (
+    Kind,
+    Model,
+    Probes,
+    Rate,
+    SampleCost,
+    Trial,
+    in_flight,
+    undisturbed,
+)
+from harness.tuning.report import Side, TuningReport, shown
+from harness.watch.console import AddRow
 from harness.watch.stages import Work
 
 POLL_S = 0.05
@@ -134,6 +143,8 @@ class Lab:
         batch: a batch of the data set, in memory of its own, once one has been seen.
         first_s: what first steps took longer than others, which training has to pay anyway.
         launch_s: of the step, as ``StepRun`` has it.
+        trials: all that was measured or refused, in order.
+        tell: is given a row of a table for each of them.
     """
 
     probes: Probes
@@ -144,25 +155,38 @@ class Lab:
     batch: HostBatch | None = None
     first_s: float = 0.0
     launch_s: float = 0.0
+    trials: list[Trial] = field(default_factory=list)
+    tell: AddRow = lambda row: None
     cpu_now: Clock = time.process_time
 
-    def attempt(self, ask: Ask) -> Trial:
+    def attempt(self, settings: FeedSettings, kind: Kind, limit_s: float = 1.5) -> Trial:
         """Returns what came of one measurement: the slowest rank's figures.
+
+        Args:
+            settings: the loader's.
+            kind: as in ``Trial``; "passes": loading as the tutorial times it, start-up included.
+            limit_s: how long to measure.
 
         Raises:
             BadSample: a sample cannot be read: no setting's fault.
         """
-        settings = ask.settings
-        trial = Trial(settings, "steps" if ask.kind == "steps" else "supply")
+        trial = self.measured(settings, kind, limit_s)
+        self.trials.append(trial)
+        self.tell(trial.row)
+        return trial
+
+    def measured(self, settings: FeedSettings, kind: Kind, limit_s: float) -> Trial:
+        """As ``attempt``, and keeps no trial."""
+        trial = Trial(settings, "steps" if kind == "steps" else "supply")
         if refused := self.unfit(settings):
             return replace(trial, refused=refused)
         begin = self.now()
         bad: BadSample | None = None
         # a worker that hangs is refused within a minute, however long the user's runs wait
         patient = replace(settings, timeout_s=min(settings.timeout_s or 60.0, 60.0))
-        measure = {"supply": self._supply, "steps": self._steps, "passes": self._passes}[ask.kind]
+        measure = {"supply": self._supply, "steps": self._steps, "passes": self._passes}[kind]
         try:
-            trial = replace(measure(patient, ask.limit_s), settings=settings)
+            trial = replace(measure(patient, limit_s), settings=settings)
         except BadSample as error:
             bad = error
         except LoaderError as error:
@@ -196,12 +220,13 @@ class Lab:
         slowest: tuple[Rate, float] = min(self.ranks.gathered(own))
         return slowest
 
-    def model(self, demand: float, step_cpu_s: float, cost: SampleCost, workers: int) -> Model:
-        """Returns a model of throughput; ``cost`` was measured in so many ``workers``."""
+    def model(self, demand: float, step_cpu_s: float, trial: Trial) -> Model:
+        """Returns the model of throughput by what a sample cost in ``trial``."""
+        assert trial.cost is not None
         cores = self.limits.cores
         return Model(
             demand=demand,
-            cost=undisturbed(cost, workers, cores),
+            cost=undisturbed(trial.cost, trial.settings.num_workers, cores),
             cores=cores,
             step_cpu_s=step_cpu_s,
             alone_s=self.launch_s if self.trainee.overlaps else 1 / demand,
@@ -244,14 +269,56 @@ class Lab:
         return median(taken_s[4::2]), median(taken_s[5::2])
 
     def needs(self, settings: FeedSettings) -> Needs:
-        """Returns what a feed takes: private memory, batches in flight, images that it holds."""
-        size = self.probes.batch_bytes(settings)
-        held = self.probes.held_bytes(settings)
-        return needs(settings, size, self.worker_bytes, held)
+        """Returns what a feed takes before a consumer that stands still.
+
+        That is private memory of workers, the images that it holds, and the batches in flight,
+        which are then all page-locked; batches of unknown size are left out.
+        """
+        workers = settings.num_workers
+        depth = settings.prefetch_factor or 0
+        size = self.probes.batch_bytes(settings) or 0
+        pinned = labels = 0
+        if size and settings.pin_memory:
+            # torch gives images and labels a power of two each; indices stay as they are
+            labels = 8 * settings.batch_size
+            pinned = 1 << (max(1, size - 2 * labels) - 1).bit_length()
+            labels = 1 << (labels - 1).bit_length()
+            pinned += labels
+        # beside those that are ready: one in the making or on its way, one handed over, one in use
+        batches = (1 if settings.backend == THREADS else workers) * depth + 3
+        if settings.backend == THREADS:
+            # labels are of the batch before, too
+            return Needs(memory=batches * (pinned or size) + labels)
+        held = workers * self.worker_bytes + self.probes.held_bytes(settings)
+        # a batch has two files for each of images, labels and indices; a worker has pipes, queues
+        return Needs(
+            shm=batches * size if workers else 0,
+            memory=batches * (size + pinned) + held,
+            open_files=workers * (6 * depth + 10),
+        )
 
     def refusal(self, settings: FeedSettings, beside: Needs = NONE) -> str | None:
-        """Returns why ``settings`` cannot fit on this rank, or None."""
-        return refusal(self.needs(settings), self.limits, beside)
+        """Returns why ``settings`` cannot fit on this rank, or None.
+
+        Another feed takes what is ``beside``; the line does not show it.
+        """
+        limits = self.limits
+        for what, asked, taken, free, kept, told in zip(
+            ("shared memory", "memory", "open files (ulimit -n raises them)"),
+            self.needs(settings),
+            beside,
+            (limits.shm_bytes, limits.memory_bytes, limits.open_files - limits.files_open),
+            # for what the reckoning leaves out; of files for logs, checkpoints and libraries
+            ((limits.shm_bytes or 0) / 5, limits.memory_bytes / 5, 64),
+            (shown, shown, str),
+            strict=True,
+        ):
+            if asked and free is not None and asked > free - kept - taken:
+                return (
+                    f"the feed would take {told(asked)} of {what}, of which {told(free)} are free "
+                    f"({told(kept)} are kept back): not tried"
+                )
+        return None
 
     def unfit(self, settings: FeedSettings) -> str | None:
         """Returns why ``settings`` cannot fit on all ranks, or None."""
@@ -263,6 +330,23 @@ class Lab:
         while val.num_workers and self.refusal(val, self.needs(train)):
             val = replace(val, num_workers=val.num_workers - 1)
         return val
+
+    def report(self, before: Side, after: Side, **found: Any) -> TuningReport:
+        """Returns what a search found, with all that was measured."""
+        size = self.ranks.size
+        before, after = (
+            replace(side, memory_bytes=self.needs(side.settings).memory) for side in (before, after)
+        )
+        return TuningReport(
+            before=before,
+            after=after,
+            val=self.ranks.agreed(self.val_beside(after.settings)),
+            trials=tuple(self.trials),
+            limits=self.limits,
+            notes=(f"images/s are those of the slowest of {size} ranks",) * (size > 1),
+            worker_bytes=self.worker_bytes,
+            **found,
+        )
 
     def supplied(self, feed: Backend, limit_s: float, skip: int = 0) -> Supply:
         """Takes batches as fast as ``feed`` gives them, counts samples in its workers, closes it.
@@ -351,69 +435,3 @@ class Lab:
                     images += len(batch.labels)
                     signals.check()
         return Trial(settings, "supply", Rate.of([images], [self.now() - begin]))
-
-
-def needs(
-    settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, held_bytes: int = 0
-) -> Needs:
-    """Returns what a feed takes before a consumer that stands still.
-
-    All batches in flight are then page-locked.
-
-    Args:
-        settings: the feed's.
-        batch_bytes: of a batch's images, int64 labels and indices; None where that is not known,
-            and batches are left out.
-        worker_bytes: private memory of one worker process, without its batches.
-        held_bytes: what the feed holds besides its batches.
-    """
-    workers = settings.num_workers
-    depth = settings.prefetch_factor or 0
-    size = batch_bytes or 0
-    images = labels = 0
-    if size and settings.pin_memory:
-        # torch gives images and labels a power of two each; indices stay as they are
-        labels = 8 * settings.batch_size
-        images = 1 << (max(1, size - 2 * labels) - 1).bit_length()
-        labels = 1 << (labels - 1).bit_length()
-    # beside those that are ready: one in the making or on its way, one handed over, one in use
-    batches = (1 if settings.backend == THREADS else workers) * depth + 3
-    if settings.backend == THREADS:
-        # labels are of the batch before, too
-        return Needs(memory=batches * (images + labels or size) + labels)
-    shm = batches * size if workers else 0
-    memory = batches * (size + images + labels) + workers * worker_bytes + held_bytes
-    # a batch has two files for each of images, labels and indices, a worker its pipes and queues
-    return Needs(shm, memory, workers * (6 * depth + 10))
-
-
-def refusal(wanted: Needs, limits: Limits, beside: Needs = NONE) -> str | None:
-    """Returns why a feed will not fit, in a line; None where it does.
-
-    Args:
-        wanted: what the feed takes.
-        limits: what this rank may use.
-        beside: what another feed of this rank takes at the same time; the line does not show it.
-    """
-    files = limits.open_files - limits.files_open
-    free = (limits.shm_bytes, limits.memory_bytes, files)
-    names = ("shared memory", "memory", "open files (ulimit -n raises them)")
-    for what, asked, taken, most in zip(names, wanted, beside, free, strict=True):
-        if not asked or most is None:
-            continue
-        told = shown if what.endswith("memory") else str
-        # for what the reckoning leaves out; of files for logs, checkpoints and libraries
-        kept = most / 5 if told is shown else 64
-        if asked > most - kept - taken:
-            return (
-                f"the feed would take {told(asked)} of {what}, of which {told(most)} are free "
-                f"({told(kept)} are kept back): not tried"
-            )
-    return None
-
-
-def shown(count: float) -> str:
-    """Returns ``count`` bytes in MB, from a thousand of them on in GB."""
-    if count >= 1e9:
-        return f"{count / 1e9:.1f} GB"
-    return f"{count / 1e6:.1f} MB"

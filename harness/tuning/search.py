@@ -1,9 +1,6 @@
-"""Which loader settings to try next, when to stop, and which to choose: policy without a clock.
+"""Which loader settings to try next, when to stop, and which to choose.
 
-A search is a generator: it yields what to measure, is sent what came of it, and returns its choice.
-So the tutorial's grid and ``tuner=auto`` run on the same measurements, and both can be tested on
-made-up machines.
-
+The searches measure by a ``Lab``, or in tests by a made-up machine that answers like one.
 ``tuner=auto`` looks at the user's setting first: what a sample costs in its workers, and what real
 steps get from it. Only where they wait for data is something else tried, by real steps too: as many
 workers as the model of throughput asks for, then another backend. The rules have their numbers in
@@ -13,139 +10,26 @@ docs/tuning.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
-from harness.feed.interface import (
-    ARRAYS,
-    PROCESSES,
-    THREADS,
-    FeedSettings,
-)
-from harness.tuning.measures import Kind, Rate, SampleCost, Trial
-from harness.tuning.model import BUSY, Model
+from harness.config import TunerConfig
+from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
+from harness.feed.threads import MOST_THREADS
+from harness.runtime.folder import log
+from harness.runtime.limits import Limits
+from harness.tuning.measures import BUSY, FED, Kind, Model, Rate, Trial, in_flight
+from harness.tuning.probe import Lab
+from harness.tuning.report import Side, TuningReport
 
 # supply over demand that is aimed at
 MET = 1.05
-# delivered over demand with which there is nothing to gain
-FED = 0.95
 # batches ahead where samples are uneven: of all threads together, of each process
 _DEEP = {THREADS: 16, PROCESSES: 4}
 # seconds of a measurement, of which half are the feed's start and what is left out
 _TAKES_S = {"supply": 1.0, "steps": 1.5}
 # by what they take beside their workers: processes share no memory
 _CHEAPEST = (ARRAYS, THREADS, PROCESSES)
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One measurement that a search asks for.
-
-    Attributes:
-        kind: "supply", "steps" (see ``Trial``) or "passes": as the tutorial times its loader,
-            start-up included.
-        limit_s: how long to measure.
-    """
-
-    settings: FeedSettings
-    kind: Kind | Literal["passes"]
-    limit_s: float = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """What one setting gives: a row of the table before and after.
-
-    Attributes:
-        images_per_s: delivered to training steps, measured or predicted; of the loader alone where
-            a search does not run steps; None where neither could be had.
-        wait_fraction: share of the time in which the steps wait for data.
-        memory_bytes: the workers' private memory and the batches in flight.
-    """
-
-    settings: FeedSettings
-    images_per_s: Rate | None = None
-    wait_fraction: float | None = None
-    memory_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a search found.
-
-    Attributes:
-        before: the user's own settings.
-        after: the choice.
-        demand: images/s that the step takes, as far as the search has learned; None where it did
-            not look.
-        reason: why this choice, in sentences without the last period.
-        complete: False where the budget ended the search.
-    """
-
-    before: Side
-    after: Side
-    demand: Rate | None = None
-    reason: str = ""
-    complete: bool = True
-
-    @property
-    def settings(self) -> FeedSettings:
-        """The choice for the training feed."""
-        return self.after.settings
-
-    @property
-    def ceiling(self) -> float | None:
-        """The speed-up over ``before`` if loading were free; None where that is not known."""
-        before = self.before.images_per_s
-        if not (self.demand and before):
-            return None
-        return max(1.0, self.demand.images_per_s / before.images_per_s)
-
-    @property
-    def sentence(self) -> str:
-        """What the step takes, what settings deliver, and why one was chosen."""
-        before = self.before
-        after = self.after
-        if not (self.ceiling and after.images_per_s):
-            return f"Chosen: {after.settings}. {self.reason}."
-        rates = (
-            f"The model takes {self.demand} images/s. {before.settings} delivers "
-            f"{before.images_per_s}"
-        )
-        if after.settings != before.settings:
-            return f"{rates}, {after.settings} {after.images_per_s}. {self.reason}."
-        if FED * self.ceiling <= 1:
-            return f"Nothing to gain (ceiling {self.ceiling:.1f}x). {rates}. {self.reason}."
-        return f"{rates}, and stays. {self.reason}."
-
-
-Search = Generator[Ask, Trial, Choice]
-Asking = Generator[Ask, Trial, None]
-
-
-def follow(search: Search, attempt: Callable[[Ask], Trial]) -> Choice:
-    """Runs a search to its choice; ``attempt`` measures what is asked."""
-    # a generator is begun with None
-    trial: Any = None
-    while True:
-        try:
-            ask = search.send(trial)
-        except StopIteration as end:
-            choice: Choice = end.value
-            return choice
-        trial = attempt(ask)
-
-
-def in_flight(settings: FeedSettings) -> int:
-    """Returns how many batches are made, or in the making, before one is taken.
-
-    Each process makes its own; threads make one together.
-    """
-    each = settings.prefetch_factor or 0
-    if settings.backend != THREADS:
-        return settings.num_workers * each
-    return each + (settings.num_workers > 0)
 
 
 def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:
@@ -157,7 +41,12 @@ def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:
     return settings.num_workers, backend, in_flight(settings), settings.pin_memory
 
 
-def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: float) -> Search:
+def most_workers(config: TunerConfig, limits: Limits) -> int:
+    """Returns the most workers that a search tries, but for the user's number."""
+    return config.max_workers or min(MOST_THREADS, max(8, 4 * int(limits.cores)))
+
+
+def grid(lab: Lab, own: FeedSettings, pin_choices: Sequence[bool], budget_s: float) -> TuningReport:
     """Searches num_workers x pin_memory as a well-known tutorial does, after ``own``.
 
     For each pin_memory, num_workers goes 0, 4, 8, ... up to twice the cores until one is no faster
@@ -173,34 +62,34 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
     def is_over() -> bool:
         return sum(trial.seconds for trial in trials.values()) > budget_s
 
-    def attempt(settings: FeedSettings) -> Generator[Ask, Trial, float]:
+    def attempt(settings: FeedSettings) -> float:
         if settings not in trials:
             if is_over():
                 return 0.0
-            trials[settings] = yield Ask(settings, "passes")
+            trials[settings] = lab.attempt(settings, "passes")
         return trials[settings].images_per_s
 
-    yield from attempt(own)
+    attempt(own)
     for pin in pin_choices:
         base = replace(own, pin_memory=pin)
         best = 0
         best_rate = 0.0
-        for workers in range(0, 2 * cores + 1, 4):
-            rate = yield from attempt(replace(base, num_workers=workers))
-            if rate > best_rate:
-                best = workers
-                best_rate = rate
-                continue
-            # one that is no faster: look around the best
-            for near in range(max(0, best - 3), best + 4):
-                yield from attempt(replace(base, num_workers=near))
-            break
+        for workers in range(0, 2 * max(1, int(lab.limits.cores)) + 1, 4):
+            rate = attempt(replace(base, num_workers=workers))
+            if rate <= best_rate:
+                # no faster: look around the best
+                for near in range(max(0, best - 3), best + 4):
+                    attempt(replace(base, num_workers=near))
+                break
+            best = workers
+            best_rate = rate
     chosen = min(trials.values(), key=lambda trial: (-trial.images_per_s, cost_of(trial.settings)))
     # where all were refused
     chosen = chosen if chosen.rate else trials[own]
-    return Choice(
-        before=Side(own, trials[own].rate),
-        after=Side(chosen.settings, chosen.rate),
+    return lab.report(
+        Side(own, trials[own].rate),
+        Side(chosen.settings, chosen.rate),
+        search="grid",
         reason="It is the fastest of those tried, start-up included. How fast the model is was not "
         "measured",
         complete=not is_over(),
@@ -209,215 +98,246 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
 
 @dataclass(eq=False)
 class AutoSearch:
-    """The look at one problem; ``run`` is its generator.
+    """The search of ``tuner=auto`` in ``lab``, whose trials are all that it goes by.
 
     Attributes:
         own: the user's settings.
-        trials: the probes so far: of ``own``, or of one worker where it has none or failed; the
-            last succeeded. Grows.
-        backends: the names of the backends, ``own``'s among them, the cheapest last.
-        demand: images/s that the step takes with a batch at hand, on the slowest rank.
-        modelled: a model of throughput by what a probe has found.
-        most: workers that may be tried.
-        pin_memory: whether page-locked batches pay.
-        fits: why a setting does not fit into memory, or None.
-        left_s: seconds left for the search.
+        config: the budget and the most workers.
+        images_left: that this rank is still to be trained on.
+        begin_s: when tuning began, on the lab's clock.
+        complete: whether the time sufficed for all that was to be measured.
     """
 
+    lab: Lab
     own: FeedSettings
-    trials: list[Trial]
-    backends: Sequence[str]
-    demand: Rate
-    modelled: Callable[[SampleCost, int], Model]
-    most: int
-    pin_memory: bool
-    fits: Callable[[FeedSettings], str | None]
-    left_s: float
+    config: TunerConfig
+    images_left: float = math.inf
+    begin_s: float = 0.0
+    complete: bool = True
 
-    def __post_init__(self) -> None:
+    def run(self) -> TuningReport:
+        """Measures what has to be measured, and returns the choice."""
+        lab = self.lab
+        own = self.own
+        probe = self._probe()
+        if probe.refused:
+            log.warning("the loader could not be tuned: %s", probe.refused)
+            # what did not even run does not fit
+            ran = any(trial.seconds for trial in lab.trials)
+            chosen = own if ran else replace(own, num_workers=0)
+            why = "No setting could be measured"
+            return lab.report(Side(own), Side(chosen), search="auto", reason=why)
+        self.demand, self.step_cpu_s = lab.demand(0.5)
+        lab.tell(("demand", str(self.demand), "", "", "steps on one batch that is at hand"))
         # images/s
         self.takes = self.demand.images_per_s
-        # the best measurement of each setting, alone and by real steps
-        self.supply: dict[FeedSettings, Trial] = {}
-        self.steps: dict[FeedSettings, Trial] = {}
-        # by backend, of those that were probed
-        self.models: dict[str, Model] = {}
-        self.complete = True
-        for trial in self.trials:
-            self._note(trial)
-        self.probed = self.trials[-1].settings
-        self.backend = self.probed.backend
+        budget_s = self.config.budget_s
+        if budget_s is None:
+            # five seconds or seven steps, of which demand makes four; at most a tenth of the rest
+            rest_s = self.images_left / min(self.takes, probe.images_per_s)
+            budget_s = min(max(5.0, 7 * own.batch_size / self.takes), 0.1 * rest_s)
+        # what the first step takes longer comes on top, for training pays that anyway
+        self._left_s = lab.ranks.agreed(budget_s + lab.first_s - (lab.now() - self.begin_s))
+        self.pin = lab.pays_to_pin(own)
+        self.backend = probe.settings.backend
         # the setting to beat
-        self.have = self.probed if self._refused(self.own) else self.own
+        self.have = probe.settings if self._refused(own) else own
+        chosen = self.have
+        if self._has_time("supply"):
+            chosen = self._outlasting() if self._is_uneven() else self._cheapest(probe.settings)
+        after = self._side(chosen)
+        return lab.report(
+            self._side(own),
+            after,
+            search="auto",
+            # a loader may have delivered more than the steps on one batch took
+            demand=max(self.demand, after.images_per_s or self.demand),
+            reason=self._reason(chosen),
+            complete=self.complete,
+        )
 
-    def run(self) -> Search:
-        """Asks for what has to be measured, and returns the choice."""
-        if not self._has_time("supply"):
-            return self._choice(self.have)
+    def _probe(self) -> Trial:
+        """Measures the user's setting, or one worker; returns the first that succeeds, if any."""
+        own = self.own
+        trials = self.lab.trials
+        modest = replace(own, num_workers=1, prefetch_factor=1)
+        others = [replace(modest, backend=name) for name in self.lab.probes.backends]
+        first = replace(own, num_workers=own.num_workers or 1)
+        for settings in dict.fromkeys((first, modest, *others)):
+            # threads that hang cannot be ended: none after workers that have died or hung
+            if settings.backend != own.backend and any(trial.seconds for trial in trials):
+                break
+            if self.lab.attempt(settings, "supply", 0.5).rate:
+                break
+        return trials[-1]
+
+    def _cheapest(self, probed: FeedSettings) -> FeedSettings:
+        """Returns the cheapest setting that delivers as much as the best, after a search."""
+        have = self.have
         # the loader alone may suffice, and the processors still be too few for both
-        alone = self.supply.get(self.have)
-        supply = alone.images_per_s if alone else self._got(self.have)
-        if self._is_uneven():
-            return (yield from self._outlast(supply))
-        if supply >= FED * self.takes or self.backend == ARRAYS:
-            yield from self._measure("steps", self.have)
-        if not self._is_fed(self.have):
-            yield from self._search()
+        if self._supply(have) >= FED * self.takes or self.backend == ARRAYS:
+            self._measure(have, "steps")
+        if not self._is_fed(have):
+            cost = self.models[self.backend].cost
+            # where a sample waits, for storage or the interpreter, one worker alone may take less
+            if cost.cpu_s < 0.8 * cost.wall_s and probed.num_workers > 1:
+                self._measure(self._made(self.backend, 1), "supply")
+            self._search()
         # rule 5: fewer workers, unless these would only get less of the processors
         chosen = self._best()
         model = self.models.get(chosen.backend)
         if model and not model.is_crowded and chosen.num_workers > 1:
             goal = MET * self.takes if self._is_fed(chosen) else self._got(chosen)
             if (fewest := model.workers_for(goal)) < chosen.num_workers:
-                yield from self._measure("supply", replace(chosen, num_workers=fewest))
+                self._measure(replace(chosen, num_workers=fewest), "supply")
         # rule 2: something else may have slowed the setting to beat the first time
         chosen = self._best()
-        have = self.have
         if chosen != have and have.num_workers and not (self._is_fed(have) or self._refused(have)):
-            kind: Kind = "steps" if have in self.steps else "supply"
-            if self._has_time(kind):
-                yield from self._ask(kind, have)
+            kind: Kind = "steps" if have in self._seen("steps") else "supply"
+            if self._measure(have, kind, again=True):
                 chosen = self._best()
             elif self._got(chosen) < 1.5 * self._got(have):
                 chosen = have
-        return self._choice(chosen)
+        return chosen
 
-    def _outlast(self, supply: float) -> Search:
-        """Asks for a queue that outlasts a few slow samples, which no short run judges (rule 6)."""
-        have = self.have
-        # a queue of K batches is empty for less than (D / S)^K of the time, if these differ as
-        # much as exponential times
-        if (self.takes / max(supply, self.takes)) ** in_flight(have) <= 1 - FED:
-            return self._choice(have)
-        base = self._base(self.backend)
-        enough = self.model.workers_for(1.15 * self.model.reachable)
-        workers = min(max(enough, have.num_workers), self._most(self.backend))
-        depth = max(_DEEP.get(self.backend, 2), have.prefetch_factor or 0)
-        deep = replace(base, num_workers=workers)
-        depth = self._largest(depth, lambda k: replace(deep, prefetch_factor=k))
-        deep = replace(deep, prefetch_factor=depth)
-        yield from self._measure("supply", deep)
-        return self._choice(have if self._refused(deep) else deep)
-
-    def _search(self) -> Asking:
-        """Asks for more workers (rule 3), then for the other backends (rule 4)."""
-        base = self._base(self.backend)
-        cost = self.model.cost
-        beside = self.backend == THREADS or bool(self.steps)
-        # where a sample waits, for storage or for the interpreter, one worker alone may take less
-        if cost.cpu_s < 0.8 * cost.wall_s and self.probed.num_workers > 1:
-            yield from self._measure("supply", replace(base, num_workers=1))
-        more = replace(base, num_workers=self._wanted(self.backend))
+    def _search(self) -> None:
+        """Tries more workers (rule 3), then the other backends (rule 4)."""
+        beside = self.backend == THREADS or bool(self._seen("steps"))
+        more = self._wanted(self.backend)
         if more.num_workers > self.have.num_workers:
-            yield from self._try(more, beside)
-        for backend in reversed(self.backends):
+            self._measure(more, "supply", beside=beside)
+        for backend in reversed(self.lab.probes.backends):
             best = self._best()
             # a backend that needs less time to be tried is not to win by that
             if self._is_fed(best) or not self.complete:
                 return
             # processes hand batches over besides
-            full = self._got(best) >= BUSY * self.model.roofline
+            full = self._got(best) >= BUSY * self.models[self.backend].roofline
             if backend != self.backend and not (backend == PROCESSES and full):
-                other = replace(self._base(backend), num_workers=self._wanted(backend))
-                yield from self._try(other, backend != PROCESSES)
+                self._measure(self._wanted(backend), "supply", beside=backend != PROCESSES)
+
+    def _outlasting(self) -> FeedSettings:
+        """Returns a queue that outlasts a few slow samples, which no short run judges (rule 6)."""
+        have = self.have
+        # a queue of K batches is empty for less than (D / S)^K of the time, if these differ as
+        # much as exponential times
+        ratio = self.takes / max(self._supply(have), self.takes)
+        if ratio ** in_flight(have) <= 1 - FED:
+            return have
+        model = self.models[self.backend]
+        enough = model.workers_for(1.15 * model.reachable)
+        deep = self._made(self.backend, max(enough, have.num_workers))
+        depth = max(_DEEP.get(self.backend, 2), have.prefetch_factor or 0)
+        while self.lab.unfit(tried := replace(deep, prefetch_factor=depth)) and depth > 1:
+            depth -= 1
+        self._measure(tried, "supply")
+        return have if self._refused(tried) else tried
 
     # What is measured
 
-    def _try(self, settings: FeedSettings, beside: bool) -> Asking:
-        """Asks what ``settings`` give alone, and if that may be best, ``beside`` real steps."""
+    def _measure(
+        self, settings: FeedSettings, kind: Kind, *, beside: bool = False, again: bool = False
+    ) -> bool:
+        """Measures ``settings`` if that can be, fits into the time and tells something new.
+
+        Args:
+            settings: to be measured.
+            kind: loading alone, or real steps.
+            beside: have real steps, too, if loading alone makes it the best.
+            again: measure what was measured.
+
+        Returns whether it was measured.
+        """
+        # steps that take long are not slowed by what threads share with them
         beside = beside and not self._steps_are_long
-        if not self._has_time("supply", *["steps"] * beside):
-            return
-        yield from self._measure("supply", settings)
+        if beside and not self._has_time(kind, "steps"):
+            return False
+        is_vain = settings in self._seen(kind) or (kind == "steps" and self._steps_are_long)
+        can_be = (again or not is_vain) and not self._refused(settings) and self._has_time(kind)
+        if can_be:
+            self._left_s -= self.lab.attempt(settings, kind, _TAKES_S[kind] / 2).seconds
         if beside and settings == self._best(unseen=True):
-            yield from self._measure("steps", settings)
-
-    def _measure(self, kind: Kind, settings: FeedSettings) -> Asking:
-        """Asks for one measurement, unless it was made, cannot be, or would tell nothing."""
-        known = self.steps if kind == "steps" else self.supply
-        is_vain = kind == "steps" and self._steps_are_long
-        if not (is_vain or settings in known or self._refused(settings)) and self._has_time(kind):
-            yield from self._ask(kind, settings)
-
-    def _ask(self, kind: Kind, settings: FeedSettings) -> Asking:
-        trial = yield Ask(settings, kind, _TAKES_S[kind] / 2)
-        self.left_s -= trial.seconds
-        self.trials.append(trial)
-        self._note(trial)
+            self._measure(settings, "steps")
+        return can_be
 
     def _has_time(self, *kinds: str) -> bool:
         """Returns whether these measurements fit into the time; else the look is incomplete."""
-        is_left = self.left_s >= sum(_TAKES_S[kind] for kind in kinds)
+        is_left: bool = self._left_s >= sum(_TAKES_S[kind] for kind in kinds)
         self.complete &= is_left
         return is_left
 
-    def _note(self, trial: Trial) -> None:
-        settings = trial.settings
-        known = self.steps if trial.kind == "steps" else self.supply
-        if trial.images_per_s > (known[settings].images_per_s if settings in known else 0.0):
-            known[settings] = trial
-        if trial.cost is None:
-            return
-        backend = settings.backend
-        model = self.modelled(trial.cost, settings.num_workers)
-        if backend not in self.models or model.cost.wall_s < self.models[backend].cost.wall_s:
-            self.models[backend] = model
+    def _refused(self, settings: FeedSettings) -> bool:
+        failed = any(trial.refused for trial in self.lab.trials if trial.settings == settings)
+        return failed or self.lab.unfit(settings) is not None
+
+    def _made(self, backend: str, workers: int) -> FeedSettings:
+        """Returns the user's settings with another backend and workers, as many as may be and fit.
+
+        They are pinned if that pays.
+        """
+        # what was refused before it ran is for ``unfit`` to say
+        failed = [
+            trial.settings.num_workers - 1
+            for trial in self.lab.trials
+            if trial.refused and trial.seconds and trial.settings.backend == backend
+        ]
+        settings = replace(
+            self.own,
+            backend=backend,
+            num_workers=max(1, min(workers, most_workers(self.config, self.lab.limits), *failed)),
+            pin_memory=self.pin,
+            prefetch_factor=self.own.prefetch_factor if self.have == self.own else 2,
+        )
+        while settings.num_workers > 1 and self.lab.unfit(settings):
+            settings = replace(settings, num_workers=settings.num_workers - 1)
+        return settings
+
+    def _wanted(self, backend: str) -> FeedSettings:
+        """Returns the workers that demand asks for by the model, or that fill the processors."""
+        model = self.models[self.backend]
+        return self._made(backend, model.workers_for(min(MET * self.takes, model.roofline)))
 
     # What follows from it
 
+    def _seen(self, kind: Kind) -> dict[FeedSettings, Trial]:
+        """Returns the best measurement of each setting."""
+        trials = sorted(self.lab.trials, key=lambda trial: trial.images_per_s)
+        return {trial.settings: trial for trial in trials if trial.kind == kind and trial.rate}
+
+    def _supply(self, settings: FeedSettings) -> float:
+        """Returns images/s of the loader alone, or as far as is known."""
+        alone = self._seen("supply").get(settings)
+        return alone.images_per_s if alone else self._got(settings)
+
     @property
-    def model(self) -> Model:
-        """The model of the user's backend, or of the one that was probed in its place."""
-        return self.models[self.backend]
-
-    def _refused(self, settings: FeedSettings) -> bool:
-        failed = any(trial.refused for trial in self.trials if trial.settings == settings)
-        return failed or self.fits(settings) is not None
-
-    def _largest(self, most: int, make: Callable[[int], FeedSettings]) -> int:
-        """Returns the largest number up to ``most`` whose setting fits; at least 1."""
-        return next((n for n in range(most, 1, -1) if self.fits(make(n)) is None), 1)
-
-    def _base(self, backend: str) -> FeedSettings:
-        """Returns the user's settings for a backend, pinned if that pays."""
-        depth = self.own.prefetch_factor if self.have == self.own else 2
-        return replace(self.own, backend=backend, pin_memory=self.pin_memory, prefetch_factor=depth)
-
-    def _most(self, backend: str) -> int:
-        """Returns the most workers that may be tried and that fit; at least 1."""
-        base = self._base(backend)
-        # what was refused before it ran is for ``fits`` to say
-        failed = [
-            trial.settings.num_workers - 1
-            for trial in self.trials
-            if trial.refused and trial.seconds and trial.settings.backend == backend
+    def models(self) -> dict[str, Model]:
+        """The model of each backend, by the shortest time of a sample in it."""
+        found = [
+            (each.settings.backend, self.lab.model(self.takes, self.step_cpu_s, each))
+            for each in self.lab.trials
+            if each.cost
         ]
-        return self._largest(min([self.most, *failed]), lambda n: replace(base, num_workers=n))
-
-    def _wanted(self, backend: str) -> int:
-        """Returns the workers that demand asks for by the model, or that fill the processors."""
-        goal = min(MET * self.takes, self.model.roofline)
-        return min(self.model.workers_for(goal), self._most(backend))
+        return dict(sorted(found, key=lambda pair: -pair[1].cost.wall_s))
 
     def _is_uneven(self) -> bool:
         """Returns whether a few samples take so long that whole batches differ much."""
-        cost = self.model.cost
+        cost = self.models[self.backend].cost
         size = self.own.batch_size
         deviation_s = math.sqrt(size) * cost.variation * cost.wall_s
         return deviation_s > max(0.3 * size * cost.wall_s, 0.01)
 
-    def _rate(self, settings: FeedSettings) -> Rate:
+    def _side(self, settings: FeedSettings) -> Side:
         """Returns what real steps get: as measured, else by the model and the loader alone."""
-        run = self.steps.get(settings)
-        if run and run.rate:
-            return run.rate
+        steps = self._seen("steps")
+        if run := steps.get(settings):
+            return Side(settings, run.rate, run.wait_fraction)
         model = self.models.get(settings.backend)
         if model is None or self._refused(settings):
-            return Rate.exactly(0.0)
+            return Side(settings, None, 1.0)
         bounds = [model.delivered(settings.num_workers)]
-        if settings in self.supply:
-            bounds.append(self.supply[settings].images_per_s)
-        for tried, trial in self.steps.items():
+        if alone := self._seen("supply").get(settings):
+            bounds.append(alone.images_per_s)
+        for tried, trial in steps.items():
             if tried.backend == settings.backend:
                 # the steps' pace beside this backend but for their waits; steps that wait longer
                 # are too short to tell it
@@ -425,10 +345,12 @@ class AutoSearch:
                 # fewer workers give no more
                 if settings.num_workers <= tried.num_workers:
                     bounds.append(trial.images_per_s)
-        return Rate.exactly(min(bounds))
+        rate = min(bounds)
+        return Side(settings, Rate.exactly(rate), max(0.0, 1 - rate / self.takes))
 
     def _got(self, settings: FeedSettings) -> float:
-        return self._rate(settings).images_per_s
+        rate = self._side(settings).images_per_s
+        return rate.images_per_s if rate else 0.0
 
     def _is_fed(self, settings: FeedSettings) -> bool:
         return self._got(settings) >= FED * self.takes
@@ -445,53 +367,32 @@ class AutoSearch:
         another backend count where steps were seen beside them, or are ``unseen`` too.
         """
         have = self.have
+        steps = self._seen("steps")
         rates = {have: min(self.takes, self._got(have))}
-        all_count = unseen or self._steps_are_long
-        for settings in (*self.supply, *self.steps):
-            is_seen = settings in self.steps or settings.backend in (have.backend, PROCESSES)
-            if not (all_count or is_seen):
-                continue
+        for settings in (*self._seen("supply"), *steps):
+            is_seen = settings in steps or settings.backend in (have.backend, PROCESSES)
             rate = min(self.takes, self._got(settings))
             pays = cost_of(settings) <= cost_of(have) or rate >= 1.05 * rates[have]
-            if pays and not self._refused(settings):
+            counts = pays and (unseen or is_seen or self._steps_are_long)
+            if counts and not self._refused(settings):
                 rates[settings] = rate
         return min((s for s in rates if rates[s] >= 0.97 * max(rates.values())), key=cost_of)
 
-    # The choice
-
-    def _choice(self, chosen: FeedSettings) -> Choice:
-        after = self._side(chosen)
-        return Choice(
-            before=self._side(self.own),
-            after=after,
-            # a loader may have delivered more than the steps on one batch took
-            demand=max(self.demand, after.images_per_s or self.demand),
-            reason=self._reason(chosen),
-            complete=self.complete,
-        )
-
-    def _side(self, settings: FeedSettings) -> Side:
-        rate = self._rate(settings)
-        waits = max(0.0, 1 - rate.images_per_s / self.takes)
-        if settings in self.steps:
-            waits = self.steps[settings].wait_fraction or 0.0
-        return Side(settings, rate if rate.images_per_s else None, waits)
-
     def _reason(self, chosen: FeedSettings) -> str:
-        cost = self.models.get(chosen.backend, self.model).cost
+        models = self.models
+        cost = models.get(chosen.backend, models[self.backend]).cost
         who = "the trainer" if chosen.backend == ARRAYS else "a worker"
-        each = (
-            f"A sample takes {who} {cost.wall_s * 1e3:.2g} ms, "
-            f"{min(1.0, cost.cpu_s / cost.wall_s):.0%} of it on a processor"
-        )
+        more = self._made(chosen.backend, chosen.num_workers + 1)
+        why = ". Nothing cheaper delivers as much"
         if not self.complete:
-            return (
-                f"{each}. The time was over before more could be tried (tuner.budget_s gives more)"
-            )
-        if self._is_uneven():
-            return f"{each}, and a few take far longer: batches are kept ahead"
-        if self._is_fed(chosen):
-            return f"{each}. Nothing cheaper keeps the model busy"
-        if chosen.num_workers == self._most(chosen.backend):
-            return f"{each}. More workers are not tried, or do not fit (tuner.max_workers)"
-        return f"{each}. Nothing cheaper delivers as much"
+            why = ". The time was over before more could be tried (tuner.budget_s gives more)"
+        elif self._is_uneven():
+            why = ", and a few take far longer: batches are kept ahead"
+        elif self._is_fed(chosen):
+            why = ". Nothing cheaper keeps the model busy"
+        elif 0 < chosen.num_workers == more.num_workers:
+            why = ". More workers are not tried, or do not fit (tuner.max_workers)"
+        return (
+            f"A sample takes {who} {cost.wall_s * 1e3:.2g} ms, "
+            f"{min(1.0, cost.cpu_s / cost.wall_s):.0%} of it on a processor{why}"
+        )

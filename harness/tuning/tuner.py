@@ -1,162 +1,68 @@
-"""The stage before training that measures loader settings, chooses among them, and tells why."""
+"""Tuning as a stage of a run: recalled or measured before training, and checked during training."""
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
+import json
 import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import get_all_start_methods
+from pathlib import Path
 from typing import Any
 
-from harness.config import TunerConfig, TunerName
-from harness.feed.interface import (
-    ARRAYS,
-    PROCESSES,
-    FeedSettings,
-)
-from harness.feed.threads import MOST_THREADS
+from harness.config import Config, TunerConfig, TunerName, shown, walk
+from harness.data.storage import cache_root
+from harness.feed.feeds import Feeds
+from harness.feed.interface import Backend, FeedSettings
+from harness.feed.threads import ThreadFeed
 from harness.feed.timed import TimedSteps
-from harness.runtime import accelerator
+from harness.runtime import accelerator, parts
 from harness.runtime.distributed import World
+from harness.runtime.files import read_regular, set_aside, typed, write_whole
 from harness.runtime.folder import log
 from harness.runtime.limits import Limits
-from harness.tuning.measures import Probes, Trial
-from harness.tuning.probe import Lab, shown
-from harness.tuning.search import Ask, AutoSearch, Choice, Search, Side, follow, grid
-from harness.watch.board import Board, plain, publish
-from harness.watch.console import AddRow, aligned, live_table
+from harness.tuning.live import Live
+from harness.tuning.measures import Probes
+from harness.tuning.probe import Lab
+from harness.tuning.report import TuningReport
+from harness.tuning.search import AutoSearch, grid, most_workers
+from harness.watch.clock import StepClock
+from harness.watch.console import live_table, say
+from harness.watch.figures import Window
+from harness.watch.host import environment
 from harness.watch.neighbours import Neighbours
+from harness.watch.station import Watch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuningReport(Choice):
-    """What a search measured and chose.
-
-    Attributes:
-        search: which one: auto or grid.
-        val: the choice for the validation feed.
-        trials: all that was measured or refused, in order.
-        limits: what a rank may use.
-        notes: what else the user should know, a sentence each.
-        seconds: what tuning cost this run.
-        reused: whether the answer was remembered from an earlier run.
-        others_cores: those that other programs took while it was measured; None where they spoilt
-            nothing.
-        worker_bytes: private memory of one worker.
-    """
-
-    search: str
-    val: FeedSettings
-    trials: tuple[Trial, ...]
-    limits: Limits
-    notes: tuple[str, ...]
-    seconds: float
-    reused: bool = False
-    others_cores: float | None = None
-    worker_bytes: int = 0
-
-    @property
-    def override(self) -> str:
-        """What to type to get this choice without tuning."""
-        return override(self.settings, self.val)
-
-    @property
-    def loader_arguments(self) -> dict[str, Any]:
-        """The choice as keyword arguments of torch's ``DataLoader``."""
-        own = self.settings
-        names = ["batch_size", "num_workers", "pin_memory"]
-        if own.num_workers:
-            names += ["prefetch_factor", "persistent_workers"]
-        found = {name: getattr(own, name) for name in names}
-        # the first is what Python does by itself
-        if own.num_workers and own.start_method != get_all_start_methods()[0]:
-            found["multiprocessing_context"] = own.start_method
-        return found
-
-    @property
-    def dataloader(self) -> str:
-        """The line that gives the same in code; empty: torch's loader has no such backend."""
-        if self.settings.backend != PROCESSES:
-            return ""
-        arguments = ", ".join(f"{k}={v!r}" for k, v in self.loader_arguments.items())
-        return f"DataLoader(dataset, shuffle=True, {arguments})"
-
-    def publish(self, board: Board | None) -> None:
-        """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page by ``board``."""
-        names = ("settings", "ceiling", "sentence", "override", "dataloader")
-        more = {name: getattr(self, name) for name in names}
-        publish("tuning", self.lines(), {**self.to_plain(), **more}, board)
-
-    def lines(self) -> list[str]:
-        """Returns the outcome: before and after, why, how to get it again, what was refused."""
-        count = f"{len(self.trials)} measurement" + "s" * (len(self.trials) != 1)
-        title = f"tuner={self.search}: {count} in {self.seconds:.1f} s"
-        if self.reused:
-            title = f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"
-        elif not self.complete:
-            title += ", the time was over"
-        rows = [
-            (
-                name,
-                str(side.images_per_s or "-"),
-                "-" if side.wait_fraction is None else f"{side.wait_fraction:.0%}",
-                "-" if side.memory_bytes is None else shown(side.memory_bytes),
-                str(side.settings),
-            )
-            for name, side in (("before", self.before), ("after", self.after))
-        ]
-        what = "images/s" if self.demand else "images/s (loader alone)"
-        code = [f"the same in code: {self.dataloader}"] if self.dataloader else []
-        return [
-            title,
-            *aligned(("", what, "waiting", "memory", "setting"), rows),
-            self.sentence,
-            f"the same without tuning: {self.override}",
-            *code,
-            *(
-                f"refused {trial.settings}: {trial.refused}"
-                for trial in self.trials
-                if trial.refused
-            ),
-            *(f"note: {note}" for note in self.notes),
-        ]
-
-    def summary(self) -> dict[str, Any]:
-        """Returns what ``report.json`` says of tuning."""
-        before = self.before.images_per_s
-        after = self.after.images_per_s
-        return {
-            "seconds": round(self.seconds, 2),
-            "chosen": str(self.settings),
-            "reused": self.reused,
-            "before_images_per_s": before and before.images_per_s,
-            "after_images_per_s": after and after.images_per_s,
-            "sentence": self.sentence,
-        }
-
-    def to_plain(self) -> dict[str, Any]:
-        """Returns everything as JSON can hold it; ``files.typed`` is the inverse.
-
-        An open end of an interval is None.
-        """
-        return dict(plain(dataclasses.asdict(self)))
-
-
-def override(train: FeedSettings, val: FeedSettings) -> str:
-    """Returns what to type to get these settings of both feeds."""
-    words: dict[str, Any] = {"backend": train.backend, "pin_memory": train.pin_memory}
-    if train.backend != ARRAYS:
-        words["num_workers"] = train.num_workers
-    if train.num_workers:
-        words["prefetch_factor"] = train.prefetch_factor
-        words["persistent_workers"] = train.persistent_workers
-    # the validation feed's follow from these, unless they had to be less
-    derived = {"batch_size": train.batch_size, "num_workers": train.num_workers}
-    for name, value in {**derived, "prefetch_factor": 2}.items():
-        if getattr(val, name) not in (None, value):
-            words[f"val.{name}"] = getattr(val, name)
-    return " ".join(f"loader.{name}={str(value).lower()}" for name, value in words.items())
+_MAX_AGE_S = 30 * 24 * 3600.0
+# settings that decide what a sample or a step costs, and what is searched, besides all of augment
+_SETTINGS = {
+    "data.image_size",
+    "data.eval_resize",
+    "data.interpolation",
+    "data.exif_orientation",
+    "data.cache",
+    "data.cache_gb",
+    "data.cache_max_side",
+    "loader.backend",
+    "loader.batch_size",
+    "loader.start_method",
+    "loader.device_prefetch",
+    "model.name",
+    "optim.name",
+    "optim.freeze",
+    "trainer.precision",
+    "trainer.channels_last",
+    "trainer.compile",
+    "trainer.accumulate_steps",
+    "trainer.num_threads",
+    "trainer.deterministic",
+    "tuner.name",
+    "tuner.budget_s",
+    "tuner.max_workers",
+}
+STEPS = 100
 
 
 def tune(
@@ -192,119 +98,257 @@ def tune(
     # all ranks must come to the same numbers
     limits = replace(limits, cores=ranks.smallest(limits.cores))
     lab = Lab(probes, trainee, limits, ranks)
-    title = f"tuning the loader (tuner={config.name.name})"
-    columns = ("measured    ", "images/s  ", "waiting", "seconds", "setting")
-    trials: list[Trial] = []
     with trainee.kept():
-        add_row = live_table(title, columns)
-
-        def attempt(ask: Ask) -> Trial:
-            trials.append(lab.attempt(ask))
-            add_row(trials[-1].row)
-            return trials[-1]
-
+        title = f"tuning the loader (tuner={config.name.name})"
+        columns = ("measured    ", "images/s  ", "waiting", "seconds", "setting")
+        lab.tell = live_table(title, columns)
         # other ranks would count as other programs
         neighbours = Neighbours(limits.cores if ranks.size == 1 else None)
-        search = automatic(lab, own, config, add_row, begin, images_left)
         if config.name is TunerName.grid:
             pins = (False, True)[: 1 + device.has_streams]
-            search = grid(own, max(1, int(limits.cores)), pins, config.budget_s or math.inf)
-        choice = follow(search, attempt)
+            report = grid(lab, own, pins, config.budget_s or math.inf)
+        else:
+            report = AutoSearch(lab, own, config, images_left, begin).run()
         others = neighbours.look()
         if others is not None:
             log.warning("%s; tune again when they have ended", neighbours.told(others))
     device.release()
-    seconds = device.now() - begin
-    return _report(lab, choice, config.name.name, trials, seconds, others)
+    return replace(report, seconds=device.now() - begin, others_cores=others)
 
 
-def most_workers(config: TunerConfig, limits: Limits) -> int:
-    """Returns the most workers that a search tries, but for the user's number."""
-    return config.max_workers or min(MOST_THREADS, max(8, 4 * int(limits.cores)))
+def tuned(
+    feeds: Feeds,
+    trainee: TimedSteps,
+    config: Config,
+    limits: Limits,
+    world: World,
+    step: int | None = None,
+) -> Tuned:
+    """Returns the settings for this run's feeds, the same on every rank.
 
+    ``step`` updates of the run are done. ``tuner.fresh=true`` forgets what was found before.
 
-def automatic(
-    lab: Lab,
-    own: FeedSettings,
-    config: TunerConfig,
-    add_row: AddRow,
-    begin: float,
-    images_left: float,
-) -> Search:
-    """Measures what the user's setting supplies, then the step, and lets ``AutoSearch`` go on."""
-    trials: list[Trial] = []
-    # one worker where the user has none, and a modest one of any backend where that fails
-    modest = replace(own, num_workers=1, prefetch_factor=1)
-    first = replace(own, num_workers=own.num_workers or 1)
-    backends = lab.probes.backends
-    for settings in dict.fromkeys(
-        (first, modest, *(replace(modest, backend=backend) for backend in backends))
-    ):
-        # a setting that ran has died or hung, and threads that hang cannot be ended
-        if settings.backend != own.backend and any(trial.seconds for trial in trials):
-            break
-        trials.append((yield Ask(settings, "supply", limit_s=0.5)))
-        if trials[-1].rate:
-            break
-    if symptom := trials[-1].refused:
-        log.warning("the loader could not be tuned: %s", symptom)
-        # what did not even run does not fit
-        chosen = own if any(trial.seconds for trial in trials) else replace(own, num_workers=0)
-        return Choice(Side(own), Side(chosen), reason="No setting could be measured")
-
-    demand, step_cpu_s = lab.demand(0.5)
-    add_row(("demand", str(demand), "", "", "steps on one batch that is at hand"))
-    takes = demand.images_per_s
-    budget_s = config.budget_s
-    if budget_s is None:
-        # five seconds or seven steps, of which demand makes four; at most a tenth of the rest
-        rest_s = images_left / min(takes, trials[-1].images_per_s)
-        budget_s = min(max(5.0, 7 * own.batch_size / takes), 0.1 * rest_s)
-    # what the first step takes longer comes on top, for training pays that anyway
-    budget_s += lab.first_s - (lab.now() - begin)
-    look = AutoSearch(
-        own=own,
-        trials=trials,
-        backends=backends,
-        demand=demand,
-        modelled=partial(lab.model, takes, step_cpu_s),
-        most=most_workers(config, lab.limits),
-        pin_memory=lab.pays_to_pin(own),
-        fits=lab.unfit,
-        left_s=lab.ranks.agreed(budget_s),
+    Raises:
+        BadSample: a sample cannot be read.
+    """
+    own = feeds.settings(limits)
+    device = accelerator.of(world.device)
+    data = feeds.splits.fingerprint()
+    memory = TuningCache(fingerprint(config, data, limits, world, device.name))
+    report = None
+    if world.is_main:
+        if config.tuner.fresh:
+            memory.forget()
+        if answer := memory.recall():
+            lab = Lab(feeds, trainee, limits, world)
+            report = _fitting(typed(TuningReport, answer), own, lab)
+    report = world.agreed(report)
+    if report is None:
+        # no update is left where a resumed run is done
+        steps = config.trainer.epochs * feeds.steps_per_epoch()
+        steps = min(steps, config.trainer.max_steps or steps)
+        left = max(0, steps - (step or 0)) * config.trainer.accumulate_steps
+        images = left * config.loader.batch_size
+        report = tune(feeds, trainee, own, config.tuner, limits, world, images)
+        is_sound = report.complete and report.others_cores is None and report.after.images_per_s
+        if world.is_main and is_sound:
+            when = time.strftime("%Y-%m-%d %H:%M")
+            note = f"found by a run of {when}; tuner.fresh=true tunes again"
+            memory.keep(replace(report, notes=(note, *report.notes)).to_plain())
+    follows = config.tuner.live
+    if follows is None:
+        follows = not device.has_streams
+    # ranks that wait for each other cannot judge their own tries
+    follows = follows and config.tuner.name is TunerName.auto and world.size == 1
+    return Tuned(
+        report,
+        memory.forget,
+        most_workers(config.tuner, limits) if follows else None,
+        val_follows=config.loader.val.num_workers is None
+        and report.val.num_workers == report.settings.num_workers,
     )
-    return (yield from look.run())
 
 
-def _report(
-    lab: Lab,
-    choice: Choice,
-    search: str,
-    trials: list[Trial],
-    seconds: float,
-    others_cores: float | None,
-) -> TuningReport:
-    """Returns everything that was found, with the validation feed's settings."""
-    val: FeedSettings = lab.ranks.agreed(lab.val_beside(choice.settings))
-    notes: tuple[str, ...] = ()
-    if lab.ranks.size > 1:
-        notes = (f"images/s are those of the slowest of {lab.ranks.size} ranks",)
-    before, after = (
-        replace(side, memory_bytes=lab.needs(side.settings).memory)
-        for side in (choice.before, choice.after)
-    )
-    return TuningReport(
-        before=before,
-        after=after,
-        demand=choice.demand,
-        reason=choice.reason,
-        complete=choice.complete,
-        search=search,
-        val=val,
-        trials=tuple(trials),
-        limits=lab.limits,
-        notes=notes,
-        seconds=seconds,
-        others_cores=others_cores,
-        worker_bytes=lab.worker_bytes,
-    )
+def _fitting(report: TuningReport, own: FeedSettings, lab: Lab) -> TuningReport | None:
+    """Returns a remembered report as it holds for this run; None if it does not fit today.
+
+    What is never tuned comes from this run's settings, and so does all about the validation feed.
+    """
+    settings = replace(report.settings, timeout_s=own.timeout_s)
+    lab.worker_bytes = report.worker_bytes
+    if lab.refusal(settings):
+        return None
+    # what was before is that run's, and its row has that run's setting
+    after = replace(report.after, settings=settings)
+    val = lab.val_beside(settings)
+    return replace(report, after=after, val=val, seconds=0.0, reused=True)
+
+
+@dataclass(slots=True)
+class Tuned:
+    """What the stage found, and what follows it while training.
+
+    Attributes:
+        report: holds the prediction.
+        forget: forgets the answer; called where it did not hold.
+        most: threads that may be tried while training; None where their number stays.
+        val_follows: whether the validation feed is to have as many.
+        live: changes their number.
+        checked: whether the prediction was compared with the run.
+    """
+
+    report: TuningReport
+    forget: Callable[[], object]
+    most: int | None = None
+    val_follows: bool = False
+    live: Live | None = None
+    checked: bool = False
+
+    def follow(self, feed: Backend, val_feed: Backend, watch: Watch, step: int) -> None:
+        """Checks while training what was predicted, and lets threads follow the run.
+
+        ``step`` updates of the run are done.
+        """
+        if self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers:
+            feeds = [feed]
+            if self.val_follows and isinstance(val_feed, ThreadFeed):
+                feeds.append(val_feed)
+            self.live = Live(feeds, self.report.limits.cores, self.most, step=step)
+        watch.on_window.append(self.look)
+
+    def look(self, clock: StepClock, window: Window) -> None:
+        """Takes in a window of steps, and what came before it."""
+        if self.live is not None:
+            self.live.look(window)
+        # another number was predicted for
+        if self.live is None or not self.live.changes:
+            self.check(clock)
+
+    def check(self, clock: StepClock) -> None:
+        """Tells once, after a hundred steps, whether training waits no more than tuning said."""
+        report = self.report
+        predicted = report.after.wait_fraction
+        total = clock.total()
+        if self.checked or predicted is None or total.steps + total.first_steps < STEPS:
+            return
+        self.checked = True
+        stall = total.stall_fraction or 0.0
+        # five points over the prediction
+        if stall <= predicted + 0.05:
+            return
+        # a step that became faster, or else a slower loader
+        why = (
+            f"The feed delivers {total.images_per_s or 0.0:.0f} images/s a rank and not "
+            f"{report.after.images_per_s}. Other programs, slower storage or costlier samples "
+            "may be why: see host/cpu_fraction and host/disk_read_bytes_per_s"
+        )
+        if report.demand and total.compute_ms:
+            was_ms = report.settings.batch_size / report.demand.images_per_s * 1e3
+            # both are what a step takes
+            is_ms = total.compute_ms.median + (total.prepare_ms.median if total.prepare_ms else 0)
+            if is_ms < 0.9 * was_ms:
+                why = f"A step takes {is_ms:.1f} ms and not {was_ms:.1f}. Try: tuner.fresh=true"
+        log.warning(
+            f"Over the first {total.steps} steps, training waited for data {stall:.0%} of the "
+            f"time. Tuning said {predicted:.0%}. {why}."
+        )
+        self.forget()
+        say("The remembered answer is forgotten. The next run tunes again.")
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what ``report.json`` says of tuning."""
+        report = self.report
+        found = report.summary()
+        if self.live and self.live.changes:
+            found["changes"] = self.live.changes
+            if (threads := self.live.settled) != report.settings.num_workers:
+                # how to begin with the last number
+                settings = replace(report.settings, num_workers=threads)
+                val = replace(report.val, num_workers=threads) if self.val_follows else report.val
+                after = replace(report.after, settings=settings)
+                found["settled"] = replace(report, after=after, val=val).override
+        return found
+
+
+class TuningCache:
+    """The answer to one fingerprint, in a file of its own in ``folder`` (None: the user's cache).
+
+    The file has a digest of the fingerprint and the answer, then the answer. A folder or a file
+    that cannot be used costs one warning and the memory, never the run.
+    """
+
+    def __init__(self, fingerprint: Mapping[str, Any], folder: Path | None = None) -> None:
+        self._key = json.dumps(fingerprint, sort_keys=True).encode()
+        self.path = (folder or cache_root() / "tuning") / f"{_digest(self._key).decode()}.json"
+
+    def recall(self) -> Any:
+        """Returns what was kept last; None for nothing, or over 30 days old."""
+        try:
+            digest, _, answer = read_regular(self.path).partition(b"\n")
+            if digest != _digest(self._key + answer):
+                raise ValueError("not as it was kept")
+            # from the future too: a clock was wrong
+            if abs(time.time() - self.path.stat().st_mtime) < _MAX_AGE_S:
+                return json.loads(answer)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, ValueError) as error:
+            log.warning("%s: %s: this run tunes again", self.path, error)
+            self.forget()
+        return None
+
+    def keep(self, answer: Mapping[str, Any]) -> None:
+        """Remembers ``answer``, which holds what JSON can, in place of any before it."""
+        text = json.dumps(answer).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, _digest(self._key + text) + b"\n" + text)
+        except OSError as error:
+            why = error.strerror or error
+            log.warning("%s: %s; tuning is not remembered; set WELLFED_CACHE", self.path, why)
+
+    def forget(self) -> None:
+        """Removes the answer, if there is one and it can be removed."""
+        with suppress(OSError):
+            set_aside(self.path)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
+
+
+def fingerprint(
+    config: Config, data: Mapping[str, Any], limits: Limits, world: World, device_name: str
+) -> dict[str, Any]:
+    """Returns all that decides which loader settings are best, as plain values.
+
+    Free memory is not in it, since it changes by the minute: whether an answer still fits is for
+    who recalls it to reckon.
+
+    Args:
+        config: the run's settings; the loader's own, which are searched, do not count.
+        data: identity of the training set.
+        limits: what this rank may use.
+        world: the ranks, in all and on this node.
+        device_name: where the network runs, such as the GPU's name.
+    """
+    settings = {
+        path: shown(value)
+        for path, value, _ in walk(config)
+        if path in _SETTINGS or path.startswith("augment.")
+    }
+    # the code that decides what a sample costs, and what is chosen
+    package = Path(__file__).parents[1]
+    sources = hashlib.sha256()
+    for room in ("data", "feed", "tuning"):
+        for path in sorted((package / room).glob("*.py")):
+            sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    names = (config.data.name, config.model.name)
+    return {
+        "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
+        "sources": sources.hexdigest(),
+        "own": [parts.digest(name) for name in names if parts.is_own(name)],
+        "ranks": [world.size, world.local_size],
+        "data": dict(data),
+        "settings": settings,
+    }

@@ -27,7 +27,6 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import LoaderError
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.tuning.probe import Lab
-from harness.tuning.search import Ask
 from harness.watch.stages import StageMeter
 
 
@@ -67,19 +66,19 @@ class Rig:
         self.spend("G")
         return Rate.exactly(400.0), 0.002
 
-    def attempt(self, ask: Ask) -> Trial:
-        if ask.kind == "steps":
+    def attempt(self, settings: Any, kind: str, limit_s: float) -> Trial:
+        if kind == "steps":
             self.spend("A")
             got = self.steps[(self.did.count("A") - 1) % len(self.steps)]
             if isinstance(got, str):
-                return Trial(ask.settings, "steps", refused=got)
-            return Trial(ask.settings, "steps", Rate.exactly(got), wait_fraction=got / 1000)
+                return Trial(settings, "steps", refused=got)
+            return Trial(settings, "steps", Rate.exactly(got), wait_fraction=got / 1000)
         self.spend("P" if self.warm else "loading")
         if self.loading and not self.warm:
-            return Trial(ask.settings, "supply", refused=self.loading)
+            return Trial(settings, "supply", refused=self.loading)
         self.saw(self.whole_batches)
         return Trial(
-            ask.settings,
+            settings,
             "supply",
             Rate.exactly(350.0),
             cost=SampleCost(self.sample_s, self.sample_s, 0.1),

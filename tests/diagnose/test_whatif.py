@@ -12,8 +12,7 @@ from harness.diagnose.fetch import Fetch
 from harness.diagnose.phases import Runs
 from harness.diagnose.whatif import Facts, judged, most_workers, what_ifs
 from harness.feed.interface import ARRAYS, FeedSettings
-from harness.tuning.measures import Rate, SampleCost, Trial
-from harness.tuning.model import Model
+from harness.tuning.measures import Model, Rate, SampleCost, Trial
 from harness.watch.stages import SAMPLE, StageCost, StageTotals
 
 

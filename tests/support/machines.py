@@ -7,13 +7,27 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import samples
+import torch
 
+from harness.config import TunerConfig
 from harness.feed.interface import FeedSettings
-from harness.tuning.measures import Rate, SampleCost, Trial
-from harness.tuning.model import Model, undisturbed
-from harness.tuning.search import Ask, AutoSearch, Choice, follow
+from harness.runtime.distributed import World
+from harness.runtime.limits import Limits
+from harness.tuning.measures import Kind, Rate, SampleCost, Trial
+from harness.tuning.probe import Lab, Needs
+from harness.tuning.report import TuningReport
+from harness.tuning.search import AutoSearch
+
+
+class Asked(NamedTuple):
+    """What a search had measured."""
+
+    settings: FeedSettings
+    kind: Kind
 
 
 def own(num_workers: int, backend: str = "processes") -> FeedSettings:
@@ -49,7 +63,7 @@ class Machine:
     form_ceiling: dict[str, float] = dataclasses.field(default_factory=dict)
     form_slows: dict[str, float] = dataclasses.field(default_factory=dict)
     seed: int = 0
-    asked: list[Ask] = dataclasses.field(default_factory=list)
+    asked: list[Asked] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -78,71 +92,81 @@ class Machine:
             self.cores / (self.cpu_s / speed + self.receive_s + self.step_cpu_s),
         )
 
-    def answer(self, ask: Ask) -> Trial:
-        self.asked.append(ask)
-        steps = ask.kind == "steps"
-        if self.broken(ask.settings):
-            return Trial(
-                ask.settings, "steps" if steps else "supply", seconds=1.0, refused="a worker died"
-            )
-        exact = self.delivered(ask.settings) if steps else self.supply(ask.settings)
+    def answer(self, settings: FeedSettings, kind: Kind, limit_s: float = 0.0) -> Trial:
+        self.asked.append(Asked(settings, kind))
+        steps = kind == "steps"
+        trial = Trial(settings, "steps" if steps else "supply", seconds=1.5)
+        if self.broken(settings):
+            return dataclasses.replace(trial, seconds=1.0, refused="a worker died")
+        exact = self.delivered(settings) if steps else self.supply(settings)
         rate = exact * self.random.gauss(1.0, self.noise)
-        slowed = (
-            max(1.0, ask.settings.num_workers / self.wall_s / self.loaded(ask.settings))
-            if ask.settings.num_workers
-            else 1
-        )
-        speed = self.form_speed[ask.settings.backend]
-        wall_s = self.wall_s / speed * slowed
-        cost = SampleCost(wall_s, self.cpu_s / speed, self.variation, self.receive_s)
-        wait = max(0.0, 1 - exact / self.steps(ask.settings))
         interval = Rate(rate, rate * 0.97, rate * 1.03)
         if steps:
-            return Trial(ask.settings, "steps", interval, 1.5, wait_fraction=wait)
-        return Trial(ask.settings, "supply", interval, 1.5, cost=cost)
+            wait = max(0.0, 1 - exact / self.steps(settings))
+            return dataclasses.replace(trial, rate=interval, wait_fraction=wait)
+        slowed = 1.0
+        if settings.num_workers:
+            slowed = max(1.0, settings.num_workers / self.wall_s / self.loaded(settings))
+        speed = self.form_speed[settings.backend]
+        wall_s = self.wall_s / speed * slowed
+        cost = SampleCost(wall_s, self.cpu_s / speed, self.variation, self.receive_s)
+        return dataclasses.replace(trial, rate=interval, cost=cost)
 
 
-def look(
-    machine: Machine,
-    own: FeedSettings,
-    most: int = 16,
-    fits: Callable[[FeedSettings], str | None] = lambda _: None,
-    budget_s: float = 30.0,
-) -> AutoSearch:
-    """What is known of ``machine`` before a search, with probes of ``own``, or of one worker."""
+class MadeUp(Lab):
+    """A lab in which ``machine`` answers; ``fits`` says why a setting does not fit."""
 
-    def modelled(cost: SampleCost, workers: int) -> Model:
-        return Model(
-            demand=machine.demand,
-            cost=undisturbed(cost, workers, machine.cores),
-            cores=machine.cores,
-            step_cpu_s=machine.step_cpu_s,
-            alone_s=1 / machine.demand,
-        )
+    machine: Machine
+    fits: Callable[[FeedSettings], str | None]
 
-    trials: list[Trial] = []
-    for settings in (
-        dataclasses.replace(own, num_workers=own.num_workers or 1),
-        dataclasses.replace(own, num_workers=1, prefetch_factor=1),
-    ):
-        refused = fits(settings)
-        ask = Ask(settings, "supply")
-        trials.append(
-            Trial(settings, "supply", refused=refused) if refused else machine.answer(ask)
-        )
-        if trials[-1].rate:
-            break
-    return AutoSearch(
-        own=own,
-        trials=trials,
-        backends=tuple(machine.form_speed),
-        demand=Rate.exactly(machine.demand),
-        modelled=modelled,
-        most=most,
-        pin_memory=False,
-        fits=fits,
-        left_s=budget_s,
+    def measured(self, settings: FeedSettings, kind: Kind, limit_s: float) -> Trial:
+        if refused := self.fits(settings):
+            return Trial(settings, "supply", refused=refused)
+        return self.machine.answer(settings, kind)
+
+    def demand(self, limit_s: float, rate: object = None) -> tuple[Rate, float]:
+        return Rate.exactly(self.machine.demand), self.machine.step_cpu_s
+
+    def unfit(self, settings: FeedSettings) -> str | None:
+        return self.fits(settings)
+
+    def needs(self, settings: FeedSettings) -> Needs:
+        return Needs()
+
+    def pays_to_pin(self, own: FeedSettings) -> bool:
+        return False
+
+    @property
+    def now(self) -> Callable[[], float]:
+        return lambda: 0.0
+
+
+def made_up(
+    machine: Machine, fits: Callable[[FeedSettings], str | None] = lambda _: None
+) -> MadeUp:
+    probes: Any = SimpleNamespace(
+        backends=tuple(machine.form_speed), val_settings=lambda train: train
     )
+    step: Any = SimpleNamespace(overlaps=False)
+    limits = Limits(machine.cores, 10**10, 10**10, 10_000)
+    lab = MadeUp(probes, step, limits, World(0, 1, 0, 1, torch.device("cpu")))
+    lab.machine = machine
+    lab.fits = fits
+    return lab
+
+
+def room(
+    batch_bytes: int | None,
+    worker_bytes: int = 0,
+    held_bytes: int = 0,
+    limits: Limits | None = None,
+) -> Lab:
+    """A lab that knows what a batch, a worker and the images in memory take."""
+    probes: Any = SimpleNamespace(
+        batch_bytes=lambda _: batch_bytes, held_bytes=lambda _: held_bytes
+    )
+    none: Any = None
+    return Lab(probes, none, limits or Limits(8.0, 10**11, 10**11, 10**5), none, worker_bytes)
 
 
 def search(
@@ -151,11 +175,7 @@ def search(
     most: int = 16,
     fits: Callable[[FeedSettings], str | None] = lambda _: None,
     budget_s: float = 30.0,
-) -> Choice:
+) -> TuningReport:
     """What tuner=auto chooses on ``machine``, before which the user had ``own``."""
-
-    def attempt(ask: Ask) -> Trial:
-        refused = fits(ask.settings)
-        return Trial(ask.settings, "supply", refused=refused) if refused else machine.answer(ask)
-
-    return follow(look(machine, own, most, fits, budget_s).run(), attempt)
+    config = TunerConfig(budget_s=budget_s, max_workers=most)
+    return AutoSearch(made_up(machine, fits), own, config).run()

@@ -10,8 +10,7 @@ import samples
 from harness.feed.interface import FeedSettings
 from harness.runtime.limits import Limits
 from harness.tuning.measures import Rate, SampleCost, Trial
-from harness.tuning.search import Side
-from harness.tuning.tuner import TuningReport
+from harness.tuning.report import Side, TuningReport
 
 # of a single block
 OPEN = Rate(55.0, 0.0, math.inf)

@@ -21,8 +21,7 @@ from harness.feed.interface import FeedSettings
 from harness.runtime.distributed import World
 from harness.runtime.files import typed
 from harness.runtime.limits import Limits
-from harness.tuning.search import Side
-from harness.tuning.tuner import TuningReport
+from harness.tuning.report import Side, TuningReport
 from harness.watch.board import Board
 
 LIMITS = Limits(8.0, 2**30, None, 1024)

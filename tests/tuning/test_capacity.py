@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from machines import room
 
 from harness.feed.interface import FeedSettings
 from harness.runtime.limits import Limits
-from harness.tuning.probe import Needs, needs, refusal
+from harness.tuning.probe import Lab, Needs
 
 MB = 10**6
 ROOMY = Limits(cores=8.0, memory_bytes=100_000 * MB, shm_bytes=100_000 * MB, open_files=100_000)
@@ -87,24 +88,25 @@ def test_the_needs_of_a_feed(
     what: FeedSettings, batch_bytes: int | None, expected: tuple[int, int, int]
 ) -> None:
     """Shared memory, memory and open files follow from the settings, the batch and the worker."""
-    assert sums(needs(what, batch_bytes, worker_bytes=1000)) == expected
+    assert sums(room(batch_bytes, 1000).needs(what)) == expected
 
 
 def test_images_that_are_held_are_memory() -> None:
     """Beside the batches, and a refusal counts both."""
     arrays = settings(0, backend="arrays")
-    assert sums(needs(arrays, 10, worker_bytes=1000, held_bytes=500)) == (0, 530, 0)
-    wanted = needs(arrays, MB, 0, held_bytes=180 * MB)
-    said = refusal(wanted, replace(ROOMY, memory_bytes=200 * MB)) or ""
+    assert sums(room(10, 1000, 500).needs(arrays)) == (0, 530, 0)
+    small = replace(ROOMY, memory_bytes=200 * MB)
+    said = room(MB, 0, 180 * MB, small).refusal(arrays) or ""
     assert "183.0 MB of memory" in said and "200.0 MB" in said
 
 
 def test_threads_need_no_shared_memory() -> None:
     """Their batches are refused for want of memory alone, with the sum."""
     threads = settings(4, 2, backend="threads")
-    assert refusal(needs(threads, MB, 10**12), replace(ROOMY, shm_bytes=0, open_files=64)) is None
+    without = replace(ROOMY, shm_bytes=0, open_files=64)
+    assert room(MB, 10**12, limits=without).refusal(threads) is None
     assert "the feed would take 5.0 MB of memory" in (
-        refusal(needs(threads, MB, 0), replace(ROOMY, memory_bytes=5 * MB)) or ""
+        room(MB, limits=replace(ROOMY, memory_bytes=5 * MB)).refusal(threads) or ""
     )
 
 
@@ -127,17 +129,19 @@ def test_a_refusal_shows_the_sum(
     what: FeedSettings, limits: dict[str, int], asked: str, free: str
 ) -> None:
     """The line says what the settings take, and what is free."""
-    said = refusal(needs(what, 19_300_000, 200 * MB), replace(ROOMY, **limits)) or ""
+    small = replace(ROOMY, **limits)
+    said = room(19_300_000, 200 * MB, limits=small).refusal(what) or ""
     assert asked in said and f"of which {free} are free" in said
 
 
 @pytest.mark.parametrize("kind", ["shm", "memory", "open_files"])
-def test_what_another_feed_takes_is_not_free(kind: str) -> None:
+def test_what_another_feed_takes_is_not_free(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, or to the file."""
     limits = replace(ROOMY, shm_bytes=1000, memory_bytes=1000, open_files=64 + 800)
-    wanted = Needs(**{kind: 500})
-    assert refusal(wanted, limits, Needs(**{kind: 300})) is None
-    assert refusal(wanted, limits, Needs(**{kind: 301})) is not None
+    monkeypatch.setattr(Lab, "needs", lambda *_: Needs(**{kind: 500}))
+    lab = room(0, limits=limits)
+    assert lab.refusal(settings(1), Needs(**{kind: 300})) is None
+    assert lab.refusal(settings(1), Needs(**{kind: 301})) is not None
 
 
 @pytest.mark.parametrize(
@@ -153,12 +157,11 @@ def test_what_just_fits_is_tried(what: FeedSettings, edge: dict[str, int]) -> No
     more.
     """
     limits = replace(ROOMY, **edge)
-    wanted = needs(what, 100, 100)
-    assert refusal(wanted, limits) is None
+    assert room(100, 100, limits=limits).refusal(what) is None
     less = {name: value - 1 for name, value in edge.items() if name != "files_open"}
-    assert "not tried" in (refusal(wanted, replace(limits, **less)) or "")
+    assert "not tried" in (room(100, 100, limits=replace(limits, **less)).refusal(what) or "")
 
 
 def test_without_shared_memory_there_is_no_bound_on_it() -> None:
     """Where there is no /dev/shm to look at, memory alone is reckoned with."""
-    assert refusal(needs(settings(8, 8), MB, MB), replace(ROOMY, shm_bytes=None)) is None
+    assert room(MB, MB, limits=replace(ROOMY, shm_bytes=None)).refusal(settings(8, 8)) is None

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import samples
 from emulator import EmulatedDevice, WallClock, emulated
+from machines import room
 
 from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
@@ -22,7 +23,6 @@ from harness.feed.feeds import BACKENDS
 from harness.feed.interface import Backend, FeedSettings
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
-from harness.tuning import probe
 
 SETTLED_S = 0.3
 LIMIT_S = 30.0
@@ -143,10 +143,10 @@ def settled(figure: Callable[[], int]) -> int:
 def reckoned(settings: FeedSettings, side: int) -> int:
     """The page-locked bytes of those that are reckoned: of threads, which copy nothing, all."""
     size = settings.batch_size * (3 * side**2 + 8 + 8)
-    memory = probe.needs(settings, size, 0).memory
+    memory = room(size).needs(settings).memory
     if settings.backend == "threads":
         return memory
-    return memory - probe.needs(replace(settings, pin_memory=False), size, 0).memory
+    return memory - room(size).needs(replace(settings, pin_memory=False)).memory
 
 
 @in_settings

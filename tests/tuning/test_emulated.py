@@ -21,8 +21,8 @@ from harness.feed.interface import FeedSettings
 from harness.runtime.distributed import World
 from harness.tuning import library
 from harness.tuning.measures import Rate
-from harness.tuning.session import STEPS, Tuned
-from harness.tuning.tuner import TuningReport, tune
+from harness.tuning.report import TuningReport
+from harness.tuning.tuner import STEPS, Tuned, tune
 from harness.watch import console
 from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun

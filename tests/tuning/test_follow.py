@@ -9,8 +9,8 @@ import pytest
 import reports
 
 from harness.runtime.folder import LOGGER
-from harness.tuning.session import STEPS, Tuned
-from harness.tuning.tuner import TuningReport
+from harness.tuning.report import TuningReport
+from harness.tuning.tuner import STEPS, Tuned
 from harness.watch.clock import StepClock
 
 PREDICTED = 0.05

@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import samples
 import torch
+from machines import room
 
 from harness.feed.interface import Backend, FeedSettings, HostBatch
 from harness.feed.order import Cursor
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
-from harness.tuning import probe
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.tuning.probe import Lab
-from harness.tuning.search import Ask
 from harness.watch.figures import StepRun
 
 OWN = samples.settings(2, batch_size=10)
@@ -129,7 +128,7 @@ def supply(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_is_refused_before_it_runs() -> None:
     """With the arithmetic as the reason, and no feed made."""
     small = lab(limits=dataclasses.replace(PLENTY, shm_bytes=4 * 10**6))
-    trial = small.attempt(Ask(OWN, "supply"))
+    trial = small.attempt(OWN, "supply")
     assert trial.rate is None and "take 7.0 MB of shared memory, of which 4.0 MB are free" in (
         trial.refused or ""
     )
@@ -143,7 +142,7 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
     assert (
         own.refusal(dataclasses.replace(OWN, num_workers=8)) is not None
     )  # a hundred MiB each, before one was seen
-    trial = own.attempt(Ask(OWN, "supply"))
+    trial = own.attempt(OWN, "supply")
     assert (trial.rate, trial.kind) == (Rate(200.0, 190.0, 210.0), "supply")
     assert own.worker_bytes == 50 * 10**6 and own.batch is not None
     assert isinstance(own.probes, Feeds) and own.probes.cursor.seen == range(7)
@@ -164,14 +163,14 @@ def test_validation_makes_way_for_training(
     val = lab(limits=limits).val_beside(train)
     assert val.num_workers == workers
     assert (val == wanted) == (shm == 1000)
-    taken = probe.needs(train, 10, 100)
-    assert probe.refusal(probe.needs(val, 12, 100), limits, taken) is None
+    taken = room(10, 100).needs(train)
+    assert room(12, 100, limits=limits).refusal(val, taken) is None
 
 
 def test_real_steps_tell_the_wait() -> None:
     """The rate is of the steps with their waits; the queue that was full at first is left out."""
     step = Step()
-    trial = lab(step).attempt(Ask(OWN, "steps"))
+    trial = lab(step).attempt(OWN, "steps")
     assert trial.rate is not None and trial.rate.images_per_s == pytest.approx(100.0)
     assert (trial.wait_fraction, step.skipped) == (pytest.approx(0.5), [4])
 
@@ -180,7 +179,7 @@ def test_real_steps_tell_the_wait() -> None:
 def test_this_process_loads_only_what_a_worker_has_loaded_before(num_workers: int) -> None:
     """So that a sample that hangs cannot hang the run while it is tuned."""
     own = lab()
-    own.attempt(Ask(samples.settings(num_workers), "steps"))
+    own.attempt(samples.settings(num_workers), "steps")
     assert [again for _, again in asked(own)] == [num_workers == 0]
 
 
@@ -192,7 +191,7 @@ def test_arrays_are_probed_on_what_was_seen() -> None:
     own = lab()
     arrays = dataclasses.replace(OWN, backend="arrays")
     for settings in (arrays, OWN, arrays):
-        own.attempt(Ask(settings, "supply"))
+        own.attempt(settings, "supply")
     assert [again for _, again in asked(own)] == [False, False, True]
 
 
@@ -209,7 +208,7 @@ def test_arrays_are_probed_on_what_was_seen() -> None:
 def test_what_fails_is_refused_with_its_symptom(error: Exception, reason: str) -> None:
     """Tuning goes on, and the feed is closed."""
     own = lab(Step(fail(error)))
-    assert own.attempt(Ask(OWN, "steps")).refused == reason
+    assert own.attempt(OWN, "steps").refused == reason
     assert isinstance(own.probes, Feeds) and own.probes.closed == 1
 
 
@@ -219,21 +218,21 @@ def test_a_bad_sample_is_no_settings_fault(here: bool) -> None:
     step = Step(fail(BadSample("7.jpg", "empty file"))) if here else None
     ranks = Ranks() if here else Ranks((Trial(OWN, "steps"), BadSample("7.jpg", "empty file")))
     with pytest.raises(BadSample, match="^7.jpg: empty file$"):
-        lab(step, ranks).attempt(Ask(OWN, "steps"))
+        lab(step, ranks).attempt(OWN, "steps")
 
 
 def test_the_slowest_rank_counts() -> None:
     """One that was refused there is refused here."""
     slow = Trial(OWN, "steps", Rate(40.0, 39.0, 41.0))
-    assert lab(ranks=Ranks((slow, None))).attempt(Ask(OWN, "steps")) == slow
+    assert lab(ranks=Ranks((slow, None))).attempt(OWN, "steps") == slow
     refused = Trial(OWN, "steps", refused="a worker died")
-    assert lab(ranks=Ranks((slow, None), (refused, None))).attempt(Ask(OWN, "steps")) == refused
+    assert lab(ranks=Ranks((slow, None), (refused, None))).attempt(OWN, "steps") == refused
 
 
 def test_steps_that_another_rank_ended_give_no_figure() -> None:
     """None were made here."""
     assert (
-        lab(Step(lambda: StepRun((), ()))).attempt(Ask(OWN, "steps")).refused
+        lab(Step(lambda: StepRun((), ()))).attempt(OWN, "steps").refused
         == "refused on another rank"
     )
 
@@ -242,7 +241,7 @@ def test_steps_that_another_rank_ended_give_no_figure() -> None:
 def test_demand_needs_a_batch() -> None:
     """Which a supply probe brings; the slowest rank's step counts."""
     own = lab(ranks=Ranks())
-    own.attempt(Ask(OWN, "supply"))
+    own.attempt(OWN, "supply")
     rate, step_cpu_s = own.demand(1.0)
     assert (rate.images_per_s, step_cpu_s) == (pytest.approx(200.0), pytest.approx(0.01))
     own.ranks = Ranks((Rate(50.0, 50.0, 50.0), 0.02))

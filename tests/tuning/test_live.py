@@ -12,7 +12,7 @@ import pytest
 
 from harness.feed.interface import THREADS, FeedSettings
 from harness.feed.threads import ThreadFeed
-from harness.tuning.live import Live, Period, Policy
+from harness.tuning.live import Live, Period
 from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost, StageTotals
 
@@ -48,146 +48,6 @@ LATE = Machine(wait_s=5e-3)
 FED = Machine(wait_s=1e-3, demand=1000)
 
 
-def course(policy: Policy, *machines: Machine, each: int = 8) -> list[int]:
-    """The numbers of threads after each period, ``each`` of them on one machine after the other."""
-    return [
-        policy.after(machine.period(policy.threads)) for machine in machines for _ in range(each)
-    ]
-
-
-def changes(numbers: list[int]) -> list[int]:
-    """Each number that differs from the one before."""
-    return [now for now, before in zip(numbers, [None, *numbers], strict=False) if now != before]
-
-
-def test_late_files_get_as_many_threads_as_the_model_asks_for() -> None:
-    """After two periods that say the same, at once and for good: 5.25 ms for 1,500 images/s and a
-    twentieth more are 9.
-    """
-    policy = Policy(2, CORES, 32)
-    assert course(policy, LATE) == [2, *[9] * 7]
-    assert "75%" in policy.reason and "5.2 ms" in policy.reason
-
-
-@pytest.mark.parametrize(
-    "machine",
-    [
-        FED,
-        Machine(cpu_s=1e-3, demand=5000),
-        Machine(cpu_s=0.1e-3, demand=5000, step_cpu_s=0.3e-3),
-        Machine(wait_s=1.3e-3, demand=1300),
-    ],
-    ids=[
-        "fed",
-        "processors full of loading",
-        "processors full of the step",
-        "waits of 1 in 100",
-    ],
-)
-def test_nothing_is_changed_where_nothing_would_help(machine: Machine) -> None:
-    """Neither where steps have what they need, nor where no processor is left."""
-    assert course(Policy(2, CORES, MOST), machine, each=40) == [2] * 40
-
-
-def test_what_gains_nothing_is_taken_back_and_seldom_tried_again() -> None:
-    """A storage that gives no more to more threads costs a try in 30 periods, then in 120, then in
-    480.
-    """
-    policy = Policy(2, CORES, MOST)
-    numbers = course(policy, Machine(wait_s=5e-3, storage=390), each=300)
-    assert changes(numbers) == [2, 8, 2, 8, 2, 8, 2]
-    assert [index for index, number in enumerate(numbers) if number == 8] == [1, 33, 155]
-
-
-def test_threads_go_when_files_are_warm() -> None:
-    """To as many as the model asks for then; and come again with the cold."""
-    policy = Policy(2, CORES, MOST)
-    assert changes(course(policy, LATE, Machine(), LATE)) == [2, 8, 2, 8]
-    policy = Policy(2, CORES, MOST)
-    assert changes(course(policy, LATE, Machine(wait_s=1.5e-3))) == [2, 8, 3]
-
-
-def test_a_look_that_chose_many_is_no_floor() -> None:
-    """A run that began with 8 goes to as many as there are processors."""
-    assert changes(course(Policy(8, CORES, MOST), LATE, Machine())) == [8, 2]
-
-
-@dataclass(frozen=True)
-class Crowd(Machine):
-    """Threads that wait for each other: each takes the longer the more there are, and all together
-    give the less.
-    """
-
-    def period(self, threads: int, luck: float = 1.0) -> Period:
-        alone = super().period(threads, luck)
-        rate = min(self.demand, 1200 / (1 + 0.05 * threads))
-        return replace(
-            alone, images_per_s=rate, stall=1 - rate / self.demand, wall_s=threads / rate
-        )
-
-
-def test_threads_that_wait_for_each_other_become_the_fewest() -> None:
-    """The model would have them all, for each takes long; fewer are tried, and are better."""
-    assert changes(course(Policy(8, CORES, MOST), Machine(wait_s=20e-3), Crowd(), each=20)) == [
-        8,
-        2,
-    ]
-
-
-def test_fewer_threads_that_give_less_are_taken_back() -> None:
-    """Files that come in half the time are still late."""
-    policy = Policy(8, CORES, MOST)
-    assert changes(course(policy, Machine(wait_s=20e-3), Machine(wait_s=8e-3), each=20)) == [
-        8,
-        2,
-        8,
-    ]
-
-
-def test_a_hiccup_in_a_try_is_not_for_ever() -> None:
-    """What one bad period has prevented is tried again."""
-    policy = Policy(2, CORES, MOST)
-    course(policy, LATE, each=2)
-    assert policy.threads == 8 and policy.settled == 2
-    assert policy.after(replace(LATE.period(8), images_per_s=300.0)) == 2
-    assert course(policy, LATE, each=40)[-1] == policy.settled == 8
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_varying_storage_makes_few_changes(seed: int) -> None:
-    """Ten minutes in which a sample's wait varies by a third, and all threads share what the
-    storage gives.
-    """
-    policy = Policy(2, CORES, 32)
-    luck = random.Random(seed)
-    machine = Machine(
-        wait_s=luck.uniform(2e-3, 20e-3), storage=luck.uniform(200, 1500), demand=2000
-    )
-    numbers = [
-        policy.after(machine.period(policy.threads, luck.lognormvariate(0, 0.3)))
-        for _ in range(600)
-    ]
-    assert len(changes(numbers)) - 1 <= 16
-    assert machine.period(numbers[-1]).images_per_s >= 0.9 * machine.period(32).images_per_s
-
-
-def test_one_odd_period_is_luck() -> None:
-    """Nothing is changed for it."""
-    assert changes(course(Policy(2, CORES, MOST), *[FED, LATE] * 5, each=1)) == [2]
-
-
-@pytest.mark.parametrize(
-    "machine", [FED, Machine(cpu_s=1e-3, demand=5000), Machine(wait_s=8e-3, demand=200)]
-)
-def test_uneven_samples_change_nothing(machine: Machine) -> None:
-    """Ten minutes of periods in which waiting takes 0.7 to 1.3 times as long."""
-    policy = Policy(2, CORES, MOST)
-    luck = random.Random(1)
-    assert {
-        policy.after(machine.period(policy.threads, luck.uniform(0.7, 1.3))) for _ in range(600)
-    } == {2}
-
-
 class Feed:
     """A thread feed in which nothing is made: what its threads have done is what is said."""
 
@@ -207,6 +67,155 @@ class Feed:
             then.stages["read"].cpu_s + samples * cpu_s,
         )
         self.totals = StageTotals(then.samples + samples, then.batches, cost.wall_s, {"read": cost})
+
+
+def policy(threads: int, cores: float, most: int) -> Live:
+    """Gives a feed as many threads as pays; ``judge`` is told of each period."""
+    return Live([cast(Any, Feed(threads))], cores, most)
+
+
+def after(live: Live, period: Period) -> int:
+    """The number of threads from ``period`` on."""
+    live.judge(period)
+    return live.threads
+
+
+def course(live: Live, *machines: Machine, each: int = 8) -> list[int]:
+    """The numbers of threads after each period, ``each`` of them on one machine after the other."""
+    return [after(live, machine.period(live.threads)) for machine in machines for _ in range(each)]
+
+
+def changes(numbers: list[int]) -> list[int]:
+    """Each number that differs from the one before."""
+    return [now for now, before in zip(numbers, [None, *numbers], strict=False) if now != before]
+
+
+def test_late_files_get_as_many_threads_as_the_model_asks_for() -> None:
+    """After two periods that say the same, at once and for good: 5.25 ms for 1,500 images/s and a
+    twentieth more are 9.
+    """
+    live = policy(2, CORES, 32)
+    assert course(live, LATE) == [2, *[9] * 7]
+    (change,) = live.changes
+    assert "75%" in change.reason and "5.2 ms" in change.reason
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        FED,
+        Machine(cpu_s=1e-3, demand=5000),
+        Machine(cpu_s=0.1e-3, demand=5000, step_cpu_s=0.3e-3),
+        Machine(wait_s=1.3e-3, demand=1300),
+    ],
+    ids=[
+        "fed",
+        "processors full of loading",
+        "processors full of the step",
+        "waits of 1 in 100",
+    ],
+)
+def test_nothing_is_changed_where_nothing_would_help(machine: Machine) -> None:
+    """Neither where steps have what they need, nor where no processor is left."""
+    assert course(policy(2, CORES, MOST), machine, each=40) == [2] * 40
+
+
+def test_what_gains_nothing_is_taken_back_and_seldom_tried_again() -> None:
+    """A storage that gives no more to more threads costs a try in 30 periods, then in 120, then in
+    480.
+    """
+    live = policy(2, CORES, MOST)
+    numbers = course(live, Machine(wait_s=5e-3, storage=390), each=300)
+    assert changes(numbers) == [2, 8, 2, 8, 2, 8, 2]
+    assert [index for index, number in enumerate(numbers) if number == 8] == [1, 33, 155]
+
+
+def test_threads_go_when_files_are_warm() -> None:
+    """To as many as the model asks for then; and come again with the cold."""
+    live = policy(2, CORES, MOST)
+    assert changes(course(live, LATE, Machine(), LATE)) == [2, 8, 2, 8]
+    live = policy(2, CORES, MOST)
+    assert changes(course(live, LATE, Machine(wait_s=1.5e-3))) == [2, 8, 3]
+
+
+def test_a_look_that_chose_many_is_no_floor() -> None:
+    """A run that began with 8 goes to as many as there are processors."""
+    assert changes(course(policy(8, CORES, MOST), LATE, Machine())) == [8, 2]
+
+
+@dataclass(frozen=True)
+class Crowd(Machine):
+    """Threads that wait for each other: each takes the longer the more there are, and all together
+    give the less.
+    """
+
+    def period(self, threads: int, luck: float = 1.0) -> Period:
+        alone = super().period(threads, luck)
+        rate = min(self.demand, 1200 / (1 + 0.05 * threads))
+        return replace(
+            alone, images_per_s=rate, stall=1 - rate / self.demand, wall_s=threads / rate
+        )
+
+
+def test_threads_that_wait_for_each_other_become_the_fewest() -> None:
+    """The model would have them all, for each takes long; fewer are tried, and are better."""
+    assert changes(course(policy(8, CORES, MOST), Machine(wait_s=20e-3), Crowd(), each=20)) == [
+        8,
+        2,
+    ]
+
+
+def test_fewer_threads_that_give_less_are_taken_back() -> None:
+    """Files that come in half the time are still late."""
+    live = policy(8, CORES, MOST)
+    assert changes(course(live, Machine(wait_s=20e-3), Machine(wait_s=8e-3), each=20)) == [
+        8,
+        2,
+        8,
+    ]
+
+
+def test_a_hiccup_in_a_try_is_not_for_ever() -> None:
+    """What one bad period has prevented is tried again."""
+    live = policy(2, CORES, MOST)
+    course(live, LATE, each=2)
+    assert live.threads == 8 and live.settled == 2
+    assert after(live, replace(LATE.period(8), images_per_s=300.0)) == 2
+    assert course(live, LATE, each=40)[-1] == live.settled == 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_varying_storage_makes_few_changes(seed: int) -> None:
+    """Ten minutes in which a sample's wait varies by a third, and all threads share what the
+    storage gives.
+    """
+    live = policy(2, CORES, 32)
+    luck = random.Random(seed)
+    machine = Machine(
+        wait_s=luck.uniform(2e-3, 20e-3), storage=luck.uniform(200, 1500), demand=2000
+    )
+    numbers = [
+        after(live, machine.period(live.threads, luck.lognormvariate(0, 0.3))) for _ in range(600)
+    ]
+    assert len(changes(numbers)) - 1 <= 16
+    assert machine.period(numbers[-1]).images_per_s >= 0.9 * machine.period(32).images_per_s
+
+
+def test_one_odd_period_is_luck() -> None:
+    """Nothing is changed for it."""
+    assert changes(course(policy(2, CORES, MOST), *[FED, LATE] * 5, each=1)) == [2]
+
+
+@pytest.mark.parametrize(
+    "machine", [FED, Machine(cpu_s=1e-3, demand=5000), Machine(wait_s=8e-3, demand=200)]
+)
+def test_uneven_samples_change_nothing(machine: Machine) -> None:
+    """Ten minutes of periods in which waiting takes 0.7 to 1.3 times as long."""
+    live = policy(2, CORES, MOST)
+    luck = random.Random(1)
+    assert {
+        after(live, machine.period(live.threads, luck.uniform(0.7, 1.3))) for _ in range(600)
+    } == {2}
 
 
 @dataclass
@@ -284,7 +293,7 @@ def test_where_no_thread_can_be_started_there_are_those_that_are(run: Run) -> No
     run.feeds[0].limit = run.feeds[1].limit = 5
     run.windows(LATE, 100)
     assert [(change.before, change.threads) for change in run.live.changes] == [(2, 5)]
-    assert run.live.policy.settled == 5
+    assert run.live.settled == 5
 
 
 def test_threads_are_no_more_than_samples_in_the_making(run: Run) -> None:

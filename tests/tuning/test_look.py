@@ -12,8 +12,8 @@ import pytest
 from machines import Machine, own, search
 
 from harness.feed.interface import FeedSettings
-from harness.tuning.measures import Rate, Trial
-from harness.tuning.search import Ask, Choice
+from harness.tuning.measures import Kind, Rate, Trial
+from harness.tuning.report import TuningReport
 
 SLEEPS = {"cores": 8.0, "cpu_s": 0.0001}
 BACKENDS = {"processes": 1.0, "threads": 1.15}
@@ -22,7 +22,7 @@ MOST = 16
 NOISE = pytest.mark.parametrize("noise", [0.0, 0.01], ids=["exact", "noisy"])
 
 
-def rate(choice: Choice) -> float:
+def rate(choice: TuningReport) -> float:
     """What the choice is said to deliver."""
     assert choice.after.images_per_s is not None
     return choice.after.images_per_s.images_per_s
@@ -131,8 +131,8 @@ class Disturbed(Machine):
     other programs have the processors.
     """
 
-    def answer(self, ask: Ask) -> Trial:
-        found = super().answer(ask)
+    def answer(self, settings: FeedSettings, kind: Kind, limit_s: float = 0.0) -> Trial:
+        found = super().answer(settings, kind)
         if len(self.asked) > 1 or found.rate is None or found.cost is None:
             return found
         slow = dataclasses.replace(found.cost, wall_s=2.1 * found.cost.wall_s)
@@ -288,9 +288,9 @@ def test_arrays_that_the_user_named_are_seen_beside_real_steps() -> None:
     machine = Machine(0.002, 0.002, demand=2000, form_speed={"arrays": 1.0})
     real = machine.answer
 
-    def answer(ask: Ask) -> Trial:
-        machine.form_speed["arrays"] = 1.0 if ask.kind == "supply" else 1000.0
-        return real(ask)
+    def answer(settings: FeedSettings, kind: Kind, limit_s: float = 0.0) -> Trial:
+        machine.form_speed["arrays"] = 1.0 if kind == "supply" else 1000.0
+        return real(settings, kind)
 
     machine.answer = answer  # type: ignore[method-assign]
     choice = search(machine, own(0, "arrays"))

@@ -13,13 +13,15 @@ from typing import Any
 
 import oddities
 import pytest
+import torch
 from oddities import Plant
 
 from harness.config import Config, Crop, OptimName, Precision, StartMethod
+from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning import session
-from harness.tuning.session import TuningCache, fingerprint
+from harness.tuning import tuner
+from harness.tuning.tuner import TuningCache, fingerprint
 
 LIMITS = Limits(cores=4.0, memory_bytes=2**30, shm_bytes=2**30, open_files=1024)
 DAY_S = 24 * 3600.0
@@ -137,7 +139,7 @@ def test_the_memory_lies_in_the_users_cache(
 def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is looked at once."""
     monkeypatch.setattr(
-        session, "environment", lambda device_name: {"device": device_name, "usable_cores": 9.0}
+        tuner, "environment", lambda device_name: {"device": device_name, "usable_cores": 9.0}
     )
 
 
@@ -147,14 +149,12 @@ def of(changes: Mapping[str, object] | None = None, **other: Any) -> dict[str, A
     for name, value in (changes or {}).items():
         group, _, setting = name.rpartition(".")
         setattr(operator.attrgetter(group)(config) if group else config, setting, value)
-    facts = {
-        "data_identity": {"images": 10},
-        "limits": LIMITS,
-        "world_size": 4,
-        "local_size": 2,
-        "device_name": "cpu",
-    }
+    facts = {"data": {"images": 10}, "limits": LIMITS, "world": ranks(4, 2), "device_name": "cpu"}
     return fingerprint(config, **(facts | other))
+
+
+def ranks(size: int, local_size: int) -> World:
+    return World(0, size, 0, local_size, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,13 @@ def test_what_changes_a_cost_changes_the_fingerprint() -> None:
         "tuner.budget_s": 7.0,
     }
     other = {
-        "data_identity": {"images": 11},
+        "data": {"images": 11},
         "limits": replace(LIMITS, cores=2.0),
-        "world_size": 8,
-        "local_size": 4,
         "device_name": "H100",
     }
     found = [of({name: value}) for name, value in settings.items()]
     found += [of(**{name: value}) for name, value in other.items()]
+    found += [of(world=ranks(8, 2)), of(world=ranks(4, 4))]
     assert all(each != of() for each in found)
 
 
@@ -221,7 +220,7 @@ def test_another_code_of_the_data_path_is_another_fingerprint(
     for room in ("data", "feed", "training"):
         (tmp_path / room).mkdir()
         (tmp_path / room / "a.py").write_text("1")
-    monkeypatch.setattr(session, "__file__", str(tmp_path / "tuning" / "memory.py"))
+    monkeypatch.setattr(tuner, "__file__", str(tmp_path / "tuning" / "memory.py"))
     digests = [of()["sources"]]
     for room in ("data", "feed", "training"):
         (tmp_path / room / "a.py").write_text("2")

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from harness.tuning.measures import SampleCost
-from harness.tuning.model import Model, undisturbed
+from harness.tuning.measures import Model, SampleCost, undisturbed
 
 
 def model(

@@ -18,7 +18,6 @@ from harness.runtime.errors import BadSample, Interrupted, LoaderError
 from harness.runtime.limits import Limits
 from harness.tuning.measures import Rate
 from harness.tuning.probe import Lab, Supply
-from harness.tuning.search import Ask
 
 BATCH = 10
 LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
@@ -303,7 +302,7 @@ def test_the_tutorials_passes_hold_their_start(monkeypatch: pytest.MonkeyPatch) 
     probes: Any = SimpleNamespace(probe=fresh, batch_bytes=lambda _: 0, held_bytes=lambda _: 0)
     ranks: Any = OneRank()
     monkeypatch.setattr(Lab, "now", lambda _: sum(feed.clock for feed in feeds))
-    trial = Lab(probes, cast(Any, None), LIMITS, ranks).attempt(Ask(samples.settings(2), "passes"))
+    trial = Lab(probes, cast(Any, None), LIMITS, ranks).attempt(samples.settings(2), "passes")
     assert (trial.kind, len(feeds)) == ("supply", 4)
     assert trial.rate is not None and 4 * 15 * BATCH / trial.images_per_s > 4 * 3.0
 

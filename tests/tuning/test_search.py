@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import samples
+from machines import Machine, made_up
 
 from harness.feed.interface import FeedSettings
-from harness.tuning.measures import Rate, Trial
-from harness.tuning.search import Ask, Choice, Side, cost_of, follow, grid, in_flight
+from harness.tuning.measures import Kind, Rate, Trial, in_flight
+from harness.tuning.report import Side, TuningReport
+from harness.tuning.search import cost_of, grid
 
 Curve = Callable[[int], float]
 OWN = samples.settings(1)
@@ -22,17 +24,19 @@ def run(
     pins: tuple[bool, ...] = (False,),
     budget_s: float = 1e9,
     own: FeedSettings = OWN,
-) -> tuple[list[FeedSettings], Choice]:
+) -> tuple[list[FeedSettings], TuningReport]:
     seen: list[FeedSettings] = []
 
-    def attempt(ask: Ask) -> Trial:
-        assert ask.kind == "passes"
-        seen.append(ask.settings)
-        rate = curve(ask.settings.num_workers)
-        found = Rate(rate, rate, rate) if rate > 0 else None
-        return Trial(ask.settings, "supply", found, 1.0, refused=None if found else "died")
+    class Curved(Machine):
+        def answer(self, settings: FeedSettings, kind: Kind, limit_s: float = 0.0) -> Trial:
+            assert kind == "passes"
+            seen.append(settings)
+            rate = curve(settings.num_workers)
+            found = Rate(rate, rate, rate) if rate > 0 else None
+            return Trial(settings, "supply", found, 1.0, refused=None if found else "died")
 
-    return seen, follow(grid(own, cores, pins, budget_s), attempt)
+    lab = made_up(Curved(1.0, 1.0, 1.0, cores=cores))
+    return seen, grid(lab, own, pins, budget_s)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_the_fastest_is_chosen_and_of_equals_the_cheaper() -> None:
 def test_with_everything_refused_the_users_setting_stays() -> None:
     """Nothing could be measured."""
     choice = run(lambda n: 0.0, 8)[1]
-    assert choice.before == choice.after == Side(OWN)
+    assert choice.before == choice.after == Side(OWN, memory_bytes=0)
 
 
 def test_the_budget_ends_the_grid() -> None:

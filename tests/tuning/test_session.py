@@ -20,10 +20,10 @@ from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
 from harness.training.step import Step, StepTrials
-from harness.tuning import session
+from harness.tuning import tuner
 from harness.tuning.live import Change
-from harness.tuning.session import Tuned, tuned
-from harness.tuning.tuner import TuningReport
+from harness.tuning.report import TuningReport
+from harness.tuning.tuner import Tuned, tuned
 from harness.watch.clock import StepClock
 from harness.watch.goodput import Course
 from harness.watch.station import Watch
@@ -49,7 +49,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ran.append(len(ran))
         return reports.report(3, seconds=9.0)
 
-    monkeypatch.setattr(session, "tune", search)
+    monkeypatch.setattr(tuner, "tune", search)
     return ran
 
 
@@ -102,7 +102,7 @@ def test_what_other_programs_spoilt_is_not_remembered(
 ) -> None:
     """The next run tunes again; the same search on a quiet machine is remembered."""
     found = [reports.report(3, others_cores=1.5), reports.report(3), reports.report(3)]
-    monkeypatch.setattr(session, "tune", lambda *_: found.pop(0))
+    monkeypatch.setattr(tuner, "tune", lambda *_: found.pop(0))
     assert [run(composed).report.reused for _ in range(3)] == [False, False, True]
 
 
@@ -161,7 +161,7 @@ def test_threads_follow_the_run(
     """Those of the training feed, and of the validation feed unless the user gave it a number;
     never processes.
     """
-    monkeypatch.setattr(session, "tune", chosen_as_it_was)
+    monkeypatch.setattr(tuner, "tune", chosen_as_it_was)
     found = run(composed, *overrides)
     feeds = made(composed, *overrides)
     watch = Watch(StepClock("cpu"), Course(0.0))
@@ -190,7 +190,7 @@ def test_the_report_tells_how_to_begin_with_the_last_number(
     composed: Composed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A try that is not judged yet does not count."""
-    monkeypatch.setattr(session, "tune", chosen_as_it_was)
+    monkeypatch.setattr(tuner, "tune", chosen_as_it_was)
     found = run(composed, *THREADED)
     feeds = made(composed, *THREADED)
     found.follow(
@@ -203,7 +203,8 @@ def test_the_report_tells_how_to_begin_with_the_last_number(
     found.live.changes.append(Change(20, 8, 3, 400.0, "late files"))
     summary = found.summary()
     assert summary["changes"] == found.live.changes and "settled" not in summary
-    found.live.policy.threads = 8
+    for feed in found.live.feeds:
+        feed.resize(8)
     settled = found.summary()["settled"]
     assert "loader.num_workers=8 " in settled and "val" not in settled
 
@@ -247,7 +248,7 @@ def test_an_incomplete_answer_is_not_remembered(
     composed: Composed, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     """The next run may have more time."""
-    monkeypatch.setattr(session, "tune", lambda *_: reports.report(3, complete=False))
+    monkeypatch.setattr(tuner, "tune", lambda *_: reports.report(3, complete=False))
     run(composed)
     assert not list(cache.glob("*.json"))
 

@@ -28,7 +28,8 @@ from harness.runtime.errors import BadSample
 from harness.runtime.limits import Limits
 from harness.tuning.measures import Rate
 from harness.tuning.probe import Lab
-from harness.tuning.tuner import TuningReport, tune
+from harness.tuning.report import TuningReport
+from harness.tuning.tuner import tune
 from harness.watch.figures import StepRun
 from harness.watch.neighbours import Neighbours
 
@@ -122,7 +123,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TuningReport]:
         **config: Any,
     ) -> TuningReport:
         exact = Rate(machine.demand, machine.demand, machine.demand)
-        monkeypatch.setattr(Lab, "attempt", lambda self, ask: machine.answer(ask))
+        monkeypatch.setattr(Lab, "measured", lambda self, *ask: machine.answer(*ask))
         monkeypatch.setattr(Lab, "demand", lambda self, limit_s: (exact, machine.step_cpu_s))
         limits = dataclasses.replace(LIMITS, cores=machine.cores, shm_bytes=shm_bytes)
         return tune(
@@ -298,7 +299,7 @@ def test_the_steps_state_is_kept(on: On, fails: bool, monkeypatch: pytest.Monkey
     step = Step()
     machine = Machine(0.002, 0.0019, demand=700)
     if fails:
-        monkeypatch.setattr(machine, "answer", lambda ask: samples.refuse())
+        monkeypatch.setattr(machine, "answer", lambda *_: samples.refuse())
     with pytest.raises(BadSample) if fails else contextlib.nullcontext():
         on(machine, 1, step)
     assert (step.blocks, step.open) == (1, 0)
