@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import sys
+import time
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -120,24 +121,24 @@ def main(composed: DictConfig) -> float | None:
     """
     chosen = HydraConfig.get()
     place = Path(chosen.runtime.output_dir)
-    overridden = schema.typed(chosen)
-    settings = {
+    is_sweep = chosen.mode is RunMode.MULTIRUN
+    texts = {
         "config.yaml": OmegaConf.to_yaml(composed),
         "hydra.yaml": OmegaConf.to_yaml(HydraConfig.instance().cfg),
         "overrides.yaml": OmegaConf.to_yaml(chosen.overrides.task),
     }
-    is_sweep = chosen.mode is RunMode.MULTIRUN
     try:
         signals.check()
         # none yet where hydra.run.dir was typed
         config = _only_run[0][0] if _only_run and not is_sweep else _checked(composed)
+        began_s = time.perf_counter() if is_sweep else BEGAN_S
+        work = job.Job(config, place, schema.typed(chosen), texts, began_s)
         if not is_sweep:
-            job.run(0, job.Job(config, place, overridden, settings, BEGAN_S))
+            job.run(0, work)
             return None
         # a folder of the user's may hold what an earlier start left
         if config.run.name is None and "${wellfed." in OmegaConf.to_yaml(chosen.sweep):
             folder.refuse_auto(config.resume)
-        work = job.Job(config, place, overridden, settings)
         launch.run_processes(job.run, work, 1, config.checkpoint.grace_s)
     except (Exception, KeyboardInterrupt) as error:
         if not is_sweep:

@@ -55,9 +55,20 @@ Wandb = Enum("Wandb", "disabled offline online")
 DistName = Enum("DistName", "single spawn torchrun")
 DistBackend = Enum("DistBackend", "auto nccl gloo")
 
-# what takes a network from a checkpoint for other images; what else does not train
-_APPLIED = ["mode=predict", "mode=export"]
-_UNTRAINED = ["mode=evaluate", "mode=diagnose", "mode=verify"]
+# what takes a network from a checkpoint for other images
+_APPLIED = "mode=predict, mode=export"
+# ranges of numbers
+_ANY: Mapping[str, float] = {}
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_COUNT = {"ge": 1}
+_NATURAL = {"ge": 0}
+_WORKERS = {"ge": 0, "le": 512}
+_NOT_NEGATIVE = {"ge": 0.0}
+_POSITIVE = {"gt": 0.0}
+_SHARE = {"ge": 0.0, "le": 1.0}
+_BELOW_ONE = {"ge": 0.0, "lt": 1.0}
+_PART = {"gt": 0.0, "le": 1.0}
+_INNER = {"gt": 0.0, "lt": 1.0}
 _NUMBER = r"\d+(\.\d+)?(e[+-]?\d+)?"
 
 # settings that are paths
@@ -71,18 +82,19 @@ if not CONF.is_dir():
     CONF = Path(__file__).parents[1] / "conf"
 
 
-def setting(default: Any, text: str, **limits: Any) -> Any:
+def setting(default: Any, text: str, limits: Mapping[str, float] = _ANY, **more: Any) -> Any:
     """A dataclass field with its sentence and its range.
 
     Args:
         default: the value when no file in ``conf/`` says otherwise.
         text: one sentence, with the unit.
-        **limits: any of ``ge``, ``gt``, ``le``, ``lt`` (bounds of a number, or of every number of a
-            tuple), ``increasing`` (a tuple whose values may not fall), ``pattern`` (of the value as
-            it is typed, and what to use) and ``no_effect_with`` (other settings, as they are typed:
-            beside any of these entries a value other than the default is refused).
+        limits: bounds of a number, or of every number of a tuple: any of ``_SIGNS``.
+        **more: any of ``_SIGNS`` too, ``increasing`` (a tuple whose values may not fall),
+            ``pattern`` (of the value as it is typed, and what to use) and ``no_effect_with`` (other
+            settings, as they are typed, with commas: beside any of these a value other than the
+            default is refused).
     """
-    return field(default=default, metadata={"text": text, **limits})
+    return field(default=default, metadata={"text": text, **limits, **more})
 
 
 @dataclass(slots=True)
@@ -101,12 +113,12 @@ class GenerateConfig:
     """What the generated data sets hold (data=shapes and data=fake only)."""
 
     classes: int = setting(10, "Number of classes.", ge=2, le=10_000)
-    train_images: int = setting(8000, "Training images in all.", ge=1)
-    val_images: int = setting(2000, "Validation images in all.", ge=1)
+    train_images: int = setting(8000, "Training images in all.", _COUNT)
+    val_images: int = setting(2000, "Validation images in all.", _COUNT)
     width: int = setting(80, "Width of a generated file in pixels.", ge=32, le=4096)
     height: int = setting(80, "Height of a generated file in pixels.", ge=32, le=4096)
     quality: int = setting(90, "JPEG quality of a generated file.", ge=1, le=100)
-    seed: int = setting(0, "Seed of the generator; another seed is another data set.", ge=0)
+    seed: int = setting(0, "Seed of the generator; another seed is another data set.", _NATURAL)
 
 
 @dataclass(slots=True)
@@ -145,19 +157,17 @@ class DataConfig:
         Interpolation.bilinear, "Filter that resizes images; both are antialiased, as Pillow's."
     )
     mean: tuple[float, float, float] = setting(
-        (0.485, 0.456, 0.406), "Mean of each channel, as fractions of 255.", ge=0.0, le=1.0
+        (0.485, 0.456, 0.406), "Mean of each channel, as fractions of 255.", _SHARE
     )
     std: tuple[float, float, float] = setting(
         (0.229, 0.224, 0.225),
         "Standard deviation of each channel, as fractions of 255.",
-        gt=0.0,
-        le=1.0,
+        _PART,
     )
     split_fraction: float | None = setting(
         None,
         "Share of the images kept for validation where root has no train and val folders.",
-        gt=0.0,
-        lt=1.0,
+        _INNER,
     )
     evaluate: Evaluate = setting(
         Evaluate.val,
@@ -168,18 +178,16 @@ class DataConfig:
         1.0,
         "Share of each class's training images that is used, at least one image of each, the same "
         "ones for every seed.",
-        gt=0.0,
-        le=1.0,
-        no_effect_with=["data=fake"],
+        _PART,
+        no_effect_with="data=fake",
     )
     balance: float = setting(
         0.0,
         "How far rare classes are drawn more often, 0 to 1: 0 has every image once an epoch, 1 as "
         "many images of each class, 0.5 goes by the square root. The images of a class take turns, "
         "augmented differently each time; an epoch stays as long.",
-        ge=0.0,
-        le=1.0,
-        no_effect_with=["data=fake"],
+        _SHARE,
+        no_effect_with="data=fake",
     )
     exif_orientation: bool = setting(False, "Turn images as their EXIF orientation says.")
     background: tuple[int, int, int] = setting(
@@ -189,7 +197,7 @@ class DataConfig:
         50_000_000,
         "Largest image that is decoded, in pixels; a larger one ends the run: shrink it or raise "
         "this.",
-        ge=1,
+        _COUNT,
     )
     on_error: OnError = setting(
         OnError["raise"],
@@ -200,27 +208,26 @@ class DataConfig:
     max_bad_fraction: float = setting(
         0.001,
         "Share of the training or validation images that may be skipped; more end the run.",
-        ge=0.0,
-        le=1.0,
-        no_effect_with=["data.on_error=raise"],
+        _SHARE,
+        no_effect_with="data.on_error=raise",
     )
     cache: DataCache = setting(
         DataCache.none,
         "Keep decoded pixels: none, in ram (this run) or on disk (next ones too).",
-        no_effect_with=["mode=evaluate", *_APPLIED],
+        no_effect_with=f"mode=evaluate, {_APPLIED}",
     )
     cache_gb: float | None = setting(
         None,
         "Most that the cache takes, in GB; null: half of what is free.",
-        gt=0.0,
-        no_effect_with=["data.cache=none"],
+        _POSITIVE,
+        no_effect_with="data.cache=none",
     )
     cache_max_side: int | None = setting(
         None,
         "Longer side of a cached image in pixels, larger ones are shrunk, which changes crops; "
         "null: as they are.",
         ge=32,
-        no_effect_with=["data.cache=none"],
+        no_effect_with="data.cache=none",
     )
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 
@@ -236,27 +243,26 @@ class AugmentConfig:
     scale: tuple[float, float] = setting(
         (0.08, 1.0),
         "Share of the image's area that a random_resized crop takes.",
-        gt=0.0,
-        le=1.0,
+        _PART,
         increasing=True,
     )
     ratio: tuple[float, float] = setting(
         (3 / 4, 4 / 3),
         "Width over height of a random_resized crop.",
-        gt=0.0,
+        _POSITIVE,
         increasing=True,
     )
     pad: int = setting(
         4,
         "Zero pixels added to each side before a pad crop.",
-        ge=0,
-        no_effect_with=["augment.crop=random_resized", "augment.crop=center"],
+        _NATURAL,
+        no_effect_with="augment.crop=random_resized, augment.crop=center",
     )
-    hflip: float = setting(0.5, "Probability of a horizontal flip.", ge=0.0, le=1.0)
+    hflip: float = setting(0.5, "Probability of a horizontal flip.", _SHARE)
     color_jitter: tuple[float, float, float, float] = setting(
         (0.0, 0.0, 0.0, 0.0),
         "Most change of brightness, contrast, saturation and hue; hue at most 0.5.",
-        ge=0.0,
+        _NOT_NEGATIVE,
     )
     rand_augment: int = setting(0, "RandAugment: operations on each image; 0: none.", ge=0, le=10)
     rand_augment_magnitude: int = setting(
@@ -264,16 +270,16 @@ class AugmentConfig:
         "RandAugment: strength, of 31 bins.",
         ge=0,
         le=30,
-        no_effect_with=["augment.rand_augment=0"],
+        no_effect_with="augment.rand_augment=0",
     )
     random_erasing: float = setting(
-        0.0, "Probability that a rectangle of an image is erased.", ge=0.0, le=1.0
+        0.0, "Probability that a rectangle of an image is erased.", _SHARE
     )
-    mixup: float = setting(0.0, "Mixup: alpha of the beta distribution; 0: none.", ge=0.0)
+    mixup: float = setting(0.0, "Mixup: alpha of the beta distribution; 0: none.", _NOT_NEGATIVE)
     cutmix: float = setting(
         0.0,
         "CutMix: alpha of the beta distribution; 0: none; with mixup each batch gets one of them.",
-        ge=0.0,
+        _NOT_NEGATIVE,
     )
 
 
@@ -282,25 +288,21 @@ class ValLoaderConfig:
     """The validation feed's own settings."""
 
     batch_size: int | None = setting(
-        None, "Images per batch and rank; null: loader.batch_size.", ge=1
+        None, "Images per batch and rank; null: loader.batch_size.", _COUNT
     )
     num_workers: int | None = setting(
         None,
         "Worker processes per rank; null: as the training feed.",
-        ge=0,
-        le=512,
-        no_effect_with=["loader.backend=arrays"],
+        _WORKERS,
+        no_effect_with="loader.backend=arrays",
     )
     prefetch_factor: int | None = setting(
         None,
         "Batches in flight: per worker process, of threads in all; null: 2.",
         ge=1,
         le=10_000,
-        no_effect_with=[
-            "loader.backend=arrays",
-            "loader.val.num_workers=0",
-            "loader.num_workers=0 loader.val.num_workers=null",
-        ],
+        no_effect_with="loader.backend=arrays, loader.val.num_workers=0, "
+        "loader.num_workers=0 loader.val.num_workers=null",
     )
 
 
@@ -311,7 +313,7 @@ class LoaderConfig:
     autotune: bool = setting(
         False,
         "Search the settings below before training, as tuner= says.",
-        no_effect_with=[*_UNTRAINED, "data=fake", *_APPLIED],
+        no_effect_with=f"mode=evaluate, mode=diagnose, mode=verify, data=fake, {_APPLIED}",
     )
     backend: BackendName | None = setting(
         None,
@@ -319,14 +321,13 @@ class LoaderConfig:
         "null: auto with autotune; without it processes where a setting of workers is given, else "
         "threads.",
     )
-    batch_size: int = setting(64, "Images per batch and rank.", ge=1)
+    batch_size: int = setting(64, "Images per batch and rank.", _COUNT)
     num_workers: int | None = setting(
         None,
         "Workers (processes or threads) per rank, 0 loads in the trainer; null: one a usable core, "
         "at most 16.",
-        ge=0,
-        le=512,
-        no_effect_with=["loader.backend=arrays"],
+        _WORKERS,
+        no_effect_with="loader.backend=arrays",
     )
     pin_memory: bool | None = setting(
         None, "Page-locked batches; null: where there is a CUDA device."
@@ -336,24 +337,24 @@ class LoaderConfig:
         "Batches in flight: per worker process, of threads in all; null: 2.",
         ge=1,
         le=10_000,
-        no_effect_with=["loader.backend=arrays", "loader.num_workers=0"],
+        no_effect_with="loader.backend=arrays, loader.num_workers=0",
     )
     persistent_workers: bool | None = setting(
         None,
         "Keep the workers between epochs; null: where there are workers.",
-        no_effect_with=["loader.backend=arrays", "loader.num_workers=0"],
+        no_effect_with="loader.backend=arrays, loader.num_workers=0",
     )
     drop_last: bool = setting(
         True, "Leave out the last images of an epoch that do not fill an update."
     )
     timeout_s: float = setting(
-        120.0, "Longest wait for a batch from a worker in seconds; 0 waits for ever.", ge=0.0
+        120.0, "Longest wait for a batch from a worker in seconds; 0 waits for ever.", _NOT_NEGATIVE
     )
     restart_workers: bool = setting(
         False,
         "Replace workers (processes or threads) that died or gave nothing for timeout_s, and go on "
         "with the same batch; the third loss at one batch ends the run.",
-        no_effect_with=["loader.num_workers=0"],
+        no_effect_with="loader.num_workers=0",
     )
     start_method: StartMethod = setting(StartMethod.forkserver, "How worker processes start.")
     device_prefetch: bool = setting(
@@ -372,7 +373,7 @@ class TunerConfig:
         "Seconds for the search; a measurement that was begun is finished. null: auto takes at "
         "most 5 s, or seven steps where these take longer, and never more than a tenth of the rest "
         "of the run; grid has no limit.",
-        gt=0.0,
+        _POSITIVE,
     )
     max_workers: int | None = setting(
         None,
@@ -384,7 +385,7 @@ class TunerConfig:
         None,
         "While training, change the number of threads that load where that pays; null: yes, except "
         "on CUDA. For one rank, tuner=auto and threads.",
-        no_effect_with=["loader.autotune=false", "tuner=grid"],
+        no_effect_with="loader.autotune=false, tuner=grid",
     )
     fresh: bool = setting(False, "Forget what an earlier search of the same kind of run found.")
 
@@ -410,37 +411,37 @@ class OptimConfig:
     """The optimizer."""
 
     name: OptimName = setting(OptimName.sgd, "Which optimizer.")
-    lr: float = setting(0.1, "Peak learning rate.", ge=0.0)
+    lr: float = setting(0.1, "Peak learning rate.", _NOT_NEGATIVE)
     lr_per: int | None = setting(
         None,
         "Images of an update for which lr is meant: the rate is lr * images / lr_per; null: lr.",
-        ge=1,
+        _COUNT,
     )
-    momentum: float = setting(0.9, "Momentum (sgd).", ge=0.0, lt=1.0)
+    momentum: float = setting(0.9, "Momentum (sgd).", _BELOW_ONE)
     nesterov: bool = setting(False, "Nesterov momentum (sgd).")
     betas: tuple[float, float] = setting(
-        (0.9, 0.999), "Decay of the two averages (adamw).", ge=0.0, lt=1.0
+        (0.9, 0.999), "Decay of the two averages (adamw).", _BELOW_ONE
     )
-    eps: float = setting(1e-8, "Term added to the denominator (adamw).", gt=0.0)
-    weight_decay: float = setting(1e-4, "Weight decay.", ge=0.0)
+    eps: float = setting(1e-8, "Term added to the denominator (adamw).", _POSITIVE)
+    weight_decay: float = setting(1e-4, "Weight decay.", _NOT_NEGATIVE)
     decay_norm_and_bias: bool = setting(
         False, "Apply weight decay to norms and biases too, as pytorch/examples does."
     )
     clip_norm: float | None = setting(
-        None, "Largest norm of all gradients together; null: no clipping.", gt=0.0
+        None, "Largest norm of all gradients together; null: no clipping.", _POSITIVE
     )
-    label_smoothing: float = setting(0.0, "Label smoothing of the training loss.", ge=0.0, lt=1.0)
+    label_smoothing: float = setting(0.0, "Label smoothing of the training loss.", _BELOW_ONE)
     class_weights: Any = setting(
         None,
         "Weights of the classes in the training loss, whose mean is over images: a list in the "
         "classes' order; balanced: images / (classes * images of the class), as scikit-learn's; "
         "null: all are 1.",
-        gt=0.0,
+        _POSITIVE,
         pattern=(
             rf"balanced|\[{_NUMBER}(,{_NUMBER})*\]",
             "null, balanced, or a number above 0 for each class, such as [1,2.5]",
         ),
-        no_effect_with=["data=fake"],
+        no_effect_with="data=fake",
     )
     freeze: str | None = setting(
         None,
@@ -450,22 +451,20 @@ class OptimConfig:
     freeze_epochs: int | None = setting(
         None,
         "Epochs after which all is trained; null: the whole run trains without what freeze names.",
-        ge=1,
-        no_effect_with=["optim.freeze=null"],
+        _COUNT,
+        no_effect_with="optim.freeze=null",
     )
     layer_decay: float | None = setting(
         None,
         "Factor on the learning rate from each block to the one before, the head having lr; null: "
         "all have lr.",
-        gt=0.0,
-        le=1.0,
+        _PART,
     )
     ema_decay: float | None = setting(
         None,
         "Decay of a moving average of the weights, taken in after each update, which is evaluated "
         "in their place; null: none.",
-        gt=0.0,
-        lt=1.0,
+        _INNER,
     )
 
 
@@ -475,12 +474,12 @@ class ScheduleConfig:
 
     name: ScheduleName = setting(ScheduleName.cosine, "Which schedule.")
     warmup_epochs: float = setting(
-        0.0, "Epochs of linear warm-up from zero; may be a fraction.", ge=0.0
+        0.0, "Epochs of linear warm-up from zero; may be a fraction.", _NOT_NEGATIVE
     )
-    step_epochs: int = setting(30, "Epochs between two drops (step).", ge=1)
-    gamma: float = setting(0.1, "Factor of each drop (step).", gt=0.0, le=1.0)
+    step_epochs: int = setting(30, "Epochs between two drops (step).", _COUNT)
+    gamma: float = setting(0.1, "Factor of each drop (step).", _PART)
     final_fraction: float = setting(
-        0.0, "Share of the peak that is left at the end (cosine).", ge=0.0, le=1.0
+        0.0, "Share of the peak that is left at the end (cosine).", _SHARE
     )
 
 
@@ -488,20 +487,20 @@ class ScheduleConfig:
 class TrainerConfig:
     """The training loop."""
 
-    epochs: int = setting(10, "Passes over the training set.", ge=1)
+    epochs: int = setting(10, "Passes over the training set.", _COUNT)
     max_steps: int | None = setting(
-        None, "Stop after so many optimizer updates; null: at the last epoch's end.", ge=1
+        None, "Stop after so many optimizer updates; null: at the last epoch's end.", _COUNT
     )
     max_hours: float | None = setting(
         None,
         "Hours after which this command evaluates, saves and ends, counted from its start, without "
         "what was trained before a resume; null: no limit.",
-        gt=0.0,
+        _POSITIVE,
     )
     patience_epochs: int | None = setting(
         None,
         "Stop after so many evaluated epochs in a row without a better top-1; null: never.",
-        ge=1,
+        _COUNT,
     )
     precision: Precision = setting(
         Precision.fp32, "fp32, or autocast to fp16 (with a gradient scaler) or bf16."
@@ -511,12 +510,12 @@ class TrainerConfig:
         False,
         "Train by torch.compile; short batches and evaluations run eagerly.",
     )
-    accumulate_steps: int = setting(1, "Batches whose gradients make one optimizer update.", ge=1)
+    accumulate_steps: int = setting(1, "Batches whose gradients make one optimizer update.", _COUNT)
     eval_every_epochs: int = setting(
-        1, "Epochs between two evaluations; the last epoch always has one.", ge=1
+        1, "Epochs between two evaluations; the last epoch always has one.", _COUNT
     )
     max_nonfinite_steps: int = setting(
-        20, "Updates skipped in a row for a non-finite loss before the run fails.", ge=0
+        20, "Updates skipped in a row for a non-finite loss before the run fails.", _NATURAL
     )
     num_threads: int | None = setting(
         None, "torch's threads per rank; null: usable cores over ranks.", ge=1, le=1024
@@ -530,16 +529,16 @@ class CheckpointConfig:
 
     enabled: bool = setting(True, "Save checkpoints.")
     every_epochs: int = setting(
-        1, "Epochs between two checkpoints; the end of a run always has one.", ge=1
+        1, "Epochs between two checkpoints; the end of a run always has one.", _COUNT
     )
     every_steps: int | None = setting(
-        None, "Optimizer updates between two checkpoints within epochs; null: none.", ge=1
+        None, "Optimizer updates between two checkpoints within epochs; null: none.", _COUNT
     )
     every_minutes: float | None = setting(
-        10.0, "Minutes between two checkpoints within epochs; null: none.", gt=0.0
+        10.0, "Minutes between two checkpoints within epochs; null: none.", _POSITIVE
     )
     grace_s: float = setting(
-        25.0, "Seconds that a run has after a signal to save and to end by itself.", gt=0.0
+        25.0, "Seconds that a run has after a signal to save and to end by itself.", _POSITIVE
     )
     keep_last: int = setting(2, "Newest checkpoints that are kept, besides the best.", ge=2)
 
@@ -548,7 +547,7 @@ class CheckpointConfig:
 class WatchConfig:
     """What is logged, and how often."""
 
-    window_steps: int = setting(10, "Steps in one logged window.", ge=1)
+    window_steps: int = setting(10, "Steps in one logged window.", _COUNT)
     sample_s: float = setting(
         1.0, "Seconds between two looks at the GPU and the host.", ge=0.1, le=3600.0
     )
@@ -557,12 +556,12 @@ class WatchConfig:
         Wandb.disabled,
         "Send the figures to Weights & Biases: offline keeps them in the run's folder, for `wandb "
         "sync`.",
-        no_effect_with=["mode=diagnose", "mode=verify", *_APPLIED],
+        no_effect_with=f"mode=diagnose, mode=verify, {_APPLIED}",
     )
     wandb_project: str | None = setting(
         None,
         "The project there; null: $WANDB_PROJECT, else its own default.",
-        no_effect_with=["watch.wandb=disabled"],
+        no_effect_with="watch.wandb=disabled",
     )
 
 
@@ -579,7 +578,7 @@ class DistConfig:
         "Processes that spawn starts; null: one per GPU.",
         ge=1,
         le=1024,
-        no_effect_with=["dist=single", "dist=torchrun"],
+        no_effect_with="dist=single, dist=torchrun",
     )
     backend: DistBackend = setting(DistBackend.auto, "auto: nccl with CUDA, gloo without.")
     timeout_s: float = setting(600.0, "Longest wait of a collective in seconds.", gt=0.0, le=2.5e6)
@@ -603,7 +602,7 @@ class PredictConfig:
     top_k: int = setting(
         5,
         "Classes for each image, the most probable first; at most all there are.",
-        ge=1,
+        _COUNT,
     )
 
 
@@ -632,7 +631,7 @@ class Config:
         None,
         "null: start at epoch 1; auto: go on in this run's folder, if it holds a checkpoint; a "
         "run's folder: go on there; a checkpoint: begin with it in a new folder.",
-        no_effect_with=["mode=diagnose", "mode=verify"],
+        no_effect_with="mode=diagnose, mode=verify",
     )
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -700,79 +699,73 @@ def load(composed: DictConfig) -> Config:
     # as they are typed: dist= is dist.name=
     held = {f"{path.removesuffix('.name')}={shown(value)}" for path, value, _ in settings}
     for path, value, declared in settings:
-        _check(path, value, declared, held)
-    for together, reason in _CONTRADICTIONS.items():
-        if held.issuperset(together.split()):
-            raise ConfigError(f"{together.split()[0]}: {reason}")
-    _check_values(config)
+        for why in _faults(value, declared, held):
+            raise ConfigError(f"{path}={shown(value)}: {why}")
+    for text in _contradictions(config, held):
+        raise ConfigError(text)
     return config
 
 
-def _check(path: str, value: Any, declared: Field[Any], held: set[str]) -> None:
-    """Refuses a setting out of its range, or without effect beside what is ``held``."""
-    given = f"{path}={shown(value)}"
+def _faults(value: Any, declared: Field[Any], held: set[str]) -> Iterator[str]:
+    """Yields why a setting is out of its range, or without effect beside what is ``held``."""
     meta = declared.metadata
     default = declared.default
     numbers = value if isinstance(value, tuple) else (value,)
     # OmegaConf looks into no item that is a mapping or a list
     if isinstance(default, tuple) and [*map(type, numbers)] != [*map(type, default)]:
-        raise ConfigError(f"{given}: takes exactly {len(default)} numbers")
+        yield f"takes exactly {len(default)} numbers"
     pattern, hint = meta.get("pattern", (".*", ""))
     text = value if isinstance(value, str) else shown(value)
     if value is not None and not re.fullmatch(pattern, text, re.S):
-        raise ConfigError(f"{given}: use {hint}")
-    for number in numbers:
-        # bool is an int too
-        if type(number) not in (int, float):
-            continue
+        yield f"use {hint}"
+    # bool is an int too
+    for number in (each for each in numbers if type(each) in (int, float)):
         # so that NaN is refused too, and an integer that is too long for a float
         if not abs(number) <= 1e300:
-            raise ConfigError(f"{given}: must be a finite number")
-        for name, sign in {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}.items():
+            yield "must be a finite number"
+        for name, sign in _SIGNS.items():
             if name in meta and not getattr(operator, name)(number, meta[name]):
-                raise ConfigError(f"{given}: must be {sign} {meta[name]}")
+                yield f"must be {sign} {meta[name]}"
     if meta.get("increasing") and list(numbers) != sorted(numbers):
-        raise ConfigError(f"{given}: the first number may not be larger than the second")
+        yield "the first number may not be larger than the second"
     # a setting without effect is refused, unless it asks for nothing
-    if value is None or value is False or value == default or given.endswith("num_workers=0"):
+    if not value or value == default:
         return
-    for others in meta.get("no_effect_with", ()):
+    for others in filter(None, meta.get("no_effect_with", "").split(", ")):
         if held.issuperset(others.split()):
-            way_out = f"change that, or set it to {shown(default)}"
-            raise ConfigError(f"{given}: has no effect with {others}; {way_out}")
+            yield f"has no effect with {others}; change that, or set it to {shown(default)}"
 
 
-def _check_values(c: Config) -> None:
-    """Refuses what neither a range nor a list of contradictions can say."""
+def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
+    """Yields what cannot go together."""
+    for together, reason in _CONTRADICTIONS.items():
+        if held.issuperset(together.split()):
+            yield f"{together.split()[0]}: {reason}"
     jitter = c.augment.color_jitter
-    steps = [*map(int, (c.profile.steps or "1-1").split("-"))]
-    for wrong, text in (
-        (
-            jitter[3] > 0.5,
-            f"augment.color_jitter={shown(jitter)}: the last number is of the hue; use at most 0.5",
-        ),
-        (
-            c.optim.class_weights == "balanced" and c.data.balance > 0,
+    if jitter[3] > 0.5:
+        yield (
+            f"augment.color_jitter={shown(jitter)}: the last number is of the hue; use at most 0.5"
+        )
+    if c.optim.class_weights == "balanced" and c.data.balance > 0:
+        yield (
             f"optim.class_weights=balanced: data.balance={c.data.balance:g} evens out the same "
-            "classes already; use one of the two, or a list of weights",
-        ),
-        (
-            c.schedule.warmup_epochs > c.trainer.epochs,
+            "classes already; use one of the two, or a list of weights"
+        )
+    if c.schedule.warmup_epochs > c.trainer.epochs:
+        yield (
             f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than "
-            f"trainer.epochs={c.trainer.epochs}; lower it",
-        ),
-        (
-            (c.data.eval_resize or c.data.image_size) < c.data.image_size,
+            f"trainer.epochs={c.trainer.epochs}; lower it"
+        )
+    if (c.data.eval_resize or c.data.image_size) < c.data.image_size:
+        yield (
             f"data.eval_resize={c.data.eval_resize}: smaller than "
-            f"data.image_size={c.data.image_size}; raise it or set it to null",
-        ),
-        (
-            steps != sorted(steps),
-            f"profile.steps={c.profile.steps}: write the first step before the last, such as 10-20",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(text)
+            f"data.image_size={c.data.image_size}; raise it or set it to null"
+        )
+    steps = [*map(int, (c.profile.steps or "1-1").split("-"))]
+    if steps != sorted(steps):
+        yield (
+            f"profile.steps={c.profile.steps}: write the first step before the last, such as 10-20"
+        )
 
 
 class Interpolated(str):

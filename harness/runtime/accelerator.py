@@ -37,7 +37,9 @@ class MemoryUse(NamedTuple):
 
 
 class Accelerator:
-    """A device whose work is done when the call returns, such as a CPU.
+    """A device without streams: a CPU, whose work is done when the call returns, or another.
+
+    Of Apple's GPUs the work is waited for; of other types it is not known when it is done.
 
     Attributes:
         kind: cpu, cuda, mps, or torch's name of another type.
@@ -50,7 +52,6 @@ class Accelerator:
         place: the device that process groups and DDP are told of; None: the host.
     """
 
-    tells = True
     half_precision = "bf16"
     has_streams = False
     collective = "gloo"
@@ -62,6 +63,7 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.kind = device.type
+        self.tells = self.kind in ("cpu", "cuda", "mps")
         self.place = device if device.type == "cuda" else None
 
     @property
@@ -85,6 +87,8 @@ class Accelerator:
 
     def synchronize(self) -> None:
         """Sleeps until the device has done the work of the current stream."""
+        if self.kind == "mps":
+            torch.mps.synchronize()
 
     def event(self, *, timed: bool = False) -> Any:
         """Returns an event on which the host sleeps; two ``timed`` ones have a distance in ms."""
@@ -140,19 +144,6 @@ class Accelerator:
 
     def set_random_state(self, state: Tensor | None) -> None:
         """Sets what ``random_state`` returned."""
-
-
-class Mps(Accelerator):
-    """Apple's GPUs: asynchronous, with one stream."""
-
-    def synchronize(self) -> None:
-        torch.mps.synchronize()
-
-
-class Unknown(Accelerator):
-    """A device of another type: whether calls return before their work is done is not known."""
-
-    tells = False
 
 
 class Cuda(Accelerator):
@@ -243,9 +234,6 @@ def _stream(device: torch.device, priority: int) -> Any:
     return torch.cuda.Stream(device, priority=priority)
 
 
-_KINDS = {"cpu": Accelerator, "cuda": Cuda, "mps": Mps}
-
-
 def of(device: torch.device | str | Accelerator) -> Accelerator:
     """Returns the accelerator behind ``device``; CUDA without an index is the current GPU."""
     if isinstance(device, Accelerator):
@@ -253,7 +241,7 @@ def of(device: torch.device | str | Accelerator) -> Accelerator:
     device = torch.device(device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    return _KINDS.get(device.type, Unknown)(device)
+    return (Cuda if device.type == "cuda" else Accelerator)(device)
 
 
 def count() -> int:

@@ -35,6 +35,30 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def unusable(folder: Path, error: OSError) -> ConfigError | DiskError:
+    """Returns what to raise for a folder that cannot be made or written to."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskError(f"{folder}: {error.strerror}; free some space")
+    return ConfigError(
+        f"{folder}: cannot be the run's folder: {error.strerror or error}; start from a folder "
+        "you may write to, or set hydra.run.dir (of a sweep: hydra.sweep.dir)"
+    )
+
+
+@contextmanager
+def using(folder: Path) -> Iterator[None]:
+    """Opens a block that makes ``folder`` or writes into it.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to.
+        DiskError: the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise unusable(folder, error) from error
+
+
 def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.train) -> str:
     """Returns the folder of a single run, the same for all ranks under torchrun.
 
@@ -46,9 +70,10 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
         ConfigError: the folder cannot be made, or torchrun keeps no store.
     """
     outputs = Path("outputs")
+    trains = mode is Mode.train
     if name is not None:
         return str(outputs / name)
-    if mode is Mode.train and resume not in (None, "auto") and Path(resume, "checkpoints").is_dir():
+    if trains and resume not in (None, "auto") and Path(resume, "checkpoints").is_dir():
         return resume
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
@@ -64,7 +89,7 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     kept = f"wellfed/folder/{run_id}"
     key = f"{kept}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if is_first_rank():
-        if not (resume == "auto" and mode is Mode.train and store.check([kept])):
+        if not (resume == "auto" and trains and store.check([kept])):
             store.set(kept, str(new_folder(outputs)))
         store.set(key, store.get(kept).decode())
     return str(store.get(key).decode())
@@ -85,15 +110,12 @@ def refuse_auto(resume: str | None) -> None:
 def new_folder(base: Path) -> Path:
     """Returns a new folder ``base/<date>/<time>``, with a suffix if two start in one second."""
     stamp = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
-    try:
-        (base / stamp).parent.mkdir(parents=True, exist_ok=True)
+    with using(base / stamp):
         for attempt in itertools.count():
             folder = base / (f"{stamp}-{attempt}" if attempt else stamp)
             with suppress(FileExistsError):
-                folder.mkdir()
+                folder.mkdir(parents=True)
                 break
-    except OSError as error:
-        raise unusable(base / stamp, error) from error
     return folder
 
 
@@ -112,11 +134,9 @@ def own(folder: Path) -> Path:
     if path in _owned:
         return folder
     with ExitStack() as held:
-        try:
+        with using(folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        except OSError as error:
-            raise unusable(folder, error) from error
         handle = held.enter_context(open(lock, "r+", encoding="utf-8"))
         try:
             try:
@@ -124,11 +144,10 @@ def own(folder: Path) -> Path:
             except BlockingIOError:
                 raise
             except OSError as error:
-                log.warning(
-                    "%s: no locks here (%s): only runs on this machine are kept out of the folder",
-                    path,
-                    error.strerror,
+                text = (
+                    "%s: no locks here (%s): only runs on this machine are kept out of the folder"
                 )
+                log.warning(text, path, error.strerror)
                 name = held.enter_context(socket.socket(socket.AF_UNIX))
                 name.bind(f"\0wellfed-{hashlib.sha256(os.fsencode(path)).hexdigest()}")
         except OSError:
@@ -137,8 +156,7 @@ def own(folder: Path) -> Path:
                 f"{folder}: in use by {owner}; wait for it or set another run.name"
             ) from None
         handle.truncate(0)
-        handle.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        handle.flush()
+        print(f"process {os.getpid()} on {os.uname().nodename}", file=handle, flush=True)
         _owned[path] = held.pop_all()
     # of a run that was killed
     for temporary in folder.glob(".*.tmp"):
@@ -174,25 +192,13 @@ def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
         DiskError: the disk is full.
     """
     place = folder / ".hydra"
-    try:
+    with using(folder):
         if place.is_symlink():
             # another run's may lie there
             place.unlink()
         place.mkdir(exist_ok=True)
         for name, text in settings.items():
             write_whole(place / name, text.encode())
-    except OSError as error:
-        raise unusable(folder, error) from error
-
-
-def unusable(folder: Path, error: OSError) -> ConfigError | DiskError:
-    """Returns what to raise for a folder that cannot be made or written to."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskError(f"{folder}: {error.strerror}; free some space")
-    return ConfigError(
-        f"{folder}: cannot be the run's folder: {error.strerror or error}; "
-        "start from a folder you may write to, or set hydra.run.dir (of a sweep: hydra.sweep.dir)"
-    )
 
 
 @contextmanager
@@ -220,11 +226,9 @@ def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterat
     """
     logger = logging.getLogger(logger_name)
     name = f"train-rank{rank}.log" if rank else "train.log"
-    try:
+    with using(folder):
         make_way(folder / name)
         handler = logging.FileHandler(folder / name, encoding="utf-8")
-    except OSError as error:
-        raise unusable(folder, error) from error
     # lines that a full disk does not take are lost without a traceback: the console has them too
     handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

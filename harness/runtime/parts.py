@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -97,24 +98,25 @@ def told(error: Exception) -> str:
 def _found(setting: str, name: str) -> Any:
     """Returns the function ``name``, of the environment or the current folder."""
     module, _, path = name.partition(":")
+    begin = f"{setting}={name}:"
     _look_here()
-    try:
-        found = import_module(module)
-    except Exception as error:
-        # that module, and none that it imports
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise _missing(setting, name, str(error.name)) from error
-        reason = f"importing {module} failed with {told(error)}"
-        raise ConfigError(f"{setting}={name}: {reason}") from error
+    with explained(f"{begin} importing {module} failed with"):
+        try:
+            found = import_module(module)
+        except ModuleNotFoundError as error:
+            # that module, and none that it imports
+            if f"{module}.".startswith(f"{error.name}."):
+                raise _missing(setting, name, str(error.name)) from error
+            raise
     where = getattr(found, "__file__", module)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            text = f"{setting}={name}: no {path or 'function'} in {where}"
-            raise ConfigError(f"{text}; write {module}:FUNCTION")
-        found = getattr(found, part)
+    try:
+        found = attrgetter(path)(found)
+    except AttributeError:
+        text = f"{begin} no {path or 'function'} in {where}; write {module}:FUNCTION"
+        raise ConfigError(text) from None
     if not callable(found):
         kind = type(found).__name__
-        raise ConfigError(f"{setting}={name}: {path} is of type {kind}, not a function ({where})")
+        raise ConfigError(f"{begin} {path} is of type {kind}, not a function ({where})")
     return found
 
 
