@@ -26,8 +26,7 @@ from harness.runtime import limits, workers
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError, words
 from harness.runtime.snapshot import Snapshot
-from harness.tuning.measures import Probes
-from harness.tuning.report import TuningReport
+from harness.tuning.measures import Probes, TuningReport
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.clock import StepClock
 from harness.watch.stages import StageMeter

@@ -36,10 +36,11 @@ from harness.tuning.measures import (
     Rate,
     SampleCost,
     Trial,
+    TuningReport,
     in_flight,
+    shown,
     undisturbed,
 )
-from harness.tuning.report import Side, TuningReport, shown
 from harness.watch.console import AddRow
 from harness.watch.stages import Work
 
@@ -331,7 +332,7 @@ class Lab:
             val = replace(val, num_workers=val.num_workers - 1)
         return val
 
-    def report(self, before: Side, after: Side, **found: Any) -> TuningReport:
+    def report(self, before: Trial, after: Trial, **found: Any) -> TuningReport:
         """Returns what a search found, with all that was measured."""
         size = self.ranks.size
         before, after = (

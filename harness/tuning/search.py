@@ -18,9 +18,17 @@ from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
 from harness.feed.threads import MOST_THREADS
 from harness.runtime.folder import log
 from harness.runtime.limits import Limits
-from harness.tuning.measures import BUSY, FED, Kind, Model, Rate, Trial, in_flight
+from harness.tuning.measures import (
+    BUSY,
+    FED,
+    Kind,
+    Model,
+    Rate,
+    Trial,
+    TuningReport,
+    in_flight,
+)
 from harness.tuning.probe import Lab
-from harness.tuning.report import Side, TuningReport
 
 # supply over demand that is aimed at
 MET = 1.05
@@ -87,8 +95,8 @@ def grid(lab: Lab, own: FeedSettings, pin_choices: Sequence[bool], budget_s: flo
     # where all were refused
     chosen = chosen if chosen.rate else trials[own]
     return lab.report(
-        Side(own, trials[own].rate),
-        Side(chosen.settings, chosen.rate),
+        trials[own],
+        chosen,
         search="grid",
         reason="It is the fastest of those tried, start-up included. How fast the model is was not "
         "measured",
@@ -126,7 +134,8 @@ class AutoSearch:
             ran = any(trial.seconds for trial in lab.trials)
             chosen = own if ran else replace(own, num_workers=0)
             why = "No setting could be measured"
-            return lab.report(Side(own), Side(chosen), search="auto", reason=why)
+            none, after = (Trial(settings, "supply") for settings in (own, chosen))
+            return lab.report(none, after, search="auto", reason=why)
         self.demand, self.step_cpu_s = lab.demand(0.5)
         lab.tell(("demand", str(self.demand), "", "", "steps on one batch that is at hand"))
         # images/s
@@ -151,7 +160,7 @@ class AutoSearch:
             after,
             search="auto",
             # a loader may have delivered more than the steps on one batch took
-            demand=max(self.demand, after.images_per_s or self.demand),
+            demand=max(self.demand, after.rate or self.demand),
             reason=self._reason(chosen),
             complete=self.complete,
         )
@@ -326,14 +335,14 @@ class AutoSearch:
         deviation_s = math.sqrt(size) * cost.variation * cost.wall_s
         return deviation_s > max(0.3 * size * cost.wall_s, 0.01)
 
-    def _side(self, settings: FeedSettings) -> Side:
+    def _side(self, settings: FeedSettings) -> Trial:
         """Returns what real steps get: as measured, else by the model and the loader alone."""
         steps = self._seen("steps")
         if run := steps.get(settings):
-            return Side(settings, run.rate, run.wait_fraction)
+            return run
         model = self.models.get(settings.backend)
         if model is None or self._refused(settings):
-            return Side(settings, None, 1.0)
+            return Trial(settings, "steps", wait_fraction=1.0)
         bounds = [model.delivered(settings.num_workers)]
         if alone := self._seen("supply").get(settings):
             bounds.append(alone.images_per_s)
@@ -346,11 +355,11 @@ class AutoSearch:
                 if settings.num_workers <= tried.num_workers:
                     bounds.append(trial.images_per_s)
         rate = min(bounds)
-        return Side(settings, Rate.exactly(rate), max(0.0, 1 - rate / self.takes))
+        waits = max(0.0, 1 - rate / self.takes)
+        return Trial(settings, "steps", Rate.exactly(rate), wait_fraction=waits)
 
     def _got(self, settings: FeedSettings) -> float:
-        rate = self._side(settings).images_per_s
-        return rate.images_per_s if rate else 0.0
+        return self._side(settings).images_per_s
 
     def _is_fed(self, settings: FeedSettings) -> bool:
         return self._got(settings) >= FED * self.takes

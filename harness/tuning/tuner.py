@@ -24,9 +24,8 @@ from harness.runtime.files import read_regular, set_aside, typed, write_whole
 from harness.runtime.folder import log
 from harness.runtime.limits import Limits
 from harness.tuning.live import Live
-from harness.tuning.measures import Probes
+from harness.tuning.measures import Probes, TuningReport
 from harness.tuning.probe import Lab
-from harness.tuning.report import TuningReport
 from harness.tuning.search import AutoSearch, grid, most_workers
 from harness.watch.clock import StepClock
 from harness.watch.console import live_table, say
@@ -150,7 +149,7 @@ def tuned(
         left = max(0, steps - (step or 0)) * config.trainer.accumulate_steps
         images = left * config.loader.batch_size
         report = tune(feeds, trainee, own, config.tuner, limits, world, images)
-        is_sound = report.complete and report.others_cores is None and report.after.images_per_s
+        is_sound = report.complete and report.others_cores is None and report.after.rate
         if world.is_main and is_sound:
             when = time.strftime("%Y-%m-%d %H:%M")
             note = f"found by a run of {when}; tuner.fresh=true tunes again"
@@ -239,7 +238,7 @@ class Tuned:
         # a step that became faster, or else a slower loader
         why = (
             f"The feed delivers {total.images_per_s or 0.0:.0f} images/s a rank and not "
-            f"{report.after.images_per_s}. Other programs, slower storage or costlier samples "
+            f"{report.after.rate}. Other programs, slower storage or costlier samples "
             "may be why: see host/cpu_fraction and host/disk_read_bytes_per_s"
         )
         if report.demand and total.compute_ms:

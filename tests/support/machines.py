@@ -17,9 +17,8 @@ from harness.config import TunerConfig
 from harness.feed.interface import FeedSettings
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
-from harness.tuning.measures import Kind, Rate, SampleCost, Trial
+from harness.tuning.measures import Kind, Rate, SampleCost, Trial, TuningReport
 from harness.tuning.probe import Lab, Needs
-from harness.tuning.report import TuningReport
 from harness.tuning.search import AutoSearch
 
 

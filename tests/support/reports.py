@@ -9,8 +9,7 @@ import samples
 
 from harness.feed.interface import FeedSettings
 from harness.runtime.limits import Limits
-from harness.tuning.measures import Rate, SampleCost, Trial
-from harness.tuning.report import Side, TuningReport
+from harness.tuning.measures import Rate, SampleCost, Trial, TuningReport
 
 # of a single block
 OPEN = Rate(55.0, 0.0, math.inf)
@@ -45,14 +44,24 @@ def trial(
     )
 
 
+def side(
+    settings: FeedSettings,
+    measured: Rate | None = None,
+    waits: float | None = None,
+    memory_bytes: int | None = None,
+) -> Trial:
+    """What a setting gave to real steps."""
+    return Trial(settings, "steps", measured, wait_fraction=waits, memory_bytes=memory_bytes)
+
+
 def report(num_workers: int = 3, **changes: Any) -> TuningReport:
     """A report that chose ``workers(num_workers)`` over one worker, with ``changes``."""
     settings = changes.pop("settings", workers(num_workers))
     fields: dict[str, Any] = {
         "search": "auto",
         "val": samples.settings(num_workers, batch_size=64),
-        "before": Side(workers(1), rate(240.0), 0.62, 210 * 10**6),
-        "after": Side(settings, rate(620.0), 0.012, 1_640 * 10**6),
+        "before": side(workers(1), rate(240.0), 0.62, 210 * 10**6),
+        "after": side(settings, rate(620.0), 0.012, 1_640 * 10**6),
         "demand": rate(640.0),
         "reason": "Nothing cheaper keeps the model busy",
         "trials": (

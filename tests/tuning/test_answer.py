@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import samples
 import torch
-from reports import OPEN, report, workers
+from reports import OPEN, report, side, workers
 from torch.utils.data import DataLoader
 
 from harness.config import Config
@@ -21,7 +21,7 @@ from harness.feed.interface import FeedSettings
 from harness.runtime.distributed import World
 from harness.runtime.files import typed
 from harness.runtime.limits import Limits
-from harness.tuning.report import Side, TuningReport
+from harness.tuning.measures import TuningReport
 from harness.watch.board import Board
 
 LIMITS = Limits(8.0, 2**30, None, 1024)
@@ -94,7 +94,7 @@ def test_the_user_reads_the_outcome() -> None:
 
 def test_what_was_not_measured_is_a_dash() -> None:
     """A search without steps has no waiting."""
-    shown = report(search="grid", demand=None, before=Side(workers(1))).lines()
+    shown = report(search="grid", demand=None, before=side(workers(1))).lines()
     assert shown[2].split()[:4] == ["before", "-", "-", "-"]
 
 
@@ -106,7 +106,7 @@ def test_the_title_says_how_the_answer_came() -> None:
 
 def test_the_summary_is_for_the_report() -> None:
     """Plain values; what was not measured is None."""
-    found = report(before=Side(workers(1))).summary()
+    found = report(before=side(workers(1))).summary()
     assert found["sentence"]
     assert {name: found[name] for name in found if name != "sentence"} == {
         "seconds": 9.23,
@@ -122,7 +122,7 @@ def test_the_summary_is_for_the_report() -> None:
     [
         pytest.param(report(), id="open interval"),
         pytest.param(report(0, demand=None, trials=(), notes=()), id="nothing measured"),
-        pytest.param(report(after=Side(workers(3), OPEN)), id="open interval of a side"),
+        pytest.param(report(after=side(workers(3), OPEN)), id="open interval of a side"),
         pytest.param(
             report(settings=dataclasses.replace(workers(3), backend="threads")),
             id="another backend",

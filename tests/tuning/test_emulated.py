@@ -20,8 +20,7 @@ from harness.config import TunerConfig
 from harness.feed.interface import FeedSettings
 from harness.runtime.distributed import World
 from harness.tuning import library
-from harness.tuning.measures import Rate
-from harness.tuning.report import TuningReport
+from harness.tuning.measures import Rate, TuningReport
 from harness.tuning.tuner import STEPS, Tuned, tune
 from harness.watch import console
 from harness.watch.clock import StepClock

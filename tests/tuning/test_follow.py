@@ -9,7 +9,7 @@ import pytest
 import reports
 
 from harness.runtime.folder import LOGGER
-from harness.tuning.report import TuningReport
+from harness.tuning.measures import TuningReport
 from harness.tuning.tuner import STEPS, Tuned
 from harness.watch.clock import StepClock
 
@@ -39,7 +39,7 @@ def predicted(step_ms: float = 20.0, wait_fraction: float | None = PREDICTED) ->
     report = reports.report()
     demand = report.settings.batch_size / step_ms * 1e3
     after = dataclasses.replace(
-        report.after, wait_fraction=wait_fraction, images_per_s=reports.rate(demand * 0.95)
+        report.after, wait_fraction=wait_fraction, rate=reports.rate(demand * 0.95)
     )
     return dataclasses.replace(report, demand=reports.rate(demand), after=after)
 

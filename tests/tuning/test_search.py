@@ -10,8 +10,7 @@ import samples
 from machines import Machine, made_up
 
 from harness.feed.interface import FeedSettings
-from harness.tuning.measures import Kind, Rate, Trial, in_flight
-from harness.tuning.report import Side, TuningReport
+from harness.tuning.measures import Kind, Rate, Trial, TuningReport, in_flight
 from harness.tuning.search import cost_of, grid
 
 Curve = Callable[[int], float]
@@ -71,7 +70,7 @@ def test_the_users_setting_comes_first_and_is_not_measured_twice() -> None:
     """The grid meets it again without asking."""
     seen, choice = run(lambda n: 10.0 - n, 8, own=dataclasses.replace(OWN, num_workers=4))
     assert [settings.num_workers for settings in seen] == [4, 0, 1, 2, 3]
-    assert choice.before.images_per_s == Rate(6.0, 6.0, 6.0)
+    assert choice.before.rate == Rate(6.0, 6.0, 6.0)
 
 
 def test_the_grid_is_walked_for_each_pin_memory() -> None:
@@ -92,7 +91,8 @@ def test_the_fastest_is_chosen_and_of_equals_the_cheaper() -> None:
 def test_with_everything_refused_the_users_setting_stays() -> None:
     """Nothing could be measured."""
     choice = run(lambda n: 0.0, 8)[1]
-    assert choice.before == choice.after == Side(OWN, memory_bytes=0)
+    assert choice.before == choice.after and choice.settings == OWN
+    assert choice.after.rate is None
 
 
 def test_the_budget_ends_the_grid() -> None:

@@ -22,7 +22,7 @@ from harness.training.state import TrainState, make_state
 from harness.training.step import Step, StepTrials
 from harness.tuning import tuner
 from harness.tuning.live import Change
-from harness.tuning.report import TuningReport
+from harness.tuning.measures import TuningReport
 from harness.tuning.tuner import Tuned, tuned
 from harness.watch.clock import StepClock
 from harness.watch.goodput import Course

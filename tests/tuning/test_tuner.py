@@ -26,9 +26,8 @@ from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample
 from harness.runtime.limits import Limits
-from harness.tuning.measures import Rate
+from harness.tuning.measures import Rate, TuningReport
 from harness.tuning.probe import Lab
-from harness.tuning.report import TuningReport
 from harness.tuning.tuner import tune
 from harness.watch.figures import StepRun
 from harness.watch.neighbours import Neighbours
@@ -153,14 +152,8 @@ def test_the_report_tells_before_and_after(on: On) -> None:
     """
     report = on(Machine(0.002, 0.0019, demand=700), 1)
     assert (report.before.settings, report.settings.num_workers) == (own(1), 2)
-    assert (
-        report.before.images_per_s is not None
-        and report.before.images_per_s.images_per_s == pytest.approx(500)
-    )
-    assert (
-        report.after.images_per_s is not None
-        and report.after.images_per_s.images_per_s == pytest.approx(700)
-    )
+    assert report.before.images_per_s == pytest.approx(500)
+    assert report.after.images_per_s == pytest.approx(700)
     assert report.ceiling == pytest.approx(1.4)
     assert report.before.wait_fraction == pytest.approx(
         2 / 7
@@ -239,7 +232,7 @@ def test_what_cannot_be_measured_stays_as_it_is(on: On, caplog: pytest.LogCaptur
     user's own.
     """
     report = on(Machine(0.01, 0.01, demand=100, broken=lambda _: True), 3)
-    assert (report.settings, report.after.images_per_s) == (own(3), None)
+    assert (report.settings, report.after.rate) == (own(3), None)
     assert [(t.settings.num_workers, t.settings.prefetch_factor) for t in report.trials] == [
         (3, 2),
         (1, 1),
