@@ -136,9 +136,7 @@ def again(
 
 def spawn_size(config: Config) -> int:
     """Returns how many processes ``dist=spawn`` starts on this node."""
-    gpus = 0
-    if config.device in ("auto", "cuda"):
-        gpus = accelerator.count()
+    gpus = accelerator.count() if config.device in ("auto", "cuda") else 0
     nprocs = config.dist.nprocs or gpus
     if nprocs == 0:
         raise ConfigError(
@@ -160,13 +158,11 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
         ConfigError: the device or the backend cannot be had.
     """
     kind = config.dist.name
+    rank = local_rank
+    size = local_size = spawn_size(config) if kind is DistName.spawn else 1
     if kind is DistName.torchrun:
-        size = int(os.environ["WORLD_SIZE"])
-        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        rank = int(os.environ["RANK"])
-    else:
-        rank = local_rank
-        size = local_size = spawn_size(config) if kind is DistName.spawn else 1
+        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        rank, size, local_size = (int(os.environ[name]) for name in names)
     device = choose_device(config.device, local_rank, local_size)
     own = accelerator.of(device)
     own.make_current()
@@ -177,17 +173,18 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
     if threads is not None:
         torch.set_num_threads(threads)
     if size > 1:
-        timeout = timedelta(seconds=config.dist.timeout_s)
-        backend = own.collective
-        if config.dist.backend is not DistBackend.auto:
-            backend = config.dist.backend.name
-        if backend == "nccl" and own.collective != "nccl":
+        asked = config.dist.backend
+        if asked is DistBackend.nccl and own.collective != "nccl":
             raise ConfigError(
                 f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use auto "
                 "or gloo"
             )
         dist.init_process_group(
-            backend, rank=rank, world_size=size, timeout=timeout, device_id=own.place
+            own.collective if asked is DistBackend.auto else asked.name,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=config.dist.timeout_s),
+            device_id=own.place,
         )
     try:
         yield World(rank, size, local_rank, local_size, device)

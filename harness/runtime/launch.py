@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 from harness.runtime import signals, workers
@@ -33,15 +33,12 @@ class ProcessError(RunError):
 
 def command(ranks: str | None = None) -> list[str]:
     """Returns the words that start such a run again; ``ranks`` is an option for torchrun."""
-    called = Path(sys.argv[0])
-    installed = called.name == "wellfed" or called.parts[-2:] == ("harness", "__main__.py")
-    if installed:
-        return ["wellfed"] if ranks is None else ["torchrun", ranks, "-m", "harness"]
+    installed = re.search("(^|/)(wellfed|harness/__main__.py)$", sys.argv[0])
     if ranks is not None:
-        return ["torchrun", ranks, "train.py"]
-    if "UV" in os.environ:
-        return ["uv", "run", "train.py"]
-    return ["python", "train.py"]
+        return ["torchrun", ranks, *(["-m", "harness"] if installed else ["train.py"])]
+    if installed:
+        return ["wellfed"]
+    return [*(["uv", "run"] if "UV" in os.environ else ["python"]), "train.py"]
 
 
 def setting(override: str) -> str:
@@ -66,7 +63,7 @@ def run_processes(
         multiprocessing.set_start_method("spawn", force=True)
     workers.start_tracker()
     context = multiprocessing.get_context("spawn")
-    started: list[tuple[SpawnProcess, Connection]] = []
+    started: dict[SpawnProcess, Connection] = {}
     # to end in the middle of a start would leave half a process
     signals.set_grace(grace_s)
     try:
@@ -78,14 +75,14 @@ def run_processes(
             with signals.unheard(signal.SIGTERM):
                 process.start()
             there.close()
-            started.append((process, here))
+            started[process] = here
         failure = _watch(started, grace_s)
     finally:
-        for process, _ in started:
+        for process in started:
             process.terminate()
         # for what a process removes as it ends
         deadline_s = time.monotonic() + 1.0
-        for process, _ in started:
+        for process in started:
             process.join(max(0.0, deadline_s - time.monotonic()))
             process.kill()
             process.join()
@@ -108,43 +105,48 @@ def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection
         signals.leave(code)
 
 
-def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> ProcessError | None:
+def _watch(started: Mapping[SpawnProcess, Connection], grace_s: float) -> ProcessError | None:
     """Waits until all have ended, or for the grace after a failure; returns the failure."""
     failure: ProcessError | None = None
     passed_on = False
     deadline_s = math.inf
     running = list(started)
     while running and time.monotonic() < deadline_s:
-        wait([process.sentinel for process, _ in running], timeout=0.2)
+        wait([process.sentinel for process in running], timeout=0.2)
         if signals.received() and not passed_on:
             passed_on = True
-            for process, _ in running:
+            for process in running:
                 process.terminate()
-        ended = [item for item in running if not item[0].is_alive()]
-        running = [item for item in running if item not in ended]
-        for process, pipe in ended:
-            code = process.exitcode
-            if not code:
+        ended = [process for process in running if not process.is_alive()]
+        running = [process for process in running if process not in ended]
+        for process in ended:
+            if (found := _failure(process, started[process])) is None:
                 continue
-            text = f"{process.name} ended with exit code {code}"
-            if code < 0:
-                name = signal.Signals(-code).name
-                text = f"{process.name} was killed by signal {-code} ({name})"
-                code = 128 - code
-            # a process may die before it can say why
-            with suppress(EOFError):
-                if pipe.poll():
-                    text, code = pipe.recv()
             if signals.received():
                 # others fail as well once one is gone
-                if not 1 < code < 128 or code == LOST_RANK:
-                    text, code = told(signals.interrupted())
+                if not 1 < found.exit_code < 128 or found.exit_code == LOST_RANK:
+                    found = ProcessError(*told(signals.interrupted()))
                 # a failure tells more than the signal
-                if failure is None or failure.exit_code > 128 > code:
-                    failure = ProcessError(text, code)
+                if failure is None or failure.exit_code > 128 > found.exit_code:
+                    failure = found
             elif failure is None or failure.exit_code == LOST_RANK:
-                failure = ProcessError(text, code)
+                failure = found
                 # at these ends the first rank saves
-                rest_s = max(_GRACE_S, grace_s) if code in (3, 6) else _GRACE_S
+                rest_s = max(_GRACE_S, grace_s) if found.exit_code in (3, 6) else _GRACE_S
                 deadline_s = time.monotonic() + rest_s
     return failure
+
+
+def _failure(process: SpawnProcess, pipe: Connection) -> ProcessError | None:
+    """Returns what made a process that has ended fail, if anything did."""
+    code = process.exitcode
+    if not code:
+        return None
+    # a process may die before it can say why
+    with suppress(EOFError):
+        if pipe.poll():
+            return ProcessError(*pipe.recv())
+    if code > 0:
+        return ProcessError(f"{process.name} ended with exit code {code}", code)
+    name = signal.Signals(-code).name
+    return ProcessError(f"{process.name} was killed by signal {-code} ({name})", 128 - code)
