@@ -17,6 +17,8 @@ _LOGGERS = (
 _FOLDER = "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER"
 _PRECISION = "write trainer.precision=bf16 or trainer.precision=fp16"
 _GPUS = "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N"
+# the dotted names of all settings, by ``config``
+SETTINGS: list[str] = []
 # names of other programs: what they are called here, or what to write
 _OTHER_NAMES = {
     "a": "model.name",
@@ -55,28 +57,28 @@ _OTHER_NAMES = {
 }
 
 
-def refused_flag(text: str, following: Sequence[str], settings: Sequence[str]) -> str:
+def refused_flag(text: str, following: Sequence[str]) -> str:
     """Returns what to say of a flag that Hydra has not, as ``--lr 0.1``.
 
-    ``following`` is what was typed after it, ``settings`` the dotted names of all settings.
+    ``following`` is what was typed after it.
     """
     flag, _, value = text.partition("=")
     name = flag.lstrip("-").replace("-", "_")
-    meant = _meant(name, settings)
+    meant = _meant(name)
     if not meant or " " in meant[0]:
-        return f"{flag}: settings are written NAME=VALUE, without dashes{_hint(name, settings)}"
+        return f"{flag}: settings are written NAME=VALUE, without dashes{_hint(name)}"
     if following and not re.match("-|.*=", following[0]):
         value = value or following[0]
     return f"{flag}: settings are written without dashes: {meant[0]}={value or 'VALUE'}"
 
 
-def _hint(name: str, settings: Sequence[str]) -> str:
+def _hint(name: str) -> str:
     """Returns what follows "unknown setting": what to write, what may be meant, where to look."""
-    meant = _meant(name, settings) or ["see --help"]
+    meant = _meant(name) or ["see --help"]
     return f"; {meant[0]}" if " " in meant[0] else f"; did you mean {' or '.join(meant)}?"
 
 
-def _meant(name: str, settings: Sequence[str]) -> list[str]:
+def _meant(name: str) -> list[str]:
     """Returns at most three settings that ``name`` may stand for, or what to write instead.
 
     Other programs' names come first, then settings of the same last part, then the most similar
@@ -85,12 +87,12 @@ def _meant(name: str, settings: Sequence[str]) -> list[str]:
     group, _, last = name.rpartition(".")
     if other := _OTHER_NAMES.get(name) or _OTHER_NAMES.get(last):
         return [other]
-    same = [path for path in settings if path.rpartition(".")[2] == last]
+    same = [path for path in SETTINGS if path.rpartition(".")[2] == last]
     if same:
         depth = min(path.count(".") for path in same)
         return [path for path in same if path.count(".") == depth][:3]
-    neighbours = [path for path in settings if path.rpartition(".")[0] == group]
-    for paths in (neighbours, settings):
+    neighbours = [path for path in SETTINGS if path.rpartition(".")[0] == group]
+    for paths in (neighbours, SETTINGS):
         by_last = {path.rpartition(".")[2]: path for path in paths}
         if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.7):
             return [by_last[near[0]]]
@@ -100,50 +102,44 @@ def _meant(name: str, settings: Sequence[str]) -> list[str]:
 def nearest(value: str, known: Sequence[str]) -> str:
     """Returns ``"; did you mean ...?"`` with the most similar names, else nothing."""
     near = difflib.get_close_matches(value.lower(), known, n=3)
-    if not near:
-        return ""
-    return f"; did you mean {', '.join(near)}?"
+    return f"; did you mean {', '.join(near)}?" if near else ""
 
 
-def explain(error: BaseException | None, settings: Sequence[str]) -> str | None:
+def explain(error: BaseException | None) -> str | None:
     """Returns one line for a refusal by Hydra or OmegaConf: setting, reason and way out.
 
-    ``settings`` are the dotted names of all settings. None: another error.
+    None: another error.
     """
     if isinstance(error, yaml.YAMLError):
-        return yaml_fault(error)
+        # what is wrong in a file of settings, and where
+        said = " ".join(str(getattr(error, "problem", None) or error).split())
+        mark = getattr(error, "problem_mark", None)
+        return said if mark is None else f"{mark.name}, line {mark.line + 1}: {said}"
     # what OmegaConf says of a number that is too long is no error of its own
     keys = re.findall(r"full_key: (\S+)", str(error))
     if not keys and not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     # what Hydra wraps says more
-    if isinstance(error, HydraException) and (wrapped := explain(error.__cause__, settings)):
+    if isinstance(error, HydraException) and (wrapped := explain(error.__cause__)):
         return wrapped
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, value = str(error.missing_cfg_file).rpartition("/")
         return no_choice(group, value, error.options)
     name = getattr(error, "full_key", None) or next(iter(keys), "")
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
-        return f"{name}: unknown setting{_hint(name, settings)}"
+        return f"{name}: unknown setting{_hint(name)}"
     # any other text, without the lines that name Python's types
     text = re.sub(r"(?m)^\s*(full_key|object_type|reference_type)\b.*", "", str(error))
     said = " ".join(text.split())
     if isinstance(error, OverrideParseException):
         name = error.override
         if "=" not in name:
-            said += _hint(name, settings)
+            said += _hint(name)
     if mistyped := re.search(r"Invalid value '([^']+)', expected one of \[(.*?)\]", said):
         said += nearest(mistyped[1], mistyped[2].split(", "))
     elif name.startswith("loader.") and "'auto'" in said:
         said += "; to have it found, write loader.autotune=true"
     return said if name in said else f"{name}: {said}"
-
-
-def yaml_fault(error: yaml.YAMLError) -> str:
-    """Returns what is wrong in a file of settings, and where."""
-    said = " ".join(str(getattr(error, "problem", None) or error).split())
-    mark = getattr(error, "problem_mark", None)
-    return said if mark is None else f"{mark.name}, line {mark.line + 1}: {said}"
 
 
 def no_choice(group: str, value: str, options: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 With ``answers`` and ``app`` the only module that knows Hydra. The dataclasses below are the schema;
 the files in ``conf/`` hold values only. ``load`` turns what Hydra composed into a checked
-``Config``, ``explain`` a refusal into one line.
+``Config``.
 """
 
 from __future__ import annotations
@@ -783,7 +783,7 @@ def _typed(composed: DictConfig) -> Config:
         # merged once more: composing lets keys pass that were added with a plus
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
     except (OmegaConfBaseException, OverflowError) as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(answers.explain(error)) from error
     assert isinstance(config, Config)
     # without the schema's defaults, alone or within a group that is interpolated
     written = dict(leaves(OmegaConf.to_container(ours)))
@@ -847,7 +847,7 @@ def saved(text: bytes) -> dict[str, Any]:
         plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
     # YAML's own, which has no base that Python has; omegaconf's
     except Exception as error:
-        raise ConfigError(explain(error) or str(error)) from error
+        raise ConfigError(answers.explain(error) or str(error)) from error
     # a list, in a file that is not ours
     return plain if isinstance(plain, dict) else {}
 
@@ -861,6 +861,9 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]
             yield from walk(value, f"{path}.")
         else:
             yield path, value, declared
+
+
+answers.SETTINGS += [path for path, _, _ in walk(Config())]
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -928,16 +931,6 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def explain(error: BaseException) -> str | None:
-    """Returns one line for a refusal by Hydra or OmegaConf, else None."""
-    return answers.explain(error, names())
-
-
-def names() -> list[str]:
-    """Returns the dotted names of all settings."""
-    return [path for path, _, _ in walk(Config())]
-
-
 def prepared(arguments: list[str]) -> Namespace:
     """Returns the command line's ``arguments`` as Hydra's own parser reads them.
 
@@ -955,7 +948,7 @@ def prepared(arguments: list[str]) -> Namespace:
         _refused("--experimental-rerun unpickles a file")
     if unknown:
         following = arguments[arguments.index(unknown[0]) + 1 :]
-        raise ConfigError(answers.refused_flag(unknown[0], following, names()))
+        raise ConfigError(answers.refused_flag(unknown[0], following))
     # pkg://... is Hydra's
     if read.config_path and "://" not in read.config_path:
         read.config_path = str(Path.cwd() / read.config_path)
@@ -1064,10 +1057,6 @@ def check_names(config: Config) -> None:
         )
 
 
-def _groups() -> list[str]:
-    return sorted(path.name for path in CONF.iterdir() if path.is_dir())
-
-
 def choices(group_name: str) -> list[str]:
     """Returns the names that ``GROUP=`` takes, without their values."""
     return sorted(file.stem for file in (CONF / group_name).glob("*.yaml"))
@@ -1098,7 +1087,7 @@ Every setting with its value as this command line has it; add data=cifar10 to se
 def help_text(config: Config) -> str:
     """Returns the page of ``--help``: the calls, the choices, every setting with its value."""
     lines = []
-    for name in _groups():
+    for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
         values = choices(name)
         if name == "model":
             values += [
