@@ -85,7 +85,7 @@ class Supply:
     batches: int = 0
     last: HostBatch | None = None
     worker_bytes: int = 0
-    points: list[tuple[float, float, Work]] = field(default_factory=list)
+    points: list[tuple[float, ...]] = field(default_factory=list)
     # when every worker had moved
     _moved: float = math.inf
 
@@ -97,7 +97,7 @@ class Supply:
         is_full = self.batches > self.skip + in_flight(self.settings)
         # a queue that does not fill is waited for no longer
         if self.points or is_full or at - self._moved >= 0.3:
-            self.points.append((at, cpu_s, work))
+            self.points.append((at, cpu_s, *work))
 
     def is_known(self, limit_s: float) -> bool:
         """Whether the window has lasted for ``limit_s``, or three of them with uneven samples."""
@@ -109,24 +109,20 @@ class Supply:
     @property
     def images(self) -> int:
         """The samples in the window."""
-        return self.points[-1][2].samples - self.points[0][2].samples
+        return int(self.points[-1][2] - self.points[0][2])
 
     @property
     def rate(self) -> Rate:
         """Images/s over the window, with the interval that ten blocks or more give."""
         stride = max(1, len(self.points) // _BLOCKS)
-        edges = [(at, work.samples) for at, _, work in self.points[::-stride]]
-        seconds, images = np.diff(edges, axis=0).T
+        seconds, _, images, *_ = np.diff(self.points[::-stride], axis=0).T
         return Rate.of(-images, -seconds)
 
     @property
     def cost(self) -> SampleCost:
         """What one sample of the window cost."""
-        _, cpu_s, first = self.points[0]
-        _, last_cpu_s, last = self.points[-1]
-        count = self.images
-        _, _, wall_s, square_s2, made_s = (np.subtract(last, first) / count).tolist()
-        receive_s = (last_cpu_s - cpu_s) / count
+        each = np.subtract(self.points[-1], self.points[0]) / self.images
+        _, receive_s, _, _, wall_s, square_s2, made_s = each.tolist()
         if self.settings.backend != PROCESSES or self.settings.num_workers == 0:
             # the samples are made in this process
             receive_s = max(0.0, receive_s - made_s)

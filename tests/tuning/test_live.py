@@ -12,7 +12,7 @@ import pytest
 
 from harness.feed.interface import THREADS, FeedSettings
 from harness.feed.threads import ThreadFeed
-from harness.tuning.live import Live, Period
+from harness.tuning.tuner import Live, Period
 from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost, StageTotals
 

@@ -21,9 +21,8 @@ from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
 from harness.training.step import Step, StepTrials
 from harness.tuning import tuner
-from harness.tuning.live import Change
 from harness.tuning.measures import TuningReport
-from harness.tuning.tuner import Tuned, tuned
+from harness.tuning.tuner import Change, Tuned, tuned
 from harness.watch.clock import StepClock
 from harness.watch.goodput import Course
 from harness.watch.station import Watch
