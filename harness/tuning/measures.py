@@ -26,6 +26,7 @@ _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 # of the mean: two rates that are off by 30 % look alike from no waiting to waiting half of the
 # time, as (1 - 0.3) / (1 + 0.3) is 0.54
 _UNEVEN = 0.3
+_OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
 # share of the processors above which workers and step are in each other's way
 BUSY = 0.8
 # delivered over demand with which there is nothing to gain
@@ -146,11 +147,11 @@ class Trial:
     @property
     def row(self) -> tuple[str, ...]:
         """The cells of a table: what was measured, images/s, waiting, seconds, the setting."""
-        waiting = "" if self.wait_fraction is None else f"{self.wait_fraction:.0%}"
+        waiting = "-" if self.wait_fraction is None else f"{self.wait_fraction:.0%}"
         why = f": {self.refused}" if self.refused else ""
         return (
             "loader alone" if self.kind == "supply" else "real steps",
-            str(self.rate or "refused"),
+            str(self.rate or ("refused" if why else "-")),
             waiting,
             f"{self.seconds:.1f}",
             f"{self.settings}{why}",
@@ -322,28 +323,27 @@ class TuningReport:
     def override(self) -> str:
         """What to type to get this choice without tuning."""
         train = self.settings
-        val = self.val
-        words: dict[str, Any] = {"backend": train.backend, "pin_memory": train.pin_memory}
-        if train.backend != ARRAYS:
-            words["num_workers"] = train.num_workers
-        if train.num_workers:
-            words["prefetch_factor"] = train.prefetch_factor
-            words["persistent_workers"] = train.persistent_workers
+        names = ["backend", "pin_memory", *_OF_WORKERS]
+        if train.backend == ARRAYS:
+            names.remove("num_workers")
+        words = {name: getattr(train, name) for name in names}
         # the validation feed's follow from these, unless they had to be less
         derived = {"batch_size": train.batch_size, "num_workers": train.num_workers}
         for name, value in {**derived, "prefetch_factor": 2}.items():
-            if getattr(val, name) not in (None, value):
-                words[f"val.{name}"] = getattr(val, name)
-        return " ".join(f"loader.{name}={str(value).lower()}" for name, value in words.items())
+            other = getattr(self.val, name)
+            words[f"val.{name}"] = None if other == value else other
+        return " ".join(
+            f"loader.{name}={str(value).lower()}"
+            for name, value in words.items()
+            if value is not None
+        )
 
     @property
     def loader_arguments(self) -> dict[str, Any]:
         """The choice as keyword arguments of torch's ``DataLoader``."""
         own = self.settings
-        names = ["batch_size", "num_workers", "pin_memory"]
-        if own.num_workers:
-            names += ["prefetch_factor", "persistent_workers"]
-        found = {name: getattr(own, name) for name in names}
+        names = ("batch_size", "pin_memory", *_OF_WORKERS)
+        found = {name: getattr(own, name) for name in names if getattr(own, name) is not None}
         # the first is what Python does by itself
         if own.num_workers and own.start_method != get_all_start_methods()[0]:
             found["multiprocessing_context"] = own.start_method
@@ -372,13 +372,7 @@ class TuningReport:
         elif not self.complete:
             title += ", the time was over"
         rows = [
-            (
-                name,
-                str(side.rate or "-"),
-                "-" if side.wait_fraction is None else f"{side.wait_fraction:.0%}",
-                "-" if side.memory_bytes is None else shown(side.memory_bytes),
-                str(side.settings),
-            )
+            (name, *side.row[1:3], shown(side.memory_bytes), str(side.settings))
             for name, side in (("before", self.before), ("after", self.after))
         ]
         what = "images/s" if self.demand else "images/s (loader alone)"
@@ -416,8 +410,8 @@ class TuningReport:
         return dict(plain(dataclasses.asdict(self)))
 
 
-def shown(count: float) -> str:
-    """Returns ``count`` bytes in MB, from a thousand of them on in GB."""
-    if count >= 1e9:
-        return f"{count / 1e9:.1f} GB"
-    return f"{count / 1e6:.1f} MB"
+def shown(count: float | None) -> str:
+    """Returns ``count`` bytes in MB, from a thousand of them on in GB; None: it is not known."""
+    if count is None:
+        return "-"
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
