@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from harness.config import WatchConfig
-from harness.watch.board import Board, Value, stages
+from harness.watch.board import Board, Value
 from harness.watch.clock import StepClock
 from harness.watch.figures import by_tag
 from harness.watch.host import HostSensor, Sampler
@@ -140,7 +140,7 @@ def window_cost(folder: Path, runs: int) -> Cost:
     ):
 
         def figures() -> dict[str, Value]:
-            return {**by_tag(window), **stages(meter.read(), 8.0), **sampler.read()}
+            return {**by_tag(window), **meter.read().by_tag(8.0), **sampler.read()}
 
         return Cost.of(lambda _: board.scalars(1, figures(), epoch=1), lambda _: None, Plan(runs))
 

@@ -48,10 +48,7 @@ class Untimed(StageTimer):
     def begin(self, samples: int) -> None:
         """Nothing is to be timed."""
 
-    def fill(self) -> None:
-        """Nothing."""
-
-    def end(self, samples: int, batches: int = 1) -> Stamps:
+    def end(self, samples: int) -> Stamps:
         """No time at all."""
         return self._stamps
 
@@ -76,7 +73,7 @@ class Worker:
 
     def clocks(self) -> Hashable:
         """By which clocks samples of the last batch were timed; most batches time none."""
-        return frozenset(map(id, self._timers or ()))
+        return self._timers is not None
 
 
 def timers_cost(work: int, runs: int) -> Cost:

@@ -29,7 +29,7 @@ from harness import config as schema
 from harness.config import Config
 from harness.runtime import signals
 from harness.training.saving import Boundary
-from harness.watch.neighbours import Neighbours
+from harness.watch.host import Neighbours
 
 ROOT = Path(__file__).parents[1]
 

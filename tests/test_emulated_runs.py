@@ -22,7 +22,7 @@ from harness.data import datasets
 from harness.training import engine, models
 from harness.training.step import Evaluation
 from harness.training.step import evaluate as engine_evaluate
-from harness.watch import evidence
+from harness.watch import verdict
 from harness.watch.figures import Tag
 from harness.watch.host import HostSensor
 from scripts import planted_data
@@ -85,7 +85,7 @@ def run(
 
         monkeypatch.setattr(engine, "evaluate", evaluate)
         if not seen:  # this machine's other programs
-            monkeypatch.setattr(evidence, "taken", lambda sampled: None)
+            monkeypatch.setattr(verdict, "taken", lambda sampled: None)
         monkeypatch.setattr(models, "build", build)
         folder = tmp_path / "run"
         folder.mkdir()

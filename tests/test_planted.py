@@ -9,7 +9,7 @@ import pytest
 
 from harness.job import Job, main_worker
 from harness.tuning.tuner import TuningCache
-from harness.watch.neighbours import Neighbours
+from harness.watch.host import Neighbours
 from scripts import planted_acts
 from scripts.planted import PLANTS, composed
 

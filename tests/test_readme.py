@@ -17,8 +17,8 @@ from commands import ran
 from hydra import compose
 
 from harness.config import Config, prepared
-from harness.watch.evidence import Bottleneck
 from harness.watch.figures import Tag
+from harness.watch.verdict import Bottleneck
 
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING, OWN_LOOP = (

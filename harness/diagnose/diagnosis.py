@@ -22,10 +22,9 @@ from harness.tuning.measures import Rate
 from harness.tuning.probe import Lab
 from harness.watch.board import Board, plain, publish
 from harness.watch.console import aligned, live_table
-from harness.watch.evidence import HARM, Bottleneck, total
-from harness.watch.neighbours import Neighbours
-from harness.watch.verdict import Verdict
-from harness.watch.wording import stated, typed
+from harness.watch.host import Neighbours
+from harness.watch.report import stated, typed
+from harness.watch.verdict import HARM, Bottleneck, Verdict, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

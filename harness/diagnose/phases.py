@@ -131,7 +131,7 @@ class Session:
             cost = loading.cost
             assert cost is not None
             sample = StageCost(cost.wall_s, cost.cpu_s)
-            stages = StageTotals(1, 0, cost.wall_s, {SAMPLE: sample})
+            stages = StageTotals(1, cost.wall_s, {SAMPLE: sample})
         return Runs(
             loading=loading,
             stages=stages,

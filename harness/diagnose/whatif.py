@@ -15,11 +15,9 @@ from typing import Any
 from harness.diagnose.phases import Runs
 from harness.feed.interface import FeedSettings
 from harness.tuning.measures import Model
-from harness.watch.evidence import Bottleneck, Evidence, total, worker_cost
-from harness.watch.figures import Tag
-from harness.watch.ledger import Ledger
+from harness.watch.figures import Ledger, Tag
 from harness.watch.stages import StageCost
-from harness.watch.verdict import Verdict, judge
+from harness.watch.verdict import Bottleneck, Evidence, Verdict, judge, total, worker_cost
 
 # the rates are too uneven, or other programs' too
 NO_CEILING: tuple[Bottleneck, ...] = ("unknown", "neighbours")

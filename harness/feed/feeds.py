@@ -226,10 +226,8 @@ class ArrayFeed(Backend):
         epoch, indices = next(self._coming)
         count = len(indices)
         # a batch is timed like a single sample: it has one stage
-        timed = self._timer.begin(1)
-        self._timer.fill()
-        if timed:
-            self._timer.lap(START)
+        self._timer.begin(1)
+        self._timer.mark(START)
         gather = self.pixels.batch
         if self.times_samples:
             gather = self.meter.timed(0, gather, count)
@@ -237,8 +235,7 @@ class ArrayFeed(Backend):
         if self.settings.pin_memory and not self.made_on_device:
             images = images.pin_memory()
             labels = labels.pin_memory()
-        if timed:
-            self._timer.lap(_GATHER)
+        self._timer.mark(_GATHER)
         failures: tuple[Failure, ...] = ()
         if replaced := self.pixels.replaced:
             places = (indices % self._length).tolist()

@@ -6,7 +6,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import repeat
@@ -20,7 +20,7 @@ from harness.feed.order import AnyOrder
 from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory
 from harness.runtime.folder import log
 from harness.runtime.seeding import instead_of
-from harness.watch.stages import SAMPLE, START, StageMeter, StageTimer, Stamps
+from harness.watch.stages import SAMPLE, START, Lap, StageMeter, StageTimer, Stamps
 
 # the backends that can serve every data set
 PROCESSES = "processes"
@@ -309,8 +309,7 @@ def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
 class Filler:
     """What one worker does, a process, a thread or the trainer itself: it fills samples.
 
-    For each chunk call ``timer.begin``, ``timer.share`` if the memory is shared, then ``fill``. The
-    time until ``fill`` is the batch's, not a sample's.
+    For each chunk call ``timer.begin``, then ``fill``.
 
     Args:
         dataset: gives the samples.
@@ -333,22 +332,20 @@ class Filler:
 
     def fill(
         self,
-        timers: Sequence[StageTimer | None] | None,
+        lap: Lap | None,
         epoch: int,
         indices: np.ndarray,
         pixels: np.ndarray,
         labels: np.ndarray,
-        batches: int = 1,
     ) -> tuple[list[Failure], Stamps]:
         """Writes samples into a batch; returns their failures, and when the chunk was made.
 
         Args:
-            timers: what ``timer.begin`` returned for the chunk.
+            lap: what ``timer.begin`` returned for the chunk.
             epoch: of the samples.
             indices: their places in the data set, int64 ``[N]``, as an order gives them.
             pixels: where they go, uint8 ``[N, 3, S, S]`` with any strides.
             labels: where their labels go, int64 ``[N]``.
-            batches: how many batches the chunk completes, for the meter's count.
 
         Raises:
             MemoryError: no sample's fault, whichever allocator refused.
@@ -357,24 +354,22 @@ class Filler:
         first = self._stages[0]
         # a data set that names its stages tells of their ends
         told = first != SAMPLE
-        self.timer.fill()
+        laps = (lap,) if lap and told else ()
         for row, index in enumerate(indices.tolist()):
-            timer = timers and timers[row]
             try:
-                if timer:
-                    timer.lap(START)
-                laps = (timer.lap,) if timer and told else ()
+                if lap:
+                    lap(START)
                 labels[row] = self._fill(epoch, index, pixels[row], *laps)
-                if timer and not told:
-                    timer.lap(SAMPLE)
+                if lap and not told:
+                    lap(SAMPLE)
             except Exception as error:
-                if timer:
+                if lap:
                     # time without a lap counts for the first stage, most often reading
-                    timer.lap(first)
+                    lap(first)
                 if is_out_of_memory(error):
                     raise MemoryError(str(error)) from error
                 failures.append(self._failure(error, epoch, index, pixels[row], labels[row:]))
-        return failures, self.timer.end(len(indices), batches)
+        return failures, self.timer.end(len(indices))
 
     def _failure(
         self, error: Exception, epoch: int, index: int, out: np.ndarray, label: np.ndarray

@@ -37,7 +37,7 @@ from harness.feed.order import AnyOrder
 from harness.runtime import signals, workers
 from harness.runtime.errors import LoaderError
 from harness.runtime.workers import Watchdog
-from harness.watch.stages import StageMeter
+from harness.watch.stages import SHARE, StageMeter
 
 # how soon a dead worker, or a signal to the trainer, ends a wait
 _POLL_S = 2.0
@@ -335,16 +335,17 @@ class _Batches(Dataset[HostBatch]):
             slot = worker.id if worker else 0
             self._filler = Filler(self.dataset, slot, self.meter, self.times_samples)
         # the batch's own time, without its samples, begins here
-        timers = self._filler.timer.begin(count)
+        timer = self._filler.timer
+        lap = timer.begin(count)
         size = self.dataset.image_size
-        self._filler.timer.share()
         # a worker's are shared from the start, as in torch's own collate: handing them over copies
         # nothing
         new = torch.UntypedStorage._new_shared if worker else torch.UntypedStorage
         memory = torch.empty(0, dtype=torch.uint8).set_(new(count * 3 * size * size))
         images = memory.view(count, size, size, 3).permute(0, 3, 1, 2)
         labels = torch.zeros(count, dtype=torch.int64)
-        failures, stamps = self._filler.fill(timers, epoch, indices, images.numpy(), labels.numpy())
+        timer.mark(SHARE)
+        failures, stamps = self._filler.fill(lap, epoch, indices, images.numpy(), labels.numpy())
         return HostBatch(images, labels, torch.from_numpy(indices), tuple(failures), epoch, stamps)
 
 

@@ -257,7 +257,6 @@ class ThreadFeed(Backend):
                 batch.indices[rows],
                 batch.images[rows],
                 batch.labels[rows],
-                batches=int(rows.stop == len(batch.indices)),
             )
         except BaseException as error:
             # raised by the consumer in the batch's place; nobody need fill the rest

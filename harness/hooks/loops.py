@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import get_ident
@@ -69,7 +69,7 @@ class _Pass:
 
     Attributes:
         told: whether the clock is told of its waits.
-        waits: whether the clock counts a wait for it now.
+        wait: the wait for a batch that the clock is told of, if one goes on.
         asked_s: when a batch was asked for.
         updates: optimizers' steps since it began.
         graded: it gave a batch where gradients are on, and may train.
@@ -79,71 +79,72 @@ class _Pass:
     loader: Followed
     began_s: float
     told: bool = False
-    waits: bool = False
+    wait: ExitStack = field(default_factory=ExitStack)
     asked_s: float = 0.0
     updates: int = 0
     graded: bool = False
     last_s: float = 0.0
 
 
-@dataclass
 class Loops:
     """The loops of the thread that made this object.
 
     Attributes:
-        on_start: called at the first update.
-        on_window: called with the clock whenever ``window_s`` seconds of steps are over.
-        on_pass: called with the clock at the end of each pass that trained.
         clock: of the training; None before the first update.
         followed: the loaders, in the order in which they were first used.
         updates: steps of optimizers.
-        forward_s: host seconds from a batch to ``backward``, and how many were seen.
         evaluated_s: of passes without an update.
         own: where the network's weights are.
         rank, world_size: of this process, as torch.distributed has them.
         fault: the error of ours that ended the watching; empty: none.
+        thread: whose loops they are; of others' only ``open`` is told.
     """
 
-    on_start: Callable[[], object]
-    on_window: Callable[[StepClock], object]
-    on_pass: Callable[[StepClock], object]
-    window_s: float = 1.0
+    window_s = 1.0
     clock: StepClock | None = None
-    followed: list[Followed] = field(default_factory=list)
-    updates: int = 0
-    forward_s: float = 0.0
-    forwards: int = 0
-    evaluated_s: float = 0.0
-    rank: int = 0
-    world_size: int = 1
-    fault: str = ""
+    updates = 0
+    evaluated_s = 0.0
+    rank = 0
+    world_size = 1
+    fault = ""
+    # the pass whose batches begin steps
+    _main: _Pass | None = None
+    # since the last update
+    _samples = 0
+    # since the last request for a batch that the clock was told of
+    _updated = False
+    _closed_s = _settled_s = 0.0
 
-    def __post_init__(self) -> None:
-        self._thread = get_ident()
+    def __init__(self) -> None:
+        self.thread = get_ident()
+        self.followed: list[Followed] = []
+        self.own = accelerator.of("cpu")
+        self._now: Callable[[], float] = time.perf_counter
         self._known = WeakKeyDictionary[Any, Followed]()
         self._passes = WeakKeyDictionary[Any, _Pass]()
-        # the pass whose batches begin steps
-        self._main: _Pass | None = None
         # passes that gave a batch since the last told one did, and may be evaluations
         self._undecided: list[_Pass] = []
-        self._samples = 0
-        # since the last request for a batch that the clock was told of
-        self._updated = False
-        self._handed_s: float | None = None
-        self._closed_s = self._settled_s = 0.0
-        self.own = accelerator.of("cpu")
+        # the block of computing that goes on
+        self._block = ExitStack()
 
-    def made(self, loader: Any) -> None:
-        """Take note of a loader as its constructor returns."""
-        if self._here():
-            self._new(loader)
+    def on_start(self) -> None:
+        """Called at the first update."""
 
-    def open(self, loader: Any) -> _Pass:
-        """Returns a new pass over ``loader``, which is about to make an iterator."""
+    def on_window(self, clock: StepClock) -> None:
+        """Called whenever ``window_s`` seconds of steps are over."""
+
+    def on_pass(self, clock: StepClock) -> None:
+        """Called at the end of each pass that trained."""
+
+    def open(self, loader: Any) -> _Pass | None:
+        """Returns a new pass over ``loader``, which is about to make an iterator.
+
+        None: in another thread.
+        """
         own = _Pass(self._loader(loader), self._now())
-        if not self._here():
+        if get_ident() != self.thread:
             own.loader.elsewhere = True
-            return own
+            return None
         self._end_step()
         clock = self.clock
         own.told = own.loader.trains and torch.is_grad_enabled()
@@ -155,7 +156,7 @@ class Loops:
         if clock and own.told:
             if self._main is None:
                 clock.start_epoch()
-            own.waits = clock.begin_waiting()
+            own.wait.enter_context(clock.waiting())
         elif clock and self._main and own.began_s - self._settled_s > _SETTLE_S:
             # else what the device has left to do would be missing from the steps
             clock.settle()
@@ -164,16 +165,15 @@ class Loops:
 
     def opened(self, own: _Pass, iterator: Any) -> None:
         """Take note of the iterator of a pass."""
-        self._end_wait(own)
-        if self._here():
-            self._passes[iterator] = own
-            if own.told and self._main is None:
-                self._main = own
+        own.wait.close()
+        self._passes[iterator] = own
+        if own.told and self._main is None:
+            self._main = own
 
     def ask(self, iterator: Any) -> _Pass | None:
         """Take note of a request for a batch; returns its pass, if that is followed."""
         own = self._passes.get(iterator)
-        if own is None or not self._here():
+        if own is None:
             return None
         own.asked_s = self._now()
         if self.clock and own.told:
@@ -181,17 +181,17 @@ class Loops:
             if own is self._main:
                 self._left(graded=True)
                 self._undecided.clear()
-            self.clock.end_computing()
-            own.waits = self.clock.begin_waiting()
+            self._block.close()
+            own.wait.enter_context(self.clock.waiting())
         return own
 
     def take(self, own: _Pass, iterator: Any, batch: Any) -> None:
         """Take note of the batch that was asked for."""
         clock = self.clock
         loader = own.loader
-        if clock and own.waits and loader.meter:
+        if clock and own.told and loader.meter:
             clock.arrived(loader.meter.stamps(getattr(iterator, "_rcvd_idx", 1) - 1))
-        self._end_wait(own)
+        own.wait.close()
         loader.waited_s += self._now() - own.asked_s
         loader.batches += 1
         samples = _samples(batch)
@@ -207,20 +207,15 @@ class Loops:
             if own not in self._undecided:
                 self._undecided.append(own)
         else:
-            clock.begin_computing()
-        self._handed_s = own.last_s = self._now()
+            self._block.enter_context(clock.computing())
+        own.last_s = self._now()
 
     def lack(self, own: _Pass, *, is_end: bool) -> None:
         """Take note that there is no batch: the pass is at its end, or has failed."""
-        self._end_wait(own)
+        own.wait.close()
         own.loader.waited_s += self._now() - own.asked_s
         if is_end:
             self._ended(own)
-
-    def _end_wait(self, own: _Pass) -> None:
-        if own.waits and self.clock:
-            self.clock.end_waiting()
-        own.waits = False
 
     def _left(self, *, graded: bool) -> None:
         """End the evaluations that were left before their end, or go on without updates.
@@ -253,8 +248,6 @@ class Loops:
 
     def updated(self, optimizer: Any) -> None:
         """Take note of an optimizer's step that was just made."""
-        if not self._here():
-            return
         self.updates += 1
         if self.clock is None:
             self._start(optimizer)
@@ -276,6 +269,7 @@ class Loops:
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
         device = next(weights).device
         self.clock = StepClock(device)
+        self._now = self.clock.now
         self.own = accelerator.of(device)
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized():
@@ -284,18 +278,10 @@ class Loops:
         self.on_start()
         self._closed_s = self._now()
 
-    def backward(self) -> None:
-        """Take note that gradients are about to be computed."""
-        # the first one takes longer
-        if self.clock and self._handed_s is not None and self._here():
-            self.forward_s += self._now() - self._handed_s
-            self.forwards += 1
-            self._handed_s = None
-
     def copying(self, tensor: Tensor) -> Any:
         """Returns what ``copied`` takes, where a tensor may go to the device."""
         own = self.own
-        if not own.has_streams or own.holds(tensor) or not self._here():
+        if not own.has_streams or own.holds(tensor):
             return None
         start = own.event(timed=True)
         start.record(own.stream())
@@ -308,7 +294,7 @@ class Loops:
         if self.clock and self.own.holds(made):
             self.clock.copied(start, end)
 
-    def finish(self, *, completed: bool) -> None:
+    def end(self, *, completed: bool) -> None:
         """End what is under way; where all is ``completed``, a pass that is not at its end too."""
         self._end_step()
         if completed:
@@ -336,7 +322,7 @@ class Loops:
         # a loop that asks for batches ahead makes its last step after the end of the pass
         if not updated or clock is None or self._main is None:
             return
-        clock.end_computing()
+        self._block.close()
         clock.step(self._samples)
         self._samples = 0
         now_s = self._now()
@@ -345,13 +331,8 @@ class Loops:
             with clock.noted("watching"):
                 self.on_window(clock)
 
-    def _now(self) -> float:
-        return self.clock.now() if self.clock else time.perf_counter()
-
-    def _here(self) -> bool:
-        return get_ident() == self._thread
-
-    def _new(self, loader: Any) -> Followed:
+    def made(self, loader: Any) -> Followed:
+        """Returns what is known of a loader that is new."""
         dataset = getattr(loader, "dataset", None)
         length = 0
         with suppress(TypeError):
@@ -367,7 +348,7 @@ class Loops:
 
     def _loader(self, loader: Any) -> Followed:
         """Returns what is known of a loader that is used."""
-        own = self._known.get(loader) or self._new(loader)
+        own = self._known.get(loader) or self.made(loader)
         alive = [id(each) for each in self._known.values()]
         for other in self.followed:
             if (other.where, other.settings) == (own.where, own.settings) and (

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from harness.hooks import patches
 from harness.hooks.session import Session
-from harness.watch.wording import Statement
+from harness.watch.report import Statement
 
 Batch = TypeVar("Batch")
 
@@ -58,12 +58,8 @@ class Watched(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if isinstance(self._loader, DataLoader):
             return iter(self._loader)
-        found: Iterator[Batch] = self._followed()
+        found: Iterator[Batch] = patches.iterate(lambda own: _Batches(iter(own._loader)), self)
         return found
-
-    @patches.iterating
-    def _followed(self) -> Iterator[Batch]:
-        return _Batches(iter(self._loader))
 
     def verdict(self) -> Statement:
         """Returns what bounds the steps so far, and what to try."""
@@ -74,9 +70,9 @@ class _Batches(Iterator[Batch]):
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
 
-    @patches.fetching
     def __next__(self) -> Batch:
-        return next(self._batches)
+        batch: Batch = patches.fetch(lambda own: next(own._batches), self)
+        return batch
 
 
 def watched(loader: Iterable[Batch]) -> Watched[Batch]:

@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -32,22 +33,29 @@ def installed(loops: Loops) -> Iterator[None]:
     """Tells ``loops`` of all that torch does in the block."""
     global _loops
     with ExitStack() as stack:
-        for owner, name, around in (
-            (dataloader.DataLoader, "__init__", _making),
-            (dataloader.DataLoader, "__iter__", iterating),
-            (dataloader._BaseDataLoaderIter, "__next__", fetching),
-            (torch.Tensor, "to", _copying),
-            (torch.Tensor, "cuda", _copying),
-            (torch.autograd, "backward", _backward),
+        for owner, name, hook in (
+            (dataloader.DataLoader, "__init__", _make),
+            (dataloader.DataLoader, "__iter__", iterate),
+            (dataloader._BaseDataLoaderIter, "__next__", fetch),
+            (torch.Tensor, "to", _copy),
+            (torch.Tensor, "cuda", _copy),
         ):
             original = getattr(owner, name)
             stack.callback(setattr, owner, name, original)
-            setattr(owner, name, functools.wraps(original)(around(original)))
-        hook = register_optimizer_step_post_hook(_updated)
-        stack.callback(hook.remove)
+            setattr(owner, name, _around(original, hook))
+        updated = register_optimizer_step_post_hook(lambda *args: _tell(Loops.updated, args[0]))
+        stack.callback(updated.remove)
         _loops = loops
         stack.callback(_forget)
         yield
+
+
+def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **named: Any) -> Any:
+        return hook(original, *args, **named)
+
+    return wrapper
 
 
 def _forget() -> None:
@@ -59,46 +67,38 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _tell(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Returns what a ``method`` of ``Loops`` returns; None: nothing is watched.
+    """Returns what a ``method`` of ``Loops`` returns; None: nothing is watched here.
 
     After a fault of ours nothing is watched any more.
     """
-    global _loops
     loops = _loops
-    if loops is None:
+    if loops is None or (get_ident() != loops.thread and method is not Loops.open):
         return None
     try:
         return method(loops, *args, **named)
     except Exception as error:
         known = isinstance(error, RunError | ConfigError)
         loops.fault = str(error) if known else f"a fault of ours, {type(error).__name__}: {error}"
-        _loops = None
+        _forget()
         return None
 
 
-def _making(make: Callable[..., None]) -> Callable[..., None]:
-    def wrapper(loader: Any, *args: Any, **named: Any) -> None:
-        make(loader, *args, **named)
-        _tell(Loops.made, loader)
-
-    return wrapper
+def _make(make: Callable[..., None], loader: Any, *args: Any, **named: Any) -> None:
+    make(loader, *args, **named)
+    _tell(Loops.made, loader)
 
 
-def iterating(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a loader's ``__iter__`` that tells of its passes."""
-
-    def wrapper(loader: Any) -> Any:
-        own = _tell(Loops.open, loader)
-        if own is None:
-            return iterate(loader)
-        iterator = _timed(loader, own.loader, iterate)
-        _tell(Loops.opened, own, iterator)
-        return iterator
-
-    return wrapper
+def iterate(make: Callable[[Any], Any], loader: Any) -> Any:
+    """Returns the iterator that ``make`` makes of a loader, of whose batches ``fetch`` tells."""
+    own = _tell(Loops.open, loader)
+    if own is None:
+        return make(loader)
+    iterator = _timed(loader, own.loader, make)
+    _tell(Loops.opened, own, iterator)
+    return iterator
 
 
-def _timed(loader: Any, followed: Followed, iterate: Callable[[Any], Any]) -> Any:
+def _timed(loader: Any, followed: Followed, make: Callable[[Any], Any]) -> Any:
     """Returns the iterator of a new pass, whose workers are timed."""
     workers.hook_libraries()
     if followed.meter is None:
@@ -106,55 +106,36 @@ def _timed(loader: Any, followed: Followed, iterate: Callable[[Any], Any]) -> An
         with suppress(RuntimeError, OSError, ValueError, AttributeError):
             followed.meter = workers.Meter(loader.dataset, loader.num_workers)
     if followed.meter is None:
-        return iterate(loader)
-    _worker._worker_loop = workers.Worker(followed.meter)
+        return make(loader)
+    _worker._worker_loop = followed.meter
     try:
-        with workers.timed(followed.meter, 0):
-            return iterate(loader)
+        with followed.meter.timed(0):
+            return make(loader)
     finally:
         _worker._worker_loop = workers.torchs_loop
 
 
-def fetching(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns an iterator's ``__next__`` that tells of its batches."""
-
-    def wrapper(iterator: Any) -> Any:
-        own = _tell(Loops.ask, iterator)
-        if own is None:
-            return fetch(iterator)
-        try:
-            batch = fetch(iterator)
-        except BaseException as error:
-            _tell(Loops.lack, own, is_end=isinstance(error, StopIteration))
-            raise
-        _tell(Loops.take, own, iterator, batch)
-        return batch
-
-    return wrapper
+def fetch(take: Callable[[Any], Any], iterator: Any) -> Any:
+    """Returns the batch that ``take`` takes of an iterator, and tells of it."""
+    own = _tell(Loops.ask, iterator)
+    if own is None:
+        return take(iterator)
+    try:
+        batch = take(iterator)
+    except BaseException as error:
+        _tell(Loops.lack, own, is_end=isinstance(error, StopIteration))
+        raise
+    _tell(Loops.take, own, iterator, batch)
+    return batch
 
 
-def _copying(copy: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapper(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
-        given = (*args, *named.values())
-        start = None
-        # most calls change only the type
-        if not (given and all(isinstance(each, torch.dtype) for each in given)):
-            start = _tell(Loops.copying, tensor)
-        made = copy(tensor, *args, **named)
-        if start is not None:
-            _tell(Loops.copied, made, start)
-        return made
-
-    return wrapper
-
-
-def _backward(backward: Callable[..., None]) -> Callable[..., None]:
-    def wrapper(*args: Any, **named: Any) -> None:
-        _tell(Loops.backward)
-        backward(*args, **named)
-
-    return wrapper
-
-
-def _updated(optimizer: Any, args: Any, kwargs: Any) -> None:
-    _tell(Loops.updated, optimizer)
+def _copy(copy: Callable[..., Any], tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+    given = (*args, *named.values())
+    start = None
+    # most calls change only the type
+    if not (given and all(isinstance(each, torch.dtype) for each in given)):
+        start = _tell(Loops.copying, tensor)
+    made = copy(tensor, *args, **named)
+    if start is not None:
+        _tell(Loops.copied, made, start)
+    return made

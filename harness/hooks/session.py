@@ -1,4 +1,7 @@
-"""One process whose training loop is watched: its folder, its figures, its last words."""
+"""One process whose training loop is watched: its folder, its figures, its last words.
+
+What would feed the loop better is told in the words of the loop.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -16,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from harness.feed.interface import FeedSettings
-from harness.hooks import advice, patches
+from harness.hooks import patches
 from harness.hooks.loops import Followed, Loops
 from harness.page import document
 from harness.runtime import folder, limits
@@ -24,14 +27,113 @@ from harness.runtime.errors import printable
 from harness.runtime.files import read_json, write_whole
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
-from harness.watch.evidence import Evidence, RankFigures
 from harness.watch.figures import Window, by_tag, told
-from harness.watch.goodput import Course
 from harness.watch.host import Sampler
-from harness.watch.report import closing, report
+from harness.watch.report import Course, Statement, closing, report, stated, typed
+from harness.watch.stages import GROUPS
 from harness.watch.station import sampling
-from harness.watch.verdict import Verdict, judge
-from harness.watch.wording import Statement, stated, typed
+from harness.watch.verdict import Change, Evidence, RankFigures, Verdict, judge
+
+# our settings, some with their value, and what somebody's loop has in their place
+_WORDS: Mapping[str, str] = {
+    "loader.num_workers": "num_workers={}",
+    "loader.prefetch_factor": "prefetch_factor={}",
+    "loader.pin_memory": "pin_memory={} and .to(device, non_blocking=True)",
+    "loader.batch_size": "batch_size={}",
+    "trainer.precision=bf16": "torch.autocast with torch.bfloat16",
+    "trainer.precision=fp16": "torch.autocast with torch.float16 and torch.amp.GradScaler",
+    "trainer.channels_last": "model.to(memory_format=torch.channels_last)",
+    "trainer.compile": "torch.compile(model)",
+    "watch.window_steps": "logging less often",
+}
+# whether it does cannot be seen from outside
+_SHARED = "IterableDataset must split its samples by get_worker_info(), or each worker repeats them"
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderCall:
+    """Other arguments of a loader, and what they should give.
+
+    Attributes:
+        where: the file and line that made the loader.
+        arguments: the new ones by name.
+        gain: times the samples/s of now.
+        note: what else they change; empty: nothing.
+    """
+
+    where: str
+    arguments: Mapping[str, object]
+    gain: float
+    note: str
+
+    def __str__(self) -> str:
+        typed = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        text = f"DataLoader(..., {typed}) at {self.where}: about {self.gain:.2g}x as fast"
+        return f"{text}. {self.note}" if self.note else text
+
+
+def better(verdict: Verdict, followed: Followed) -> LoaderCall | None:
+    """Returns the loader's arguments by which ``verdict`` has the workers feed the steps.
+
+    None: it asks for no more workers.
+    """
+    found = verdict.shares
+    own = followed.settings
+    workers = int(verdict.change.get("loader.num_workers", 0))
+    if found.cost is None or not found.rate or workers <= own.num_workers:
+        return None
+    # a batch that is made is handed over in as long as now
+    fed = found.rate / max(1 - found.starved * found.made, 0.001)
+    gain = min(found.could(), fed, workers / found.cost.wall_s) / found.rate
+    arguments: dict[str, object] = {"num_workers": workers}
+    if not own.persistent_workers and followed.passes > 1:
+        arguments["persistent_workers"] = True
+    if found.device == "cuda" and not own.pin_memory:
+        arguments["pin_memory"] = True
+    note = ""
+    stages = found.stages.stages if found.stages else {}
+    if followed.streams:
+        note = f"The {_SHARED}"
+    elif any(cost.wall_s and name not in GROUPS for name, cost in stages.items()):
+        note = (
+            "Random transforms draw other numbers: torch seeds the global generators in each "
+            "worker. One that an object keeps is copied, and repeats: seed it in worker_init_fn"
+        )
+    return LoaderCall(followed.where, arguments, gain, note)
+
+
+def offered(followed: Followed) -> list[str]:
+    """Returns the line that puts this project's decoding in, if it can serve the loader."""
+    if followed.images is None:
+        return []
+    # imports torchvision
+    from harness.hooks.faster import faster
+
+    try:
+        faster(followed.images)
+    except (ValueError, AttributeError):
+        return []
+    return ["dataset = wellfed.faster(dataset): decodes, cuts, resizes and mirrors in one go"]
+
+
+def in_script(change: Change, followed: Followed) -> str:
+    """Returns the settings of ``change`` as somebody's own loop has them."""
+    return ", ".join(_in_script(name, value, followed) for name, value in change.items())
+
+
+def _in_script(name: str, value: int | bool | str, followed: Followed) -> str:
+    room, _, argument = name.partition(".")
+    if argument == "autotune":
+        tuned = "" if followed.streams else " (wellfed.tune finds them)"
+        return f"other arguments of the DataLoader at {followed.where}{tuned}"
+    text = _WORDS.get(f"{name}={value}") or _WORDS[name].format(value)
+    if room != "loader":
+        return text
+    now = getattr(followed.settings, argument)
+    more = followed.streams and argument == "num_workers" and int(value) > now
+    condition = f"; the {_SHARED}" if more else ""
+    return f"{text} in the DataLoader at {followed.where} (now {now}{condition})"
+
 
 # the function of that name hides the module
 _spawn: Any = import_module("torch.multiprocessing.spawn")
@@ -41,9 +143,11 @@ _NO_LOADER = FeedSettings(1, 0, False, None, False, 0.0, "")
 # for the other ranks' figures, at the end
 _PATIENCE_S = 10.0
 _SAMPLE_S = 1.0
+# of a loader, besides its settings
+_TOLD = ("where", "trains", "passes", "batches", "waited_s")
 
 
-class Session:
+class Session(Loops):
     """What the hooks see of this process, written down.
 
     Args:
@@ -59,8 +163,8 @@ class Session:
     running: ClassVar[Session | None] = None
 
     def __init__(self, name: str, place: Path | None, tensorboard: bool, began_s: float) -> None:
+        super().__init__()
         Session.running = self
-        self.loops = Loops(self._open, self._window, self._passed)
         self._name = name
         self._place = place
         self._tensorboard = tensorboard
@@ -75,23 +179,23 @@ class Session:
         # by a signal that the script itself handles
         self.interrupted = False
 
-    def _passed(self, clock: StepClock) -> None:
+    def on_pass(self, clock: StepClock) -> None:
         """Tells how training went so far."""
-        if self.tells_passes and not self.loops.rank:
-            for line in closing(told(clock.total(), self.loops.world_size), "samples"):
+        if self.tells_passes and not self.rank:
+            for line in closing(told(clock.total(), self.world_size), "samples"):
                 _say(line)
 
-    def _window(self, clock: StepClock) -> None:
+    def on_window(self, clock: StepClock) -> None:
         """Writes a window of steps."""
         window = clock.close_window()
         if window and window.steps and self._board and self._sampler:
             figures: dict[str, Any] = {**by_tag(window), **self._sampler.read()}
-            self._board.scalars(self.loops.updates, figures)
+            self._board.scalars(self.updates, figures)
 
-    def _open(self) -> None:
+    def on_start(self) -> None:
         """Makes the folder, and begins to look at the machine: at the first update."""
         self._course.mark("start")
-        if self.loops.rank:
+        if self.rank:
             return
         if self._place is None:
             self._place = folder.new_folder(Path("outputs"))
@@ -104,7 +208,7 @@ class Session:
         self._stack.callback(folder.release, self._place)
         board = Board(self._place, tensorboard=self._tensorboard)
         self._board = self._stack.enter_context(board)
-        looks = sampling(self.loops.own, self.loops.world_size, _SAMPLE_S)
+        looks = sampling(self.own, self.world_size, _SAMPLE_S)
         self._sampler = self._stack.enter_context(looks)
 
     @contextmanager
@@ -117,7 +221,7 @@ class Session:
         started = _spawn._wrap = _Started(self._name, self._place, self._tensorboard)
         status = "failed"
         try:
-            with patches.installed(self.loops):
+            with patches.installed(self):
                 yield
             status = "completed"
         except SystemExit as end:
@@ -136,7 +240,7 @@ class Session:
 
     def verdict(self) -> Statement:
         """Returns what bounds the steps so far; in the words of the loop."""
-        clock = self.loops.clock
+        clock = self.clock
         if clock is None:
             return Statement("unknown", None, f"Unknown. {self._why_not()}.")
         return self._stated(judge(self._evidence(clock.total())))
@@ -153,23 +257,22 @@ class Session:
             _say(f"no report: {type(error).__name__}: {error}")
 
     def _finish(self, status: str) -> None:
-        loops = self.loops
-        if loops.fault:
-            _say(f"the training was not watched to its end: {loops.fault}")
-        loops.finish(completed=status == "completed")
-        clock = loops.clock
+        if self.fault:
+            _say(f"the training was not watched to its end: {self.fault}")
+        self.end(completed=status == "completed")
+        clock = self.clock
         if clock is None:
             # those that it started tell theirs
             if not self._has_children:
                 _say(f"no training was seen: {self._why_not()}")
             return
-        if loops.rank:
-            _write_rank(self._rank_figures(clock.total()))
+        if self.rank:
+            _write_rank(RankFigures.of(self.rank, clock.total()))
             return
         if self._board is None or self._place is None:
             # there is no folder for it
             return
-        self._window(clock)
+        self.on_window(clock)
         with self._stack:
             found = self._report(clock, status)
             self._board.report(found)
@@ -180,20 +283,19 @@ class Session:
             _say(line)
 
     def _why_not(self) -> str:
-        if not self.loops.followed:
+        if not self.followed:
             return "no DataLoader of torch's was made, and no optimizer stepped"
         return "no optimizer of torch's stepped in the thread that began the script"
 
     def _evidence(self, total: Window) -> Evidence:
         """Returns what is known of the steps so far."""
-        loops = self.loops
-        main = loops.main
-        own = loops.own
+        main = self.main
+        own = self.own
         return Evidence(
             window=total,
             stages=main.meter.stages.read() if main and main.meter else None,
             settings=main.settings if main else _NO_LOADER,
-            cores=limits.measure(_local_ranks(loops.world_size)).cores,
+            cores=limits.measure(_local_ranks(self.world_size)).cores,
             device=own.kind,
             half_precision=own.half_precision,
             sampled=self._sampler.means() if self._sampler else {},
@@ -202,55 +304,48 @@ class Session:
 
     def _stated(self, verdict: Verdict) -> Statement:
         """Returns ``verdict`` in the words of the loop."""
-        main = self.loops.main
-        return stated(verdict, partial(advice.in_script, followed=main) if main else typed)
+        main = self.main
+        return stated(verdict, partial(in_script, followed=main) if main else typed)
 
     def _report(self, clock: StepClock, status: str) -> dict[str, Any]:
         """Returns ``report.json``, as a run of our own leaves it."""
-        loops = self.loops
         # most evaluations lie between two epochs
-        total = replace(clock.total(), pauses_s={"evaluate": loops.evaluated_s})
+        total = replace(clock.total(), pauses_s={"evaluate": self.evaluated_s})
         evidence = self._evidence(total)
-        if loops.world_size > 1:
-            others = _read_ranks(loops.world_size, self._began)
-            evidence = replace(evidence, ranks=(self._rank_figures(total), *others))
+        if self.world_size > 1:
+            others = _read_ranks(self.world_size, self._began)
+            evidence = replace(evidence, ranks=(RankFigures.of(0, total), *others))
         verdict = judge(evidence)
         change = None
         expected: list[str] = []
-        if main := loops.main:
-            change = advice.better(verdict, main)
-            offered = ""
+        if main := self.main:
+            change = better(verdict, main)
+            expected = [str(change)] if change else []
             if verdict.kind in ("decode", "augment", "workers"):
-                offered = advice.offered(main)
-            expected = [str(each) for each in (change, offered) if each]
+                expected += offered(main)
         return report(
             evidence,
             self._stated(verdict),
-            loops.world_size,
-            loops.own.name if loops.own.kind == "cuda" else None,
+            self.world_size,
+            self.own.name if self.own.kind == "cuda" else None,
             status=status,
             epochs=main.passes if main else 0,
-            steps=loops.updates,
+            steps=self.updates,
             goodput=self._course.goodput(total),
             loader=main and main.settings,
-            loaders=[_told(each) for each in loops.followed],
+            loaders=[
+                asdict(each.settings) | {name: getattr(each, name) for name in _TOLD}
+                for each in self.followed
+            ],
             change=change,
             expected=expected,
             run={"name": self._place and self._place.name, "overrides": [self._name]},
         )
 
-    def _rank_figures(self, total: Window) -> RankFigures:
-        loops = self.loops
-        forward_ms = None
-        if loops.forwards and loops.own.kind == "cpu":
-            forward_ms = 1e3 * loops.forward_s / loops.forwards
-        return RankFigures.of(loops.rank, total, forward_ms)
-
     def _words(self, found: dict[str, Any]) -> Iterator[str]:
         """Iterates over the closing lines."""
         assert self._place is not None
-        loops = self.loops
-        for main in loops.training():
+        for main in self.training():
             settings = main.settings
             yield (
                 f"loader         {main.where}: batch_size={settings.batch_size} {settings}, "
@@ -260,7 +355,7 @@ class Session:
         yield f"verdict        {found['verdict'].sentence}"
         for text in found["expected"]:
             yield f"expected       {text}"
-        for each in loops.followed:
+        for each in self.followed:
             if each.elsewhere:
                 yield f"not seen       the DataLoader at {each.where}: another thread iterates it"
         yield f"look at it     {os.path.relpath(self._place / 'report.html')}"
@@ -294,40 +389,30 @@ def _local_ranks(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", alone))
 
 
-def _told(followed: Followed) -> dict[str, Any]:
-    """Returns a loader for the report."""
-    found = {"where": followed.where, **asdict(followed.settings)}
-    for name in ("trains", "passes", "batches", "waited_s"):
-        found[name] = getattr(followed, name)
-    return found
-
-
 def _say(line: str) -> None:
     """Says a line beside what the script prints."""
     with suppress(OSError, ValueError):
         print(f"wellfed: {printable(line)}", file=sys.stderr, flush=True)
 
 
-def _ranks_folder() -> Path:
-    """Returns where the ranks of one job leave their figures: a folder that they share."""
-    place = "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    return Path("outputs", f".ranks-{place}")
+def _rank_file(rank: int) -> Path:
+    """Returns where a rank of this job leaves its figures: in a folder that all share."""
+    job = "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return Path("outputs", f".ranks-{job}", f"{rank}.json")
 
 
 def _write_rank(figures: RankFigures) -> None:
-    place = _ranks_folder()
+    path = _rank_file(figures.rank)
     # the first rank's report is without it then
     with suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-        write_whole(place / f"{figures.rank}.json", json.dumps(asdict(figures)).encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(asdict(figures)).encode())
 
 
 def _read_ranks(world_size: int, since: float) -> Iterator[RankFigures]:
     """Iterates over the other ranks' figures, as far as they come in time."""
-    place = _ranks_folder()
     until_s = time.perf_counter() + _PATIENCE_S
-    for rank in range(1, world_size):
-        path = place / f"{rank}.json"
+    for path in map(_rank_file, range(1, world_size)):
         # an earlier job may have left one
         while not path.exists() or path.stat().st_mtime < since:
             if time.perf_counter() > until_s:
@@ -336,4 +421,4 @@ def _read_ranks(world_size: int, since: float) -> Iterator[RankFigures]:
         yield RankFigures(**read_json(path))
         path.unlink()
     with suppress(OSError):
-        place.rmdir()
+        _rank_file(0).parent.rmdir()

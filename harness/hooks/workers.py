@@ -13,14 +13,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import count, repeat
+from itertools import count
 from typing import Any
 
 from torch.utils.data import dataloader
 from torch.utils.data._utils.worker import _worker_loop
 
-from harness.watch.rows import Rows
-from harness.watch.stages import DECODE, READ, SAMPLE, START, Lap, StageMeter, StageTimer, Stamps
+from harness.watch.stages import (
+    DECODE,
+    READ,
+    SAMPLE,
+    START,
+    Lap,
+    StageMeter,
+    StageTimer,
+    Stamps,
+    cells,
+    shared_rows,
+)
 
 # batches of a worker, of which it is known when they were made
 _KEPT = 64
@@ -28,10 +38,8 @@ _KEPT = 64
 torchs_loop: Any = _worker_loop
 _kinds: Any = dataloader._DatasetKind
 _create_fetcher = _kinds.create_fetcher
-# tells the stages of the sample that is being made, if that is timed
+# tells the stages of the samples that are being made, if they are timed
 _lap: Lap | None = None
-# of this worker, or of the pass whose batches this process itself makes
-_own: tuple[Meter, int] | None = None
 
 
 class Meter:
@@ -46,7 +54,23 @@ class Meter:
         self.workers = workers
         self.stages = StageMeter(stages_of(dataset), workers)
         # when each worker's last batches were made, on ``time.perf_counter``
-        self.made = Rows(max(1, workers), _KEPT, shared=workers > 0)
+        self.made = shared_rows(max(1, workers), _KEPT, workers > 0)
+
+    def __call__(self, *args: Any) -> None:
+        """Does the work of one worker process, in the place of torch's loop."""
+        bound = inspect.signature(torchs_loop).bind(*args).arguments
+        hook_libraries()
+        with self.timed(bound["worker_id"]):
+            torchs_loop(*args)
+
+    @contextmanager
+    def timed(self, slot: int) -> Iterator[None]:
+        """Times the fetchers that are made in the block, as worker ``slot``."""
+        _kinds.create_fetcher = staticmethod(functools.partial(_fetcher, self, slot))
+        try:
+            yield
+        finally:
+            _kinds.create_fetcher = staticmethod(_create_fetcher)
 
     def stamps(self, batch: int) -> Stamps | None:
         """Returns when ``batch`` of the running pass was made, and that it is here now."""
@@ -54,36 +78,9 @@ class Meter:
             return None
         # torch gives batches to the workers in turn
         turn, slot = divmod(batch, self.workers)
-        made_s = self.made.row(slot)[turn % _KEPT]
+        made_s = self.made[slot, turn % _KEPT].item()
         now_s = time.perf_counter()
         return Stamps(made_s, made_s, now_s, now_s)
-
-
-class Worker:
-    """Torch's worker loop, timed; takes its place and its arguments in a new process."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def __call__(self, *args: Any) -> None:
-        """Does the work of one worker process."""
-        bound = inspect.signature(torchs_loop).bind(*args).arguments
-        hook_libraries()
-        with timed(self._meter, bound["worker_id"]):
-            torchs_loop(*args)
-
-
-@contextmanager
-def timed(meter: Meter, slot: int) -> Iterator[None]:
-    """Times the fetchers that are made in the block, as worker ``slot``."""
-    global _own
-    _own = meter, slot
-    _kinds.create_fetcher = staticmethod(_fetcher)
-    try:
-        yield
-    finally:
-        _kinds.create_fetcher = staticmethod(_create_fetcher)
-        _own = None
 
 
 def stages_of(dataset: Any) -> tuple[str, ...]:
@@ -101,43 +98,35 @@ def stages_of(dataset: Any) -> tuple[str, ...]:
 
 
 class _Samples:
-    """A map-style data set, each of whose samples may be timed."""
+    """A map-style data set that tells where a timed sample begins and ends."""
 
-    def __init__(self, dataset: Any, lap: Lap) -> None:
+    def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._lap = lap
-        self.timers: Iterator[StageTimer | None] = repeat(None)
 
     def __getitem__(self, index: Any) -> Any:
-        with _lapping(self._lap if next(self.timers, None) else None):
+        if _lap is None:
             return self._dataset[index]
-
-
-@contextmanager
-def _lapping(lap: Lap | None) -> Iterator[None]:
-    """Has what runs in the block tell its stages to ``lap``."""
-    global _lap
-    if lap is None:
-        yield
-        return
-    _lap = lap
-    lap(START)
-    try:
-        yield
-    finally:
-        lap(SAMPLE)
-        _lap = None
+        _lap(START)
+        try:
+            return self._dataset[index]
+        finally:
+            _lap(SAMPLE)
 
 
 def _fetcher(
-    kind: int, dataset: Any, auto_collation: bool, collate_fn: Callable[..., Any], drop_last: bool
+    meter: Meter,
+    slot: int,
+    kind: int,
+    dataset: Any,
+    auto_collation: bool,
+    collate_fn: Callable[..., Any],
+    drop_last: bool,
 ) -> Any:
     """Returns torch's fetcher with its ``fetch`` timed."""
-    assert _own is not None
-    meter, slot = _own
     timer = StageTimer(meter.stages, slot)
-    made_s = meter.made.row(slot)
+    made_s = cells(meter.made, slot)
     turns = count()
+    # else a batch is timed as one sample
     one_by_one = (
         kind == _kinds.Map and auto_collation and not getattr(dataset, "__getitems__", None)
     )
@@ -146,30 +135,27 @@ def _fetcher(
     def lap(stage: str) -> None:
         # a transform that is not seen from outside counts for the sample
         if stage in known:
-            timer.lap(stage)
-
-    samples = _Samples(dataset, lap)
+            timer.mark(stage)
 
     def collated(made: Any) -> Any:
-        if _lap is not None:
-            _lap(SAMPLE)
-        timer.collate()
+        lap(SAMPLE)
+        # what follows is putting together
+        lap(START)
         return collate_fn(made)
 
-    given = samples if one_by_one else dataset
+    given = _Samples(dataset) if one_by_one else dataset
     fetcher = _create_fetcher(kind, given, auto_collation, collated, drop_last)
     fetch = fetcher.fetch
 
     def timed_fetch(index: Any) -> Any:
+        global _lap
         size = len(index) if auto_collation else 1
-        timers = timer.begin(size if one_by_one else 1)
-        timer.fill()
-        if one_by_one:
-            samples.timers = iter(timers or ())
+        if timer.begin(size if one_by_one else 1):
+            _lap = lap
+        try:
             made = fetch(index)
-        else:
-            with _lapping(lap if timers else None):
-                made = fetch(index)
+        finally:
+            _lap = None
         made_s[next(turns) % _KEPT] = timer.end(size).made_s
         return made
 
@@ -195,11 +181,10 @@ def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
     """Puts ``around(the method)`` in the place of a method, once."""
     method = getattr(owner, name)
     if not hasattr(method, "__wrapped__"):
-        setattr(owner, name, around(method))
+        setattr(owner, name, functools.wraps(method)(around(method)))
 
 
 def _loading(load: Any) -> Any:
-    @functools.wraps(load)
     def wrapper(image: Any) -> Any:
         # what was loaded before has no tiles left
         if _lap is None or not getattr(image, "tile", None):
@@ -235,7 +220,6 @@ class _Reads:
 
 
 def _composing(call: Any) -> Any:
-    @functools.wraps(call)
     def wrapper(compose: Any, *inputs: Any) -> Any:
         if _lap is None or not compose.transforms:
             return call(compose, *inputs)

@@ -23,8 +23,8 @@ from harness.runtime.errors import DataError, Interrupted, LoaderError, NonFinit
 from harness.runtime.folder import log
 from harness.training import mistakes, pictures, profile, replaced, saving
 from harness.training.step import Evaluation, Step, device_batches, evaluate
-from harness.watch import evidence, peaks, station
-from harness.watch.board import Value, stages
+from harness.watch import device, station, verdict
+from harness.watch.board import Value
 from harness.watch.console import progress, say
 from harness.watch.figures import Tag, by_tag
 from harness.watch.spans import named
@@ -71,7 +71,7 @@ class Engine:
     evaluation: Evaluation | None = None
     answers: mistakes.Answers | None = None
     skipped = 0
-    ranks: tuple[evidence.RankFigures, ...] = ()
+    ranks: tuple[verdict.RankFigures, ...] = ()
     worker_s = 0.0
     # no update is under way; no step has ended yet
     _whole = True
@@ -94,7 +94,7 @@ class Engine:
         self.val_batches = device_batches(self.val_feed, config, world.device)
         feeds = {"training": self.feed, "validation": self.val_feed}
         self.replaced = replaced.Replaced(config.data, world, place.folder, watch.board, feeds)
-        self.memory = peaks.MemoryWatch(accelerator.of(world.device))
+        self.memory = device.MemoryWatch(accelerator.of(world.device))
         # what the feed's workers had done at the last window, and when that was
         self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
         self._boundary = saving.Boundary(config, world, state.step, began_s=watch.course.began_s)
@@ -139,7 +139,7 @@ class Engine:
             if self.world.size > 1:
                 # what tells this rank from the others
                 total = self.watch.clock.total()
-                own = evidence.RankFigures.of(self.world.rank, total, self.step.forward_ms)
+                own = verdict.RankFigures.of(self.world.rank, total, self.step.forward_ms)
                 self.ranks = tuple(self.world.gathered(own))
             self.status = "completed"
 
@@ -351,7 +351,7 @@ class Engine:
                 shown.append(f"{window.images_per_s * self.world.size:.0f} images/s")
             if window.stall_fraction is not None:
                 shown.append(f"stall {window.stall_fraction:.0%}")
-            values |= by_tag(window.of_ranks(self.world.size)) | self._worked()
+            values |= by_tag(window, self.world.size) | self._worked()
             for look in self.watch.on_window:
                 look(clock, window)
         with clock.noted("logging"):
@@ -381,7 +381,7 @@ class Engine:
         self._looked = (meter.read(), time.perf_counter())
         worker_s = max(1, workers) * (self._looked[1] - before_s)
         self.worker_s += worker_s
-        return {Tag.NUM_WORKERS: workers, **stages(self._looked[0].since(before), worker_s)}
+        return {Tag.NUM_WORKERS: workers, **self._looked[0].since(before).by_tag(worker_s)}
 
     def _note_samples(self, epoch: int, steps: int) -> None:
         """Writes which samples the last ``steps`` steps were made of, on all ranks together."""

@@ -20,10 +20,8 @@ from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
 from harness.watch.board import BAD_SAMPLES
 from harness.watch.console import say
-from harness.watch.evidence import Evidence
-from harness.watch.report import closing, report
-from harness.watch.verdict import judge
-from harness.watch.wording import Statement, stated
+from harness.watch.report import Statement, closing, report, stated
+from harness.watch.verdict import Evidence, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class Reporter:
         told = ("top1", "images_per_s", "stall_fraction")
         results = {f"hparam/{name}": found.get(name) for name in told}
         goodput = found.get("goodput")
-        board.hparams(row, results | {"hparam/goodput": goodput and goodput.fraction})
+        board.hparams(row, results | {"hparam/goodput": goodput and goodput["fraction"]})
 
         if engine.answers is not None and self.splits is not None:
             # a run that is asked to end reads no more images

@@ -1,6 +1,6 @@
 """What tuning measures, the model of throughput on it, what it needs, and what it reports.
 
-The model serves the diagnosis too. Its laws are in ``harness.watch.throughput``.
+The model serves the diagnosis too. Its laws are in ``harness.watch.verdict``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.feed.order import Cursor
 from harness.runtime.limits import Limits
 from harness.watch.board import Board, plain, publish
 from harness.watch.console import aligned
-from harness.watch.throughput import roofline, workers_for
+from harness.watch.verdict import roofline, workers_for
 
 # Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)

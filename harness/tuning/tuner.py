@@ -51,8 +51,7 @@ from harness.tuning.search import MET, AutoSearch, grid, most_workers
 from harness.watch.clock import StepClock
 from harness.watch.console import live_table, say
 from harness.watch.figures import Window
-from harness.watch.host import environment
-from harness.watch.neighbours import Neighbours
+from harness.watch.host import Neighbours, environment
 from harness.watch.stages import StageTotals
 from harness.watch.station import Watch
 

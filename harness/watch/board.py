@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -18,14 +21,15 @@ from harness.runtime.errors import printable
 from harness.runtime.files import make_way, open_regular, parsed, read_regular, typed, write_whole
 from harness.runtime.folder import log
 from harness.watch.console import say
-from harness.watch.figures import Spread, Tag
-from harness.watch.stages import StageTotals
-from harness.watch.tfrecord import framed
+from harness.watch.figures import Spread
 
 if TYPE_CHECKING:
     from harness.watch.wandb_writer import WandbWriter
 
 BAD_SAMPLES = "bad_samples.jsonl"
+_METRICS = "metrics.jsonl"
+# bytes whose checksum is added up together
+_BLOCK = 1_024
 Value = float | Spread | None
 
 
@@ -35,7 +39,7 @@ class Board:
     A write that fails (a full disk) costs what it would have written and no more: one warning,
     ``dropped`` counts, files keep whole records only, and once there is room writes succeed again.
     A killed process loses no record. Where the run goes on from a checkpoint, what ``folder`` has
-    of steps after ``resumed_step`` gives way, in TensorBoard too. ``writers`` are told too.
+    of steps after ``resumed_step`` gives way, in TensorBoard too. ``wandb`` is told too.
     """
 
     def __init__(
@@ -44,37 +48,38 @@ class Board:
         *,
         tensorboard: bool,
         resumed_step: int | None = None,
-        writers: Sequence[WandbWriter] = (),
+        wandb: WandbWriter | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
-        self._step = resumed_step or 0  # the last one logged
+        self._resumed_step = resumed_step
+        # the last one logged
+        self._step = resumed_step or 0
         self._folder = folder
-        self._writers = writers
+        self._wandb = wandb
         self._now = now
         self._began = now()
-        self._metrics = _Records(folder / "metrics.jsonl", self._failed)
-        self._bad_samples = _Records(folder / BAD_SAMPLES, self._failed)
+        # descriptors of the files that are only appended to
+        self._open: dict[str, int] = {}
         # the tags that the step that the run goes on from has already
-        self._there: set[tuple[int, str]] = set()
+        self._there: set[str] = set()
         try:
             self._go_on(resumed_step)
         except OSError as error:
-            self._failed(self._metrics.path, error)
+            self._failed(folder / _METRICS, error)
         # SummaryWriter would do, but for its thread: that dies of the first full disk, and keeps
         # minutes of figures in memory
-        self._events: _Records | None = None
+        self._events = ""
         if tensorboard:
             from torch.utils.tensorboard import summary
 
             self._summary: Any = summary
-            name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
-            self._events = _Records(folder / name, self._failed)
-            self._events.head = _event(file_version="brain.Event:2")
+            self._events = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+            # goes before the first event
+            self._head = _record(file_version="brain.Event:2")
             if resumed_step is not None:
                 # TensorBoard hides what the folder's older files have from this step on
-                start = _event(step=resumed_step + 1, session_log={"status": "START"})
-                self._events.head += start
+                self._head += _record(step=resumed_step + 1, session_log={"status": "START"})
 
     def __enter__(self) -> Self:
         return self
@@ -96,27 +101,27 @@ class Board:
                 flat |= {f"{tag}/{of}": value for of, value in asdict(figure).items()}
             elif figure is not None:
                 flat[str(tag)] = figure
-        if self._there:
-            flat = {tag: figure for tag, figure in flat.items() if (step, tag) not in self._there}
+        if self._there and step == self._resumed_step:
+            flat = {tag: figure for tag, figure in flat.items() if tag not in self._there}
             if not flat:
                 return
         line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **flat}
         if not all(map(math.isfinite, flat.values())):
             line = plain(line)
-        self._metrics.append(f"{json.dumps(line)}\n".encode())
-        if self._events:
-            self._events.append(_scalars(step, flat))
-        for writer in self._writers:
-            writer.log(step, flat)
+        self._append(_METRICS, f"{json.dumps(line)}\n".encode())
+        values = [{"tag": tag, "simple_value": figure} for tag, figure in flat.items()]
+        self._event(step=step, summary={"value": values})
+        if self._wandb:
+            self._wandb.log(step, flat)
 
     def text(self, tag: str, lines: Sequence[str]) -> None:
         """Put lines on TensorBoard's text page, as they are."""
         if self._events:
             # Markdown shows what is indented as code
             text = "\n".join(f"    {printable(line)}" for line in lines)
-            self._events.append(_event(summary=self._summary.text(tag, text)))
-        for writer in self._writers:
-            writer.summary({f"text/{tag}": "\n".join(lines)})
+            self._event(summary=self._summary.text(tag, text))
+        if self._wandb:
+            self._wandb.summary({f"text/{tag}": "\n".join(lines)})
 
     def images(self, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
         """Put ``tiles``, uint8 ``[N, 3, S, S]``, on TensorBoard's page of images, as one picture.
@@ -126,10 +131,10 @@ class Board:
         if self._events:
             # eight in a row
             drawn = self._summary.image(tag, tiles, dataformats="NCHW")
-            self._events.append(_event(step=self._step, summary=drawn))
-        for writer in self._writers:
+            self._event(step=self._step, summary=drawn)
+        if self._wandb:
             captioned = zip(tiles.transpose(0, 2, 3, 1), texts, strict=True)
-            writer.log(self._step, {tag: list(captioned)})
+            self._wandb.log(self._step, {tag: list(captioned)})
 
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
         """Make the run a row of TensorBoard's HParams page.
@@ -144,21 +149,25 @@ class Board:
             }
             # of the experiment, the session's start and its end
             for part in self._summary.hparams(cells, dict(metrics)):
-                self._events.append(_event(summary=part))
-            known = {tag: value for tag, value in metrics.items() if value is not None}
-            self._events.append(_scalars(self._step, known))
+                self._event(summary=part)
+            values = [
+                {"tag": tag, "simple_value": value}
+                for tag, value in metrics.items()
+                if value is not None
+            ]
+            self._event(step=self._step, summary={"value": values})
 
     def bad_sample(self, name: str, sample: int, where: str, reason: str) -> None:
         """Write a line of ``bad_samples.jsonl``, of a ``sample`` of the set ``name``."""
         line = {"set": name, "index": sample, "where": where, "reason": reason}
-        self._bad_samples.append(f"{json.dumps(line)}\n".encode())
+        self._append(BAD_SAMPLES, f"{json.dumps(line)}\n".encode())
 
     def report(self, report: Mapping[str, Any]) -> None:
         """Write ``report.json``, whole or not at all, as ``plain`` gives it."""
         found = plain(report)
         self.write("report.json", json.dumps(found, indent=2, allow_nan=False))
-        for writer in self._writers:
-            writer.summary(found)
+        if self._wandb:
+            self._wandb.summary(found)
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the run and a last newline, whole or not at all."""
@@ -169,36 +178,53 @@ class Board:
             self._failed(path, error)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the files and end the writers; a second call does nothing."""
-        for writer in self._writers:
-            writer.close(failed)
-        self._writers = ()
-        self._metrics.close()
-        self._bad_samples.close()
-        if self._events:
-            self._events.close()
+        """Close the files and end the run there; a second call does nothing."""
+        if self._wandb:
+            self._wandb.close(failed)
+        self._wandb = None
+        while self._open:
+            os.close(self._open.popitem()[1])
 
     def _go_on(self, step: int | None) -> None:
         """Take out the lines of steps after ``step`` and damaged ones; begin behind the others."""
-        path = self._metrics.path
+        path = self._folder / _METRICS
         kept = []
         make_way(path)
-        make_way(self._bad_samples.path)
+        make_way(self._folder / BAD_SAMPLES)
         data = read_regular(path) if path.exists() else b""
         for line in data.splitlines(keepends=True):
-            try:
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
                 values = parsed(line)
                 found = typed(float, values["step"])
                 time_s = typed(float, values.get("time_s", 0.0))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
-            if line.endswith(b"\n") and (step is None or found <= step):
-                kept.append(line)
-                self._began = self._now() - time_s
-                if step is not None and found == step:
-                    self._there |= {(step, tag) for tag in values}
+                if line.endswith(b"\n") and (step is None or found <= step):
+                    kept.append(line)
+                    self._began = self._now() - time_s
+                    if found == step:
+                        self._there.update(values)
         if (whole := b"".join(kept)) != data:
             write_whole(path, whole)
+
+    def _event(self, **content: Any) -> None:
+        """Append an event, if there is an event file."""
+        if self._events and self._append(self._events, self._head + _record(**content)):
+            self._head = b""
+
+    def _append(self, name: str, data: bytes) -> bool:
+        """Append a record in one write; where it does not fit, the file stays as it was."""
+        path = self._folder / name
+        try:
+            if name not in self._open:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+                self._open[name] = open_regular(path, flags)
+            file = self._open[name]
+            if (written := os.write(file, data)) < len(data):
+                os.ftruncate(file, os.fstat(file).st_size - written)
+                raise OSError(f"only {written} of {len(data)} bytes were written")
+        except OSError as error:
+            self._failed(path, error)
+            return False
+        return True
 
     def _failed(self, path: Path, error: OSError) -> None:
         if not self.dropped:
@@ -210,60 +236,43 @@ class Board:
         self.dropped += 1
 
 
-@dataclass(slots=True)
-class _Records:
-    """A file that is only appended to, one whole record per write, behind ``head``.
+def _record(**content: Any) -> bytes:
+    """Returns an event of now as a record of TensorBoard's file: length and data, each checked.
 
-    ``failed`` is told of every record that could not be written.
+    A checksum is the CRC-32C of four bytes or more, masked as TensorFlow does it. The CRC is
+    linear: a block's is the sum of what each byte gives by its place. What comes before the block,
+    at the beginning 32 ones, is added to its first four bytes; zeros before all of it add nothing.
     """
-
-    path: Path
-    failed: Callable[[Path, OSError], None]
-    head: bytes = b""
-    _handle: int | None = None
-
-    def append(self, data: bytes) -> None:
-        """Append one record; when it does not fit, the file stays as it was."""
-        data = self.head + data
-        try:
-            if self._handle is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-                self._handle = open_regular(self.path, flags)
-            if (written := os.write(self._handle, data)) < len(data):
-                os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
-                raise OSError(f"only {written} of {len(data)} bytes were written")
-        except OSError as error:
-            self.failed(self.path, error)
-        else:
-            self.head = b""
-
-    def close(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
-
-
-def _event(**content: Any) -> bytes:
-    """Returns a record of TensorBoard's event file, of now."""
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
-    return framed(Event(wall_time=time.time(), **content).SerializeToString())
+    data = Event(wall_time=time.time(), **content).SerializeToString()
+    record = b""
+    for part in (struct.pack("<Q", len(data)), data):
+        padded = np.zeros(-(-len(part) // _BLOCK) * _BLOCK, np.uint8)
+        own = padded[-len(part) :]
+        own[:] = np.frombuffer(part, np.uint8)
+        own[:4] ^= 255
+        crc = 0
+        for block in padded.reshape(-1, _BLOCK):
+            block[:4] ^= np.frombuffer(struct.pack("<I", crc), np.uint8)
+            crc = int(np.bitwise_xor.reduce(_table()[np.arange(_BLOCK), block]))
+        crc ^= 0xFFFFFFFF
+        masked = (crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF
+        record += part + struct.pack("<I", masked)
+    return record
 
 
-def _scalars(step: int, figures: Mapping[str, float]) -> bytes:
-    values = [{"tag": tag, "simple_value": figure} for tag, figure in figures.items()]
-    return _event(step=step, summary={"value": values})
-
-
-def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
-    """Returns wall milliseconds per sample of each stage, and how busy the workers were.
-
-    ``worker_s`` are the seconds of all workers together.
-    """
-    if not totals.samples or worker_s <= 0:
-        return {}
-    each = {f"stages/{row['name']}_ms": row["wall_ms"] for row in totals.rows()}
-    return {**each, Tag.BUSY_FRACTION: min(1.0, totals.busy_s / worker_s)}
+@functools.cache
+def _table() -> np.ndarray:
+    """Returns what each byte gives, uint32 ``[places, 256]``; the last place is a block's end."""
+    byte: np.ndarray = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        # Castagnoli's polynomial, its bits reversed
+        byte = byte >> 1 ^ (byte & 1) * 0x82F63B78
+    places = [byte]
+    for _ in range(_BLOCK - 1):
+        places.append(places[-1] >> 8 ^ byte[places[-1] & 255])
+    return np.stack(places[::-1])
 
 
 def publish(name: str, lines: Sequence[str], value: Any, board: Board | None) -> None:

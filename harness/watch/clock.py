@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.watch.figures import Window
-from harness.watch.ledger import HOST_STEP, Collections, Ledger, add_all
-from harness.watch.stages import Stamps, wait_parts
+from harness.watch.figures import HOST_STEP, Ledger, Sums, Window, add
+from harness.watch.stages import Stamps
 from harness.watch.timeline import Copy, Timeline, TimingEvent
 
 if TYPE_CHECKING:
@@ -24,6 +25,27 @@ if TYPE_CHECKING:
     from harness.runtime.accelerator import Accelerator
 
 Batch = TypeVar("Batch")
+# of a wait, by where its batch was: until it was made, received, pinned, and here
+_WAIT_PARTS = ("make", "transport", "pin", "move")
+
+
+# callbacks are removed by what they are, not by their figures
+@dataclass(slots=True, eq=False)
+class _Collections:
+    """Adds up the seconds of garbage collections in ``thread``; one of ``gc.callbacks``."""
+
+    now: Callable[[], float]
+    seconds: float = 0.0
+    thread: int | None = None
+    _began: float = 0.0
+
+    def __call__(self, phase: str, info: Mapping[str, int]) -> None:
+        """Take the start or the stop of a collection."""
+        if get_ident() == self.thread:
+            if phase == "start":
+                self._began = self.now()
+            else:
+                self.seconds += self.now() - self._began
 
 
 class StepClock:
@@ -67,8 +89,13 @@ class StepClock:
         # when a call returns, a CPU has done its work; MPS has not
         self._times_compute = own.kind == "cpu" and not own.has_streams
         self._tells = own.tells
+        # of the open window, and of those that are closed
         self._ledger = Ledger()
         self._closed = Ledger()
+        # of the running step: seconds waited and prepared by the host's clock, held, computed
+        self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0
+        self._wait_parts_s: Sums = defaultdict(float)
+        self._host_parts_s: Sums = defaultdict(float)
         # when the running step, wait, block of computing and noted work began; a pause moves them
         self._since: dict[str, float] = {}
         self._paused = False
@@ -76,12 +103,9 @@ class StepClock:
         self._first = True
         # when the running block of computing ended, as far as is known
         self._computed_s: float | None = None
-        # of the batch that ends the running wait
-        self._stamps: Stamps | None = None
-        # when that batch was there
-        self._there_s: float | None = None
-        self._clear_step()
-        self._gc = Collections(self.now)
+        # of the batch that ends the running wait: when it was where, and when it was there
+        self._arrival: tuple[Stamps | None, float | None] = (None, None)
+        self._gc = _Collections(self.now)
         # of its seconds, those before the running step
         self._gc_mark_s = 0.0
         gc.callbacks.append(self._gc)
@@ -93,33 +117,31 @@ class StepClock:
 
         One inside another does not count: a feed and its loop may both tell.
         """
-        begun = self.begin_waiting()
+        if self._paused or "wait" in self._since:
+            yield
+            return
+        if "step" not in self._since:
+            self.start_epoch()
+        self._arrival = (None, None)
+        self._since["wait"] = self.now()
         try:
             yield
         finally:
-            if begun:
-                self.end_waiting()
-
-    def begin_waiting(self) -> bool:
-        """Begin what ``waiting()`` counts, where it is no block; returns whether it counts."""
-        if self._paused or "wait" in self._since:
-            return False
-        self._stamps = self._there_s = None
-        self._since["wait"] = self._begin()
-        return True
-
-    def end_waiting(self) -> None:
-        """End what ``begin_waiting`` began."""
-        began = self._since.pop("wait")
-        there = ended = self.now()
-        if self._there_s is not None:
-            there = min(max(self._there_s, began), ended)
-        self._wait_s += there - began
-        self._prepare_s += ended - there
-        if self._stamps is not None:
-            add_all(self._wait_parts_s, wait_parts(began, there, self._stamps))
-        if self._timeline:
-            self._timeline.waits.append((began, there))
+            began = self._since.pop("wait")
+            ended = self.now()
+            stamps, there = self._arrival
+            there = ended if there is None else min(max(there, began), ended)
+            self._wait_s += there - began
+            self._prepare_s += ended - there
+            if stamps is not None:
+                # to each part goes what its batch spent there meanwhile
+                at = began
+                for part, until in zip(_WAIT_PARTS, (*stamps[1:], there), strict=True):
+                    until = max(at, min(until, there))
+                    self._wait_parts_s[part] += until - at
+                    at = until
+            if self._timeline:
+                self._timeline.waits.append((began, there))
 
     def arrived(self, stamps: Stamps | None, there_s: float | None = None) -> None:
         """Take what is known of the batch that is about to end the running wait.
@@ -132,8 +154,7 @@ class StepClock:
                 waiting for data.
         """
         if "wait" in self._since:
-            self._stamps = stamps
-            self._there_s = there_s
+            self._arrival = (stamps, there_s)
 
     def held(self, began_s: float) -> None:
         """Take the time since ``began_s`` out of the running wait: the device had work in store."""
@@ -149,24 +170,27 @@ class StepClock:
         Several in one step add up. Enter it with the network's stream as the current one. A block
         that raises is not measured on the device.
         """
-        begun = self.begin_computing()
+        if self._paused or "compute" in self._since:
+            yield
+            return
+        if "step" not in self._since:
+            self.start_epoch()
+        # where the host computes, collections are none of it; elsewhere the device works meanwhile
+        self._since["compute"] = self.now() - self._gc.seconds * self._times_compute
+        self._computed_s = None
+        if self._timeline:
+            self._timeline.begin(first=self._first)
         whole = False
         try:
             yield
             whole = True
         finally:
-            if begun:
-                self.end_computing(whole=whole)
-
-    def begin_computing(self) -> bool:
-        """Begin what ``computing()`` measures, where it is no block; returns whether it counts."""
-        if self._paused or "compute" in self._since:
-            return False
-        self._since["compute"] = self._begin() - self._collected_s()
-        self._computed_s = None
-        if self._timeline:
-            self._timeline.begin(first=self._first)
-        return True
+            if self._timeline:
+                self._timeline.end(whole=whole)
+            ended_s = self._computed_s
+            if ended_s is None:
+                ended_s = self.now() - self._gc.seconds * self._times_compute
+            self._compute_s += max(0.0, ended_s - self._since.pop("compute"))
 
     def computed(self) -> None:
         """Let the running block of computing end here, unless this is called again before its end.
@@ -174,20 +198,9 @@ class StepClock:
         For whoever learns of an optimizer's step, and not whether another one follows.
         """
         if "compute" in self._since and not self._paused:
-            self._computed_s = self.now() - self._collected_s()
+            self._computed_s = self.now() - self._gc.seconds * self._times_compute
             if self._timeline:
                 self._timeline.mark_end()
-
-    def end_computing(self, *, whole: bool = True) -> None:
-        """End what ``begin_computing`` began; what is not ``whole`` is not measured on a device."""
-        if self._paused or "compute" not in self._since:
-            return
-        if self._timeline:
-            self._timeline.end(whole=whole)
-        ended_s = self._computed_s
-        if ended_s is None:
-            ended_s = self.now() - self._collected_s()
-        self._compute_s += max(0.0, ended_s - self._since.pop("compute"))
 
     def copied(
         self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None
@@ -216,13 +229,17 @@ class StepClock:
             yield
         finally:
             took_s = self.now() - self._gc.seconds - self._since.pop("work")
-            add_all(self._host_parts_s, {name: took_s})
+            self._host_parts_s[name] += took_s
 
     def start_epoch(self) -> None:
-        """Keep the next step apart as an epoch's first."""
-        if not self._paused:
-            self._first = True
-            self._begin()
+        """Begin a step, if none runs, and keep it apart as an epoch's first."""
+        if self._paused:
+            return
+        self._first = True
+        if "step" not in self._since:
+            self._since["step"] = self.now()
+            self._gc_mark_s = self._gc.seconds
+            self._gc.thread = get_ident()
 
     def step(self, images: int) -> None:
         """End a step in which this rank used ``images`` images."""
@@ -231,14 +248,37 @@ class StepClock:
         now = self.now()
         took_s = now - self._since.get("step", now)
         self._since["step"] = now
+        ledger = self._ledger
+        run = ledger.sums["run"]
         if self._first:
-            self._ledger.first_steps += 1
-            self._ledger.first_s += took_s
+            self._first = False
+            run["first_steps"] += 1
+            run["first_s"] += took_s
         else:
-            self._count(took_s, images)
-        self._first = False
+            run["steps"] += 1
+            run["images"] += images
+            run["elapsed_s"] += took_s
+            run["wait_s"] += self._wait_s
+            run["full_s"] += self._full_s
+            run["gc_s"] += self._gc.seconds - self._gc_mark_s
+            add(ledger.sums["wait"], self._wait_parts_s)
+            add(ledger.sums["host"], self._host_parts_s)
+            ledger.count(HOST_STEP, took_s)
+            ledger.count("data_wait_ms", self._wait_s)
+            if self._compute_s and self._timeline:
+                ledger.count("launch_ms", self._compute_s)
+            elif self._compute_s and self._times_compute:
+                run["compute_s"] += self._compute_s
+                ledger.count("compute_ms", self._compute_s)
+                if self._prepare_s:
+                    run["prepare_s"] += self._prepare_s
+                    ledger.count("prepare_ms", self._prepare_s)
+                host_s = took_s - self._wait_s - self._prepare_s - self._compute_s
+                ledger.count("host_ms", max(0.0, host_s))
+        self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0
+        self._wait_parts_s.clear()
+        self._host_parts_s.clear()
         self._gc_mark_s = self._gc.seconds
-        self._clear_step()
         if self._timeline:
             self._timeline.step(self._ledger)
 
@@ -270,8 +310,8 @@ class StepClock:
         """
         took_s = self.now() - began_s
         if self._timeline:
-            self._timeline.forget()
-        add_all(self._ledger.pauses_s, {name: took_s})
+            self._timeline.fresh = True
+        self._ledger.sums["pause"][name] += took_s
         for running in self._since:
             self._since[running] += took_s
 
@@ -288,8 +328,9 @@ class StepClock:
         late_s = self._timeline.finish(self._ledger)
         took_s = self.now() - began
         if "step" in self._since:
-            self._ledger.elapsed_s += took_s - late_s
-            self._ledger.first_s += late_s
+            run = self._ledger.sums["run"]
+            run["elapsed_s"] += took_s - late_s
+            run["first_s"] += late_s
             self._since["step"] += took_s
 
     def watch(
@@ -342,7 +383,7 @@ class StepClock:
         """
         if self._timeline:
             self._timeline.read(self._ledger)
-        if not (self._ledger.steps or self._ledger.first_steps):
+        if not {"steps", "first_steps"} & self._ledger.sums["run"].keys():
             return None
         ended = self._ledger
         self._ledger = Ledger()
@@ -360,53 +401,6 @@ class StepClock:
         whole.merge(self._closed)
         whole.merge(self._ledger)
         return whole.window(self._tells)
-
-    def _count(self, took_s: float, images: int) -> None:
-        """Count a step, but for what the device tells of it."""
-        ledger = self._ledger
-        ledger.steps += 1
-        ledger.images += images
-        ledger.elapsed_s += took_s
-        ledger.wait_s += self._wait_s
-        ledger.full_s += self._full_s
-        ledger.gc_s += self._gc.seconds - self._gc_mark_s
-        sketches = ledger.sketches
-        sketches[HOST_STEP].add(1e3 * took_s)
-        sketches["data_wait_ms"].add(1e3 * self._wait_s)
-        add_all(ledger.wait_parts_s, self._wait_parts_s)
-        add_all(ledger.host_parts_s, self._host_parts_s)
-        if self._compute_s and self._timeline:
-            sketches["launch_ms"].add(1e3 * self._compute_s)
-        elif self._compute_s and self._times_compute:
-            ledger.compute_s += self._compute_s
-            sketches["compute_ms"].add(1e3 * self._compute_s)
-            if self._prepare_s:
-                ledger.prepare_s += self._prepare_s
-                sketches["prepare_ms"].add(1e3 * self._prepare_s)
-            sketches["host_ms"].add(
-                1e3 * max(0.0, took_s - self._wait_s - self._prepare_s - self._compute_s)
-            )
-
-    def _collected_s(self) -> float:
-        """Returns the seconds of collections that are no computing.
-
-        That is where the host computes; elsewhere the device works on meanwhile.
-        """
-        return self._gc.seconds * self._times_compute
-
-    def _begin(self) -> float:
-        """Returns the host's clock; the running step begins now, if none ran."""
-        now = self.now()
-        if "step" not in self._since:
-            self._since["step"] = now
-            self._gc_mark_s = self._gc.seconds
-            self._gc.thread = get_ident()
-        return now
-
-    def _clear_step(self) -> None:
-        self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0
-        self._wait_parts_s: dict[str, float] = {}
-        self._host_parts_s: dict[str, float] = {}
 
 
 def _images_in(batch: Any) -> int:

@@ -8,6 +8,7 @@ so that a file's name cannot drive the terminal.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import sys
@@ -72,20 +73,33 @@ def live_table(title: str, columns: Sequence[str]) -> AddRow:
 
 @dataclass(slots=True)
 class Bar:
-    """Progress of long work; ``show``, if set, is called after each advance."""
+    """Progress of long work: a line that changes on a terminal, else a few lines."""
 
     description: str
     total: int | None
     unit: str
+    now: Callable[[], float]
+    # seconds from the beginning to the next line; infinite: nothing is shown
+    due_s: float = math.inf
     done: int = 0
-    show: Callable[[], object] | None = None
+    began_s: float = 0.0
     _note: str = ""
 
     def advance(self, n: int = 1) -> None:
         """Note ``n`` more units done."""
         self.done += n
-        if self.show:
-            self.show()
+        took_s = self.now() - self.began_s
+        if took_s < self.due_s:
+            return
+        text = ", ".join(filter(None, (str(self), self._note)))
+        if not draws(sys.stdout):
+            self.due_s = 2 * took_s
+            _print(text)
+            return
+        self.due_s = took_s + 0.1
+        if left := (self.total or self.done) - self.done:
+            text += f", {left * took_s / max(1, self.done):.0f} s left"
+        _write(_ERASE + text[: shutil.get_terminal_size().columns - 1])
 
     def note(self, text: str) -> None:
         """Show ``text`` after the counts, from the next ``advance`` on; empty: nothing."""
@@ -98,11 +112,6 @@ class Bar:
             self.advance()
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (self.counts, self._note)))
-
-    @property
-    def counts(self) -> str:
-        """What is being done, and how much of it is done."""
         counts = [str(n) for n in (self.done, self.total) if n is not None]
         unit = self.unit
         if unit == "B":
@@ -122,35 +131,19 @@ def progress(
     is what is counted, in the plural, or B for bytes, which are shown in millions.
     """
     global _busy
-    bar = Bar(description, total, unit)
+    bar = Bar(description, total, unit, now)
     if _quiet or _busy:
         yield bar
         return
     _busy = True
     live = draws(sys.stdout)
-    began = now()
-    due_s = 0.1 if live else 5.0
-
-    def show() -> None:
-        nonlocal due_s
-        took_s = now() - began
-        if took_s < due_s:
-            return
-        if live:
-            due_s = took_s + 0.1
-            left_s = ((total or bar.done) - bar.done) * took_s / max(1, bar.done)
-            text = f"{bar}, {left_s:.0f} s left" if left_s else str(bar)
-            _write(_ERASE + text[: shutil.get_terminal_size().columns - 1])
-        else:
-            due_s = 2 * took_s
-            _print(str(bar))
-
-    bar.show = show
+    bar.due_s = 0.1 if live else 5.0
+    bar.began_s = now()
     try:
         yield bar
-        took_s = now() - began
+        took_s = now() - bar.began_s
         if not live and took_s >= 1:
-            _print(f"{bar.counts} in {took_s:.0f} s")
+            _print(f"{bar} in {took_s:.0f} s")
     finally:
         _busy = False
         if live:

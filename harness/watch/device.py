@@ -1,4 +1,4 @@
-"""The GPU's own figures, by NVML.
+"""The GPU's own figures, by NVML, and how near a run comes to running out of its memory.
 
 What a GPU, a MIG instance or a driver does not give is absent, never 0.
 """
@@ -9,13 +9,17 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.runtime.folder import log
 from harness.watch.figures import Tag
 from harness.watch.tree import Tree
+
+if TYPE_CHECKING:
+    from harness.runtime.accelerator import Accelerator
 
 # one for each tag, or none at all this time
 Figures = Sequence[float | None]
@@ -104,6 +108,64 @@ class GpuSensor(Sensor):
         except Exception as error:
             # no loss: most GPUs and drivers have none
             log.info("no %s: %s", Tag.GPU_SM_UTILIZATION, error)
+
+
+@dataclass(slots=True)
+class MemoryPeaks:
+    """The largest figures of a run, in bytes.
+
+    Attributes:
+        total_bytes: what the device has.
+        reserved_bytes: what torch took from the driver, allocated or kept for later.
+        training_bytes: what was allocated in training steps.
+        evaluation_bytes: what was allocated in evaluations.
+    """
+
+    total_bytes: int
+    reserved_bytes: int = 0
+    training_bytes: int = 0
+    evaluation_bytes: int = 0
+
+    def __str__(self) -> str:
+        """As in ``peak 21.3 GB allocated (9.8 GB in evaluation), 24.0 GB reserved, of 80.0 GB``."""
+        most = max(self.training_bytes, self.evaluation_bytes)
+        return (
+            f"peak {most / 1e9:.1f} GB allocated ({self.evaluation_bytes / 1e9:.1f} GB in "
+            f"evaluation), {self.reserved_bytes / 1e9:.1f} GB reserved, of "
+            f"{self.total_bytes / 1e9:.1f} GB"
+        )
+
+
+class MemoryWatch:
+    """Reads the peaks of a device's memory, where the host has just waited for the device.
+
+    Attributes:
+        peaks: of the run so far; None where the device has no memory of its own, or nothing was
+            read yet.
+    """
+
+    def __init__(self, own: Accelerator) -> None:
+        self._own = own
+        self.peaks: MemoryPeaks | None = None
+        own.reset_peaks()
+
+    def read(self, *, evaluating: bool = False) -> dict[str, float]:
+        """Returns the peaks since the last call, by tag: of a window, or of an evaluation."""
+        memory = self._own.memory()
+        if memory is None:
+            return {}
+        self._own.reset_peaks()
+        peak = memory.peak_allocated
+        peaks = self.peaks = self.peaks or MemoryPeaks(memory.total)
+        peaks.reserved_bytes = max(peaks.reserved_bytes, memory.peak_reserved)
+        if evaluating:
+            peaks.evaluation_bytes = max(peaks.evaluation_bytes, peak)
+            return {Tag.VAL_MEMORY_PEAK_BYTES: peak}
+        peaks.training_bytes = max(peaks.training_bytes, peak)
+        return {
+            Tag.GPU_MEMORY_PEAK_ALLOCATED_BYTES: peak,
+            Tag.GPU_MEMORY_PEAK_RESERVED_BYTES: memory.peak_reserved,
+        }
 
 
 def _sm_utilization(nvml: Any, handle: Any, is_mig: bool) -> Callable[[], Figures]:

@@ -2,23 +2,37 @@
 
 A figure of the steps is a field of ``Window``, any other a member of ``Tag``: each with its tag,
 its unit, what it says, and the page's chart that draws it. Tags, the keys of ``report.json`` and
-what the page shows follow. A new time of the steps is a field here and, where it is measured, the
-line that adds it to ``Ledger.sketches``.
+what the page shows follow. A new time of the steps is a field here and, where it is measured, a
+call of ``Ledger.count``.
 
 Light: the standard library alone.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Self
 
 _PROCESSORS = "Processors in use"
 _HELD_BACK = "Held back by the system"
 _READS = "Reads by this run"
 _UTILIZATION = "GPU utilisation"
+
+# steps by the host's clock: ``Window.step_ms`` where no device tells its own
+HOST_STEP = "host_step_ms"
+# relative error of a quantile
+_ERROR = 0.01
+# of the buckets' bounds
+_LOG_GROWTH = math.log((1 + _ERROR) / (1 - _ERROR))
+
+Sums = defaultdict[Any, float]
 
 
 class Metric(NamedTuple):
@@ -246,9 +260,115 @@ class Window:
     first_step_s: float | None
     pauses_s: Mapping[str, float]
 
-    def of_ranks(self, ranks: int) -> Window:
-        """Returns the same with the images of all ``ranks`` at this rank's rate."""
-        return replace(self, images_per_s=self.images_per_s and ranks * self.images_per_s)
+
+class Ledger:
+    """The sums behind a ``Window``, in fixed memory; the clock and the device's timeline add to it.
+
+    A quantile of a time is within 1 % of the value of its rank (below a microsecond: within a
+    microsecond), the maximum is exact. The buckets' bounds grow by a constant factor (DDSketch;
+    Masson, Rim and Lee, VLDB 2019).
+
+    Attributes:
+        sums: numbers by name, in groups. ``run`` has what the host's clock counts, and at first the
+            arguments; ``device``, ``wait``, ``host`` and ``pause`` have seconds by part. Each time
+            of a ``Window`` is a group, too: how many values each bucket has.
+        longest: the largest value of each time, in milliseconds.
+    """
+
+    def __init__(self, **run: float) -> None:
+        self.sums: defaultdict[str, Sums] = defaultdict(partial(defaultdict, float))
+        self.sums["run"].update(run)
+        self.longest: Sums = defaultdict(float)
+
+    def count(self, name: str, seconds: float) -> None:
+        """Count one value of a time."""
+        ms = 1e3 * seconds
+        # values outside are counted as these two: at most 1,383 buckets
+        clipped = min(max(ms, 1e-3), 1e9)
+        self.sums[name][math.ceil(math.log(clipped) / _LOG_GROWTH)] += 1
+        if ms > self.longest[name]:
+            self.longest[name] = ms
+
+    def merge(self, other: Ledger) -> None:
+        """Add all that ``other`` holds."""
+        for group, sums in other.sums.items():
+            add(self.sums[group], sums)
+        for name, ms in other.longest.items():
+            self.longest[name] = max(ms, self.longest[name])
+
+    def spread(self, name: str) -> Spread | None:
+        """Returns median, 95th percentile and maximum of a time; None before the first value."""
+        if name not in self.longest:
+            return None
+        counts = sorted(self.sums[name].items())
+        ranks = [*accumulate(count for _, count in counts)]
+        found = [self.longest[name]]
+        for share in (0.95, 0.5):
+            bucket, _ = counts[bisect_left(ranks, share * ranks[-1])]
+            # relatively as far from one bound of the bucket as from the other
+            found.append(min(math.exp(bucket * _LOG_GROWTH) * (1 - _ERROR), found[0]))
+        return Spread(*reversed(found))
+
+    def window(self, by_host: bool = True) -> Window:
+        """Returns the figures that these sums make.
+
+        ``by_host`` says that without device times the host's waits are the device's, at most.
+        """
+        run = self.sums["run"]
+        spreads = {name: self.spread(name) for name in self.longest}
+        # a device tells of its steps late, and of some not at all
+        spreads.setdefault("step_ms", spreads.pop(HOST_STEP, None))
+        spent_s = dict(self.sums["device"])
+        whole_s = sum(spent_s.values())
+        on_device = whole_s > 0
+        if on_device:
+            if run["usual_s"]:
+                # of computing, what the device waited for launches has a name of its own
+                waited = max(0.0, 1 - run["kernels_s"] / run["usual_s"])
+                spent_s["launch"] = waited * spent_s["compute"]
+                spent_s["compute"] -= spent_s["launch"]
+        elif by_host:
+            spreads["starved_ms"] = spreads.get("data_wait_ms")
+            whole_s = run["elapsed_s"]
+            spent_s = {"starved": run["wait_s"]}
+            if run["compute_s"]:
+                spent_s = {"compute": run["compute_s"], **spent_s, "prepare": run["prepare_s"]}
+                spent_s["host"] = max(0.0, whole_s - sum(spent_s.values()))
+        if not spent_s.get("prepare"):
+            spent_s.pop("prepare", None)
+            spreads.pop("prepare_ms", None)
+        shares = _shares(spent_s, whole_s)
+        of_host = _shares({"wait": run["wait_s"], "full": run["full_s"]}, run["elapsed_s"])
+        return Window(
+            steps=int(run["steps"]),
+            images=int(run["images"]),
+            elapsed_s=run["elapsed_s"],
+            images_per_s=run["images"] / run["elapsed_s"] if of_host else None,
+            data_wait_fraction=of_host.get("wait"),
+            device_full_fraction=of_host.get("full") or None,
+            stall_fraction=shares["starved"] + shares.get("exposed_copy", 0.0) if shares else None,
+            stall_basis="device" if on_device else "host",
+            shares=shares,
+            wait_parts=_shares(self.sums["wait"], sum(self.sums["wait"].values())),
+            host_parts_s={**self.sums["host"], "gc": run["gc_s"]},
+            first_steps=int(run["first_steps"]),
+            first_step_s=run["first_s"] if run["first_steps"] else None,
+            pauses_s=dict(self.sums["pause"]),
+            **spreads,
+        )
+
+
+def add(sums: Sums, more: Mapping[Any, float]) -> None:
+    """Add the numbers of ``more`` to those of ``sums`` under the same keys."""
+    for key, number in more.items():
+        sums[key] += number
+
+
+def _shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
+    """Returns each part of ``whole``, at most 1; empty where that is nothing."""
+    if whole <= 0:
+        return {}
+    return {name: min(1.0, part / whole) for name, part in parts.items()}
 
 
 STEP_FIGURES: Mapping[str, Metric] = {
@@ -261,16 +381,18 @@ FIGURES: Sequence[Metric] = (*STEP_FIGURES.values(), *(tag.figure for tag in Tag
 """All figures, in the order in which the page draws their charts."""
 
 
-def by_tag(window: Window) -> dict[str, float | Spread | None]:
-    """Returns the figures of ``window`` by tag."""
-    return {figure.tag: getattr(window, name) for name, figure in STEP_FIGURES.items()}
+def by_tag(window: Window, ranks: int = 1) -> dict[str, float | Spread | None]:
+    """Returns the figures of ``window`` by tag, with the images of all ``ranks`` at its rate."""
+    whole = replace(window, images_per_s=window.images_per_s and ranks * window.images_per_s)
+    return {figure.tag: getattr(whole, name) for name, figure in STEP_FIGURES.items()}
 
 
 def told(total: Window, ranks: int) -> dict[str, Any]:
     """Returns what ``report.json`` has of a whole run of so many ranks; what is empty is None."""
+    logged = by_tag(total, ranks)
     mappings = ("shares", "wait_parts", "host_parts_s")
     return {
-        **{name: getattr(total.of_ranks(ranks), name) for name in STEP_FIGURES},
+        **{name: logged[figure.tag] for name, figure in STEP_FIGURES.items()},
         **{name: getattr(total, name) or None for name in mappings},
         "stall_basis": total.stall_basis,
         "pauses_s": total.pauses_s,

@@ -2,20 +2,24 @@
 
 A worker times every batch, by two looks at the clock, so that its total is exact. How the total
 divides among the stages comes of *laps*: a data set that names its ``stages`` is given a function
-to call at the end of each. Laps are taken of one sample in 30 ms of work, so that they cost less
-than a thousandth of it: of all where a sample takes longer, of few where it takes microseconds. A
-rare slow sample may then be missed or counted for others.
+to call at the end of each. Laps are taken of whole batches, as many as make one sample in 30 ms of
+work, so that they cost less than a thousandth of it: of all where a sample takes longer, of few
+where it takes microseconds. A rare slow sample may then be missed or counted for others.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness.watch.rows import Rows
+from harness.watch.figures import Tag
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # told to a lap at the beginning of a sample, or of a batch
 START = ""
@@ -41,14 +45,12 @@ Clock = Callable[[], float]
 # called by a data set with the name of each stage at its end
 Lap = Callable[[str], None]
 
-# a worker's row: samples, batches, busy seconds; then the figures of ``Work``, but for ``moved``;
+# a worker's row: samples, busy seconds; then the figures of ``Work``, but for ``moved``;
 # then wall seconds by stage, then processor seconds
-_COUNTS = 3
-_HEAD = 7
+_COUNTS = 2
+_HEAD = 6
 # of work for a sample that is timed: the laps of one take some 10 us, where caches are cold
 _EVERY_S = 0.03
-# samples that make timing a batch worth its cost, if the batch has as many
-_FEW = 8
 
 
 class Stamps(NamedTuple):
@@ -77,22 +79,6 @@ class Stamps(NamedTuple):
         return received, (self.begun_s, self.made_s)
 
 
-def wait_parts(began_s: float, ended_s: float, stamps: Stamps) -> dict[str, float]:
-    """Returns the seconds of a wait by where its batch was at the time."""
-    parts = {}
-    at_s = began_s
-    for name, until_s in (
-        ("make", stamps.made_s),
-        ("transport", stamps.received_s),
-        ("pin", stamps.pinned_s),
-        ("move", ended_s),
-    ):
-        until_s = max(at_s, min(until_s, ended_s))
-        parts[name] = until_s - at_s
-        at_s = until_s
-    return parts
-
-
 def received(begun_s: float, made_s: float) -> Stamps:
     """Returns the stamps of a batch that arrives now."""
     now_s = time.perf_counter()
@@ -112,7 +98,6 @@ class StageTotals:
 
     Attributes:
         samples: how many they have made.
-        batches: how many they have made.
         busy_s: wall seconds that they spent on them, summed over the workers; the stages' wall
             seconds add up to it.
         stages: by name, in the order in which a sample goes through them; then ``collate``, and
@@ -120,7 +105,6 @@ class StageTotals:
     """
 
     samples: int
-    batches: int
     busy_s: float
     stages: Mapping[str, StageCost]
 
@@ -135,10 +119,19 @@ class StageTotals:
             stages[name] = StageCost(*(max(0.0, now_s - then_s) for now_s, then_s in pairs))
         return StageTotals(
             self.samples - before.samples,
-            self.batches - before.batches,
             self.busy_s - before.busy_s,
             stages,
         )
+
+    def by_tag(self, worker_s: float) -> dict[str, float]:
+        """Returns wall milliseconds per sample of each stage, and how busy the workers were.
+
+        ``worker_s`` are the seconds of all workers together.
+        """
+        if not self.samples or worker_s <= 0:
+            return {}
+        each = {f"stages/{row['name']}_ms": row["wall_ms"] for row in self.rows()}
+        return {**each, Tag.BUSY_FRACTION: min(1.0, self.busy_s / worker_s)}
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns each stage's name, its group, and what a sample takes, in milliseconds."""
@@ -171,6 +164,30 @@ class Work(NamedTuple):
     cpu_s: float
 
 
+def shared_rows(rows: int, columns: int, shared: bool = True) -> Tensor:
+    """Returns float64 zeros ``[rows, columns]``: each process writes its own row, one reads all.
+
+    An aligned float64 is stored by one instruction on every 64-bit machine: without a lock a reader
+    finds each figure as it was before or after a write, never half of both. Figures that are
+    written together may be seen apart. Pickled for a worker process, the memory itself travels, as
+    torch's batches do; it is gone with its last owner.
+
+    Raises:
+        RuntimeError, OSError: there is no shared memory to be had.
+    """
+    # not above: what imports this file for a type needs no torch
+    import torch
+
+    zeros = torch.zeros(rows, columns, dtype=torch.float64)
+    return zeros.share_memory_() if shared else zeros
+
+
+def cells(rows: Tensor, slot: int) -> memoryview[float]:
+    """Returns the figures of one row: ten times faster to write than the tensor."""
+    # numpy's arrays are buffers
+    return memoryview(rows[slot].numpy())  # type: ignore[arg-type]
+
+
 class StageMeter:
     """The totals of one feed's workers, in memory that they share.
 
@@ -196,24 +213,23 @@ class StageMeter:
         self.stages = (*stages, COLLATE)
         if shared:
             self.stages += (SHARE,)
-        self.rows = Rows(max(1, workers), _HEAD + 2 * len(self.stages), shared=shared)
+        self.rows = shared_rows(max(1, workers), _HEAD + 2 * len(self.stages), shared)
 
     def read(self) -> StageTotals:
         """Returns the totals over all slots, now.
 
         A worker's time divides among the stages as that of its timed samples does.
         """
-        counts, wall_s, cpu_s = self.rows.read().split(
-            (_HEAD, len(self.stages), len(self.stages)), dim=1
-        )
+        sizes = (_HEAD, len(self.stages), len(self.stages))
+        counts, wall_s, cpu_s = self.rows.clone().split(sizes, dim=1)
         # a worker's busy seconds, by those that its timed samples stand for
-        scale = (counts[:, 2] / wall_s.sum(dim=1)).nan_to_num(posinf=0.0)
-        samples, batches, busy_s = counts[:, :_COUNTS].sum(dim=0).tolist()
+        scale = (counts[:, 1] / wall_s.sum(dim=1)).nan_to_num(posinf=0.0)
+        samples, busy_s = counts[:, :_COUNTS].sum(dim=0).tolist()
         # two clocks are not read at the very same moment
         cpu_s = cpu_s.minimum(wall_s)
         costs = map(StageCost, (scale @ wall_s).tolist(), (scale @ cpu_s).tolist())
         stages = dict(zip(self.stages, costs, strict=True))
-        return StageTotals(int(samples), int(batches), busy_s, stages)
+        return StageTotals(int(samples), busy_s, stages)
 
     def timed(self, slot: int, make: Callable[..., Any], samples: int = 1) -> Callable[..., Any]:
         """Returns ``make``, each call of which counts as ``samples`` of worker ``slot``'s ``work``.
@@ -221,7 +237,7 @@ class StageMeter:
         A consumer only sees a queue, and a batch may take seconds. A call that raises does not
         count.
         """
-        row = self.rows.row(slot)
+        row = cells(self.rows, slot)
 
         def made(*args: Any) -> Any:
             wall_s = time.perf_counter()
@@ -239,26 +255,22 @@ class StageMeter:
 
     def work(self) -> Work:
         """Returns the totals of what ``timed`` counts, now."""
-        rows = self.rows.read()[:, _COUNTS:_HEAD]
+        rows = self.rows[:, _COUNTS:_HEAD].clone()
         samples, *seconds = rows.sum(dim=0).tolist()
         return Work(int(samples), int((rows[:, 0] > 0).sum()), *seconds)
 
 
 class StageTimer:
-    """Times a worker's batches, and one of their samples in ``_EVERY_S`` of work.
+    """Times a worker's batches, and the samples of a batch for ``_EVERY_S`` of work for each.
 
-    For each batch call ``begin``, ``share`` where the memory is shared, ``fill`` and ``end``. A
-    sample that is timed stands for all samples since the last batch with one.
+    For each batch call ``begin`` and ``end``. A batch with timed samples stands for all since the
+    last such batch.
 
     Args:
         meter: has the totals.
         slot: the row of ``meter`` that this writes, one thread at a time.
         now: the wall clock in seconds.
         cpu_now: the thread's processor clock in seconds.
-
-    Attributes:
-        lap: for a sample that ``begin`` says to time, called with ``START`` at its beginning and
-            with a stage's name at the end of each.
     """
 
     def __init__(
@@ -269,83 +281,65 @@ class StageTimer:
         cpu_now: Clock = time.thread_time,
     ) -> None:
         self._columns = {stage: column for column, stage in enumerate(meter.stages, _HEAD)}
-        self._row = meter.rows.row(slot)
+        self._row = cells(meter.rows, slot)
         self._now = now
         # of a batch with timed samples
         self._marks: list[tuple[str, float, float]] = []
         mark = self._marks.append
-
-        def lap(stage: str) -> None:
-            mark((stage, now(), cpu_now()))
-
-        self.lap: Lap = lap
-        # work for which no sample is timed yet
-        self._due_s = _FEW * _EVERY_S
-        self._offset = 0.0
+        # takes no lookup of this object's
+        self._lap: Lap = lambda stage: mark((stage, now(), cpu_now()))
+        # work since the last batch with timed samples
+        self._worked_s = math.inf
         self._begun_s = 0.0
-        # samples of this batch; those of them that are timed; and those since the last such batch
-        self._samples = self._timed = self._since = 0
+        # samples of this batch, and all since the last one with timed samples
+        self._samples = self._since = 0
 
-    def begin(self, samples: int) -> Sequence[StageTimer | None] | None:
-        """Starts a batch; returns what times each sample, or None where none is timed."""
+    def begin(self, samples: int) -> Lap | None:
+        """Starts a batch; returns what times its samples, or None where none is timed.
+
+        It is called with ``START`` at the beginning of a sample, and with the name of a stage at
+        the end of each.
+        """
         self._samples = samples
         self._since += samples
         self._marks.clear()
-        count = self._timed = min(samples, int(self._due_s / _EVERY_S))
-        if count < max(1, min(samples, _FEW)):
+        if self._worked_s < samples * _EVERY_S:
             self._begun_s = self._now()
             return None
-        self._due_s -= count * _EVERY_S
-        # evenly spread, from another place each time: the golden ratio's multiples leave no gaps
-        self._offset = (self._offset + 0.618034) % 1.0
-        timers: list[StageTimer | None] = [None] * samples
-        for i in range(count):
-            timers[int((i + self._offset) * samples / count)] = self
-        self.lap(START)
+        self._worked_s = 0.0
+        self._lap(START)
         self._begun_s = self._marks[0][1]
-        return timers
+        return self._lap
 
-    def share(self) -> None:
-        """Note that until ``fill`` the worker gets memory that another process can map."""
+    def mark(self, stage: str) -> None:
+        """Note that a stage of the batch itself ends, such as ``COLLATE`` or ``SHARE``.
+
+        What follows ``START`` until ``end`` is ``COLLATE``.
+        """
         if self._marks:
-            self.lap(COLLATE)
+            self._lap(stage)
 
-    def fill(self) -> None:
-        """Note that all is ready for the batch's first sample."""
-        if self._marks:
-            self.lap(SHARE if len(self._marks) > 1 else COLLATE)
-
-    def collate(self) -> None:
-        """Note that the samples are made, and that until ``end`` they are put together."""
-        if self._marks:
-            self.lap(START)
-
-    def end(self, samples: int, batches: int = 1) -> Stamps:
+    def end(self, samples: int) -> Stamps:
         """Add what the batch took to the totals; its last sample is there.
 
-        If several workers fill one batch, each times its part and exactly one passes
-        ``batches=1``; likewise with ``samples`` where two see to the same ones.
+        If several workers fill one batch, each times its part; where two see to the same samples,
+        one of them counts them.
         """
         made_s = self._now()
         busy_s = made_s - self._begun_s
         row = self._row
         row[0] += samples
-        row[1] += batches
-        row[2] += busy_s
-        self._due_s += busy_s
+        row[1] += busy_s
+        self._worked_s += busy_s
         if self._marks:
             if self._marks[-1][0] == START:
-                self.lap(COLLATE)
-            self._divide()
+                self._lap(COLLATE)
+            # what the timed samples took, by stage, for all samples that they stand for
+            weight = self._since / self._samples
+            for (_, wall_then, cpu_then), (stage, wall, cpu) in pairwise(self._marks):
+                # none is of a beginning, or of a stage that the data set does not name
+                if column := self._columns.get(stage):
+                    row[column] += weight * (wall - wall_then)
+                    row[column + len(self._columns)] += weight * (cpu - cpu_then)
+            self._since = 0
         return Stamps(self._begun_s, made_s, made_s, made_s)
-
-    def _divide(self) -> None:
-        """Add what the timed samples took, by stage, for all samples that they stand for."""
-        for (_, wall_then, cpu_then), (stage, wall, cpu) in pairwise(self._marks):
-            # none is of a beginning, or of a stage that the data set does not name
-            if column := self._columns.get(stage):
-                of_batch = stage in (COLLATE, SHARE)
-                weight = self._since / (self._samples if of_batch else self._timed)
-                self._row[column] += weight * (wall - wall_then)
-                self._row[column + len(self._columns)] += weight * (cpu - cpu_then)
-        self._since = 0

@@ -18,8 +18,8 @@ from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.device import GpuSensor, Sensor, nvml_sees_gpu
 from harness.watch.figures import Window
-from harness.watch.goodput import Course
 from harness.watch.host import HostSensor, Sampler
+from harness.watch.report import Course
 from harness.watch.wandb_writer import WandbWriter
 
 
@@ -47,18 +47,20 @@ def watched(
     The command began at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the checkpoint's
     where the run goes on from one.
     """
+    watch = Watch(StepClock(world.device), Course(began_s))
+    watch.course.mark("start")
     with ExitStack() as stack:
-        watch = Watch(StepClock(world.device), Course(began_s))
-        watch.course.mark("start")
         if world.is_main:
-            writers = []
-            if config.watch.wandb is not Wandb.disabled:
-                writers.append(WandbWriter(folder, config, resumed_step is not None))
-            tensorboard = config.watch.tensorboard
-            board = Board(
-                folder, tensorboard=tensorboard, resumed_step=resumed_step, writers=writers
+            goes_on = resumed_step is not None
+            wandb = config.watch.wandb is not Wandb.disabled
+            watch.board = stack.enter_context(
+                Board(
+                    folder,
+                    tensorboard=config.watch.tensorboard,
+                    resumed_step=resumed_step,
+                    wandb=WandbWriter(folder, config, goes_on) if wandb else None,
+                )
             )
-            watch.board = stack.enter_context(board)
             looks = sampling(accelerator.of(world.device), world.local_size, config.watch.sample_s)
             watch.sampler = stack.enter_context(looks)
         yield watch

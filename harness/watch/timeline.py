@@ -11,13 +11,14 @@ early, the later one is used.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness.watch.ledger import Ledger, add_all
+from harness.watch.figures import Ledger, Sums, add
 
 if TYPE_CHECKING:
     from harness.runtime.accelerator import Accelerator
@@ -90,12 +91,15 @@ class Timeline:
     Attributes:
         waits: since the last block, when the host was blocked on the feed; told by the clock.
         copies: the events of the batches that the next block computes on; told by the clock.
+        fresh: the running block is not measured; between blocks: the gap before the next is not
+            known.
         ends_s: when the device ended each of the last steps, by the host's clock.
     """
 
     def __init__(self, own: Accelerator, now: Callable[[], float]) -> None:
         self._own = own
         self._now = now
+        self._event: Callable[[], TimingEvent] = partial(own.event, timed=True)
         # as many as the host was ahead of the device
         self._free: list[_Slot] = []
         self._pending: deque[_Slot] = deque()
@@ -110,8 +114,7 @@ class Timeline:
         self._previous: _Slot | None = None
         # when the device passed that end, by the host's clock
         self._passed_s = -math.inf
-        # the running block is not measured; between blocks: the gap before the next is not known
-        self._fresh = True
+        self.fresh = True
         # measured blocks of the running step
         self._unended = 0
         self._steps = 0
@@ -125,13 +128,10 @@ class Timeline:
         self._late_s = 0.0
         # all gaps of the step that is being read, so far
         self._known = True
-        self._step_s: dict[str, float] = {}  # of that step
+        self._step_s: Sums = defaultdict(float)  # of that step
         self._usual_s = 0.0  # of that step, if it was held back
         # computing of the last steps: a window may be too short to read one within it
         self._recent_s: deque[float] = deque(maxlen=16)
-
-    def _event(self) -> TimingEvent:
-        return self._own.event(timed=True)
 
     def begin(self, *, first: bool) -> None:
         """Begin a block."""
@@ -142,9 +142,9 @@ class Timeline:
         self.waits.clear()
         self.copies.clear()
         slot.first = first
-        slot.fresh = self._fresh
+        slot.fresh = self.fresh
         slot.stepped_s = None
-        self._fresh = False
+        self.fresh = False
         slot.usual_s = 0.0
         slot.stream = self._own.stream()
         slot.mark_s = self._now()
@@ -205,9 +205,9 @@ class Timeline:
         slot = self._running
         self._running = None
         self._marked = False
-        self._fresh |= not whole
+        self.fresh |= not whole
         assert slot is not None
-        if self._fresh:
+        if self.fresh:
             self._free.append(slot)
             return
         self._pending.append(slot)
@@ -217,7 +217,7 @@ class Timeline:
         """End a step: its blocks' times belong together."""
         if self._unended:
             # fresh again already where the step's last block is missing
-            if not self._fresh:
+            if not self.fresh:
                 self._pending[-1].stepped_s = self._now()
             self._unended = 0
         # events have nearly always come by then; by the tenth step a run's third is read, the first
@@ -231,14 +231,10 @@ class Timeline:
         # the host is then ahead, and kernels run without a pause. That takes less time than usual
         # by what the device had waited: all of it, or part where the queue was full or the host
         # waited for the device.
-        launch = ledger.sketches["launch_ms"].spread()
+        launch = ledger.spread("launch_ms")
         usual_s = median(self._recent_s or [math.inf])
         if launch and launch.median >= 900 * usual_s:
             self._hold_s = usual_s
-
-    def forget(self) -> None:
-        """Leave the running block, and the gap before the next, unmeasured."""
-        self._fresh = True
 
     def finish(self, ledger: Ledger) -> float:
         """Wait until the device has done all that the network's stream was given.
@@ -283,17 +279,19 @@ class Timeline:
         spent_s = _explain(slot, previous, gap, block_s, ledger)
         known = previous is not None and not slot.fresh
         if known and not slot.first and not slot.usual_s:
-            add_all(ledger.device_s, spent_s)
+            add(ledger.sums["device"], spent_s)
         self._known &= known
         self._usual_s += slot.usual_s
-        add_all(self._step_s, spent_s)
+        add(self._step_s, spent_s)
         if slot.stepped_s is not None:
             self.ends_s.append(self._passed_s)
             if slot.first:
                 self._late_s += max(0.0, self._passed_s - slot.stepped_s)
             elif self._known and self._usual_s:
-                ledger.kernels_s += self._step_s["compute"]
-                ledger.usual_s += self._usual_s
+                add(
+                    ledger.sums["run"],
+                    {"kernels_s": self._step_s["compute"], "usual_s": self._usual_s},
+                )
             elif self._known:
                 step_s = self._step_s
                 self._recent_s.append(step_s["compute"])
@@ -301,10 +299,10 @@ class Timeline:
                 step_s["gap"] = whole_s - step_s["compute"]
                 step_s["step"] = whole_s
                 for name, seconds in step_s.items():
-                    ledger.sketches[f"{name}_ms"].add(1e3 * seconds)
+                    ledger.count(f"{name}_ms", seconds)
             self._known = True
             self._usual_s = 0.0
-            self._step_s = {}
+            self._step_s = defaultdict(float)
 
 
 def _explain(
@@ -320,7 +318,7 @@ def _explain(
     for copy in slot.copies:
         copied_s = copy.start.elapsed_time(copy.end) / 1e3
         if copied_s and not slot.first:
-            ledger.sketches["copy_ms"].add(1e3 * copied_s)
+            ledger.count("copy_ms", copied_s)
         if previous is None:
             continue
         began_s = gap[0] + previous.end.elapsed_time(copy.start) / 1e3

@@ -25,7 +25,7 @@ from harness.training.state import TrainState, make_state
 from harness.training.step import Step, StepTrials
 from harness.watch.board import Board
 from harness.watch.figures import StepRun
-from harness.watch.neighbours import Neighbours
+from harness.watch.host import Neighbours
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)

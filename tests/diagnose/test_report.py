@@ -19,13 +19,12 @@ from harness.diagnose.whatif import WhatIf
 from harness.runtime.distributed import World
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.watch.board import Board
-from harness.watch.evidence import Bottleneck
 from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import Change, Verdict
+from harness.watch.verdict import Bottleneck, Change, Verdict
 
 SHARES = evidence()
 OWN = samples.settings(2, batch_size=10)
-STAGES = StageTotals(100, 10, 0.5, {"read": StageCost(0.1, 0.01), "decode": StageCost(0.4, 0.4)})
+STAGES = StageTotals(100, 0.5, {"read": StageCost(0.1, 0.01), "decode": StageCost(0.4, 0.4)})
 
 
 def ranks(count: int) -> World:

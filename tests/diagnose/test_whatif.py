@@ -40,7 +40,6 @@ def facts(
     stages = {"read": read, "decode": decode, "crop": crop, "collate": collate, "share": share}
     totals = StageTotals(
         100,
-        1,
         0.1 * sum(wall for wall, _ in stages.values()),
         {name: StageCost(wall * 0.1, cpu * 0.1) for name, (wall, cpu) in stages.items()},
     )
@@ -414,7 +413,7 @@ def test_other_programs_bound_what_is_uneven(on_cpu: bool) -> None:
 @pytest.mark.parametrize(("cpu_ms", "bottleneck"), [(5.0, "decode"), (0.5, "storage")])
 def test_a_data_set_that_names_no_stages(cpu_ms: float, bottleneck: str) -> None:
     """What works is decoding, what waits is storage."""
-    totals = StageTotals(100, 10, 0.5, {SAMPLE: StageCost(0.5, cpu_ms / 10)})
+    totals = StageTotals(100, 0.5, {SAMPLE: StageCost(0.5, cpu_ms / 10)})
     cost = SampleCost(5e-3, cpu_ms / 1e3, 0.0)
     workers, cores = (2, 8.0) if bottleneck == "storage" else (8, 2.0)
     known = facts(workers, cores=cores, delivered=400.0)

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from harness.feed.interface import FeedSettings
-from harness.hooks.advice import LoaderCall, better, in_script
 from harness.hooks.loops import Followed
-from harness.watch.evidence import Evidence
-from harness.watch.figures import Tag, Window
-from harness.watch.ledger import Ledger
+from harness.hooks.session import LoaderCall, better, in_script
+from harness.watch.figures import Ledger, Tag, Window
 from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import judge
+from harness.watch.verdict import Evidence, judge
 
 # samples/s of one worker, where a batch of 8 takes 80 ms and its step 20
 RATE = 100.0
@@ -36,7 +34,7 @@ def evidence(workers: int = 1, made: float = 1.0, **sampled: float) -> Evidence:
     load = StageCost(10.0, 0.1)
     return Evidence(
         window=window,
-        stages=StageTotals(1000, 125, 10.0, {"read": load}),
+        stages=StageTotals(1000, 10.0, {"read": load}),
         settings=FeedSettings(8, workers, False, 2, False, 0.0, ""),
         cores=8.0,
         device="cpu",
@@ -81,7 +79,7 @@ def test_a_lack_of_the_machine_is_no_reason_for_more_workers(sampled: dict[str, 
     """Where memory or processors are missing, nothing else is told than the verdict does."""
     found = dataclasses.replace(
         evidence(workers=2),
-        stages=StageTotals(1000, 125, 10.0, {"decode": StageCost(10.0, 9.9)}),
+        stages=StageTotals(1000, 10.0, {"decode": StageCost(10.0, 9.9)}),
     )
     found = dataclasses.replace(found, sampled={**found.sampled, **sampled})
     assert judge(found).kind in ("memory", "quota")
@@ -99,7 +97,7 @@ def test_persistent_workers_where_there_are_several_passes() -> None:
 def test_a_stream_gets_more_workers_only_with_the_condition(streams: bool, stage: str) -> None:
     """Workers that do not split an iterable data set repeat it; others have no condition."""
     found = dataclasses.replace(
-        evidence(1), stages=StageTotals(1000, 125, 10.0, {stage: StageCost(10.0, 0.1)})
+        evidence(1), stages=StageTotals(1000, 10.0, {stage: StageCost(10.0, 0.1)})
     )
     asked = call(found, streams=streams)
     assert asked is not None and asked.arguments["num_workers"] > 1

@@ -73,10 +73,11 @@ class Script:
             VirtualClock(wake_s=0.05e-3), pinned_per_s=per_s, pageable_per_s=per_s,
             launch_s=20e-6, record_s=2e-6, wake_s=0.05e-3,
         )  # fmt: skip
-        loops = Loops(lambda: None, lambda clock: clock.close_window(), lambda clock: None)
+        loops = Loops()
+        loops.on_window = lambda clock: clock.close_window()  # type: ignore[assignment,method-assign]
         with emulated(own), _copies(own, self), patches.installed(loops):
             spans = self._train(own)
-            loops.finish(completed=True)
+            loops.end(completed=True)
             assert loops.clock
             return loops.clock.total(), self._truth(own, spans)
 

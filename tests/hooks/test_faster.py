@@ -16,9 +16,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from harness.feed.interface import FeedSettings
-from harness.hooks.advice import offered
 from harness.hooks.faster import faster
 from harness.hooks.loops import Followed
+from harness.hooks.session import offered
 
 NORMALIZE = T.Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
 

@@ -15,10 +15,9 @@ from harness.config import Precision, TrainerConfig
 from harness.feed.interface import PROCESSES, FeedSettings
 from harness.feed.prefetcher import DataPrefetcher
 from harness.watch.clock import StepClock
-from harness.watch.evidence import Evidence
 from harness.watch.figures import Window
 from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import Verdict, judge
+from harness.watch.verdict import Evidence, Verdict, judge
 
 # images in a batch
 SIZE = 256
@@ -154,7 +153,7 @@ class Loop:
                 spans.append(self._epoch(own, clock, batches, epoch))
         total = clock.total()
         decoding = StageCost(1000 * workers * self.decode_s, 1000 * workers * self.decode_s)
-        made = StageTotals(1000, 4, decoding.wall_s, {"decode": decoding})
+        made = StageTotals(1000, decoding.wall_s, {"decode": decoding})
         evidence = Evidence(
             window=total, stages=made, settings=self.settings, cores=16, device="cuda", sampled={},
             autotuned=False,

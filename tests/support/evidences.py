@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import samples
 
 from harness.config import Precision, TrainerConfig
-from harness.watch.evidence import Bottleneck, Evidence, RankFigures
-from harness.watch.figures import Spread, Tag
-from harness.watch.ledger import Ledger
+from harness.watch.figures import Ledger, Spread, Tag
 from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import Change
+from harness.watch.verdict import Bottleneck, Change, Evidence, RankFigures
 
 DECODING = {
     "read": (0.2, 0.1),
@@ -57,7 +55,7 @@ def totals(stages: Mapping[str, tuple[float, float]]) -> StageTotals:
     wall and of processor time each.
     """
     costs = {name: StageCost(wall_ms, cpu_ms) for name, (wall_ms, cpu_ms) in stages.items()}
-    return StageTotals(1000, 100, sum(cost.wall_s for cost in costs.values()), costs)
+    return StageTotals(1000, sum(cost.wall_s for cost in costs.values()), costs)
 
 
 def evidence(

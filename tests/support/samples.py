@@ -26,7 +26,7 @@ from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.runtime import workers
 from harness.runtime.errors import BadSample
 from harness.runtime.seeding import SampleRng
-from harness.watch.stages import SAMPLE, Lap, StageMeter
+from harness.watch.stages import SAMPLE, Lap, StageMeter, cells
 
 
 def eval_transform(size: int, resize: int | None = None) -> TrainTransform:
@@ -42,8 +42,8 @@ class ToldMeter(StageMeter):
 
     def add(self, slot: int, wall_s: float, cpu_s: float, count: int = 1) -> None:
         """Count so many samples of a worker, each of which took these seconds."""
-        row = self.rows.row(slot)
-        for place, each in enumerate((1.0, wall_s, wall_s**2, cpu_s), 3):
+        row = cells(self.rows, slot)
+        for place, each in enumerate((1.0, wall_s, wall_s**2, cpu_s), 2):
             row[place] += count * each
 
 

@@ -25,7 +25,7 @@ from harness.training.saving import Place, Saves
 from harness.training.state import state_of
 from harness.training.step import Step
 from harness.watch.clock import StepClock
-from harness.watch.goodput import Course
+from harness.watch.report import Course
 from harness.watch.station import Watch
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))

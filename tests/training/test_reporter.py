@@ -13,9 +13,8 @@ from evidences import evidence
 from harness.config import Config
 from harness.training import reporter
 from harness.training.reporter import Reporter
-from harness.watch.report import report
+from harness.watch.report import report, stated
 from harness.watch.verdict import judge
-from harness.watch.wording import stated
 
 
 class Board:

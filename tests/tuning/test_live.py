@@ -13,7 +13,7 @@ import pytest
 from harness.feed.interface import THREADS, FeedSettings
 from harness.feed.threads import ThreadFeed
 from harness.tuning.tuner import Live, Period
-from harness.watch.ledger import Ledger
+from harness.watch.figures import Ledger
 from harness.watch.stages import StageCost, StageTotals
 
 MOST = 8
@@ -54,7 +54,7 @@ class Feed:
     def __init__(self, threads: int) -> None:
         self.settings = FeedSettings(16, threads, False, 2, True, 0.0, "fork", THREADS)
         self.meter = SimpleNamespace(read=lambda: self.totals)
-        self.totals = StageTotals(0, 0, 0.0, {"read": StageCost(0.0, 0.0)})
+        self.totals = StageTotals(0, 0.0, {"read": StageCost(0.0, 0.0)})
         self.limit = 64
 
     def resize(self, threads: int) -> None:
@@ -66,7 +66,7 @@ class Feed:
             then.stages["read"].wall_s + samples * wall_s,
             then.stages["read"].cpu_s + samples * cpu_s,
         )
-        self.totals = StageTotals(then.samples + samples, then.batches, cost.wall_s, {"read": cost})
+        self.totals = StageTotals(then.samples + samples, cost.wall_s, {"read": cost})
 
 
 def policy(threads: int, cores: float, most: int) -> Live:
@@ -235,7 +235,12 @@ class Run:
             self.feeds[0].work(160, period.wall_s, period.cpu_s)
             self.cpu_s[0] += 160 * (period.cpu_s + period.step_cpu_s) + extra_cpu_s
             ledger = Ledger(
-                10, 160, took_s, period.stall * took_s, (1 - period.stall) * took_s, **facts
+                steps=10,
+                images=160,
+                elapsed_s=took_s,
+                wait_s=period.stall * took_s,
+                compute_s=(1 - period.stall) * took_s,
+                **facts,
             )
             self.live.look(ledger.window())
 

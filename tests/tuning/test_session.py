@@ -24,7 +24,7 @@ from harness.tuning import tuner
 from harness.tuning.measures import TuningReport
 from harness.tuning.tuner import Change, Tuned, tuned
 from harness.watch.clock import StepClock
-from harness.watch.goodput import Course
+from harness.watch.report import Course
 from harness.watch.station import Watch
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))

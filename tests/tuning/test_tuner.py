@@ -30,7 +30,7 @@ from harness.tuning.measures import Rate, TuningReport
 from harness.tuning.probe import Lab
 from harness.tuning.tuner import tune
 from harness.watch.figures import StepRun
-from harness.watch.neighbours import Neighbours
+from harness.watch.host import Neighbours
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)

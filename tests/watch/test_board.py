@@ -23,9 +23,8 @@ from PIL import Image
 from harness.config import DataConfig
 from harness.runtime.distributed import World
 from harness.training.replaced import Replaced
-from harness.watch.board import Board, stages
-from harness.watch.figures import Spread, Tag
-from harness.watch.ledger import Ledger
+from harness.watch.board import Board
+from harness.watch.figures import Ledger, Spread, Tag
 from harness.watch.stages import StageCost, StageTotals
 
 
@@ -69,13 +68,13 @@ def test_scalars_reach_both_files(tmp_path: Path) -> None:
 
 def test_stages_are_told_per_sample_with_how_busy_the_workers_were() -> None:
     """Workers that made batches for 3 of 4 seconds were busy for three quarters."""
-    totals = StageTotals(100, 10, 6.0, {"read": StageCost(1.0, 0.1), "decode": StageCost(4.0, 4.0)})
-    assert stages(totals, 8.0) == {
+    totals = StageTotals(100, 6.0, {"read": StageCost(1.0, 0.1), "decode": StageCost(4.0, 4.0)})
+    assert totals.by_tag(8.0) == {
         "stages/read_ms": 10.0,
         "stages/decode_ms": 40.0,
         Tag.BUSY_FRACTION: 0.75,
     }
-    assert stages(totals, 12.0)[Tag.BUSY_FRACTION] == 0.5
+    assert totals.by_tag(12.0)[Tag.BUSY_FRACTION] == 0.5
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
@@ -188,7 +187,7 @@ def test_text_reaches_the_text_page(tmp_path: Path) -> None:
 def test_the_report_is_plain_json(tmp_path: Path) -> None:
     """Dataclasses are objects without what is absent; NaN is null; enums are their names."""
     ledger = Ledger(steps=2)
-    ledger.sketches["data_wait_ms"].add(2.0)
+    ledger.count("data_wait_ms", 0.002)
     with Board(tmp_path, tensorboard=False) as board:
         board.report(
             {

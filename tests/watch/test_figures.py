@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from model_time import known
 
-from harness.watch.ledger import Ledger, Sketch
+from harness.watch.figures import Ledger
 
 
 @pytest.mark.parametrize(
@@ -16,40 +16,40 @@ from harness.watch.ledger import Ledger, Sketch
 def test_a_quantile_is_within_one_per_cent(scale_ms: float, share: float) -> None:
     """Median and p95 are within 1 % of the value of that rank, over seven orders of magnitude."""
     values = np.random.default_rng(0).lognormal(mean=math.log(scale_ms), sigma=1.0, size=5000)
-    sketch = Sketch()
+    ledger = Ledger()
     for value in values:
-        sketch.add(float(value))
-    spread = known(sketch.spread())
+        ledger.count("step_ms", float(value) / 1e3)
+    spread = known(ledger.spread("step_ms"))
     expected = float(np.percentile(values, share * 100, method="inverted_cdf"))
     assert {0.5: spread.median, 0.95: spread.p95}[share] == pytest.approx(expected, rel=0.0101)
 
 
 def test_the_maximum_is_exact_and_a_spike_survives() -> None:
     """One slow step among ten thousand is the maximum, to the bit."""
-    sketch = Sketch()
+    ledger = Ledger()
     for _ in range(10_000):
-        sketch.add(10.0)
-    sketch.add(1234.5678)
-    spread = known(sketch.spread())
-    assert spread.max == 1234.5678
+        ledger.count("step_ms", 0.01)
+    ledger.count("step_ms", 1.2345678)
+    spread = known(ledger.spread("step_ms"))
+    assert spread.max == 1e3 * 1.2345678
     assert spread.p95 == pytest.approx(10.0, rel=0.01)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, 1e300], ids=["zero", "tiny", "huge"])
 def test_values_out_of_range_are_counted(value: float) -> None:
     """A value outside the buckets neither raises nor gives a quantile above the maximum."""
-    sketch = Sketch()
-    sketch.add(value)
-    spread = known(sketch.spread())
-    assert 0.0 <= spread.median <= spread.max == value
+    ledger = Ledger()
+    ledger.count("step_ms", value)
+    spread = known(ledger.spread("step_ms"))
+    assert 0.0 <= spread.median <= spread.max == 1e3 * value
 
 
 def test_memory_is_bounded() -> None:
     """Values of all sizes fill at most 1,383 buckets."""
-    sketch = Sketch()
+    ledger = Ledger()
     for exponent in np.linspace(-12, 15, 50_000):
-        sketch.add(float(10.0**exponent))
-    assert len(sketch._counts) <= 1383
+        ledger.count("step_ms", float(10.0**exponent))
+    assert len(ledger.sums["step_ms"]) <= 1383
 
 
 def test_an_empty_ledger_has_no_figures() -> None:
@@ -69,7 +69,7 @@ def test_an_empty_ledger_has_no_figures() -> None:
 def test_device_sums_come_before_the_hosts() -> None:
     """Where a device told of its time, shares are of that."""
     ledger = Ledger(steps=1, elapsed_s=10.0, wait_s=9.0)
-    ledger.sketches["data_wait_ms"].add(9000.0)
+    ledger.count("data_wait_ms", 9.0)
     window = ledger.window()
     assert (window.stall_basis, window.shares, window.stall_fraction) == (
         "host",
@@ -77,7 +77,7 @@ def test_device_sums_come_before_the_hosts() -> None:
         0.9,
     )
     assert window.starved_ms == window.data_wait_ms
-    ledger.device_s = {"compute": 5.0, "starved": 2.0, "exposed_copy": 1.0, "host": 2.0}
+    ledger.sums["device"] |= {"compute": 5.0, "starved": 2.0, "exposed_copy": 1.0, "host": 2.0}
     window = ledger.window()
     assert window.shares == {"compute": 0.5, "starved": 0.2, "exposed_copy": 0.1, "host": 0.2}
     assert (window.stall_basis, window.shares.get("compute"), window.data_wait_fraction) == (
@@ -93,17 +93,16 @@ def test_merged_ledgers_count_everything() -> None:
     """Sums add, quantiles are of all values, pauses add by name."""
     one = Ledger(steps=1, images=8, elapsed_s=0.5)
     two = Ledger(steps=3, images=24, elapsed_s=1.5)
-    one.pauses_s = {"evaluate": 1.0}
-    two.pauses_s = {"evaluate": 2.0, "checkpoint": 0.5}
-    one.device_s = {"compute": 1.0}
-    two.device_s = {"compute": 2.0, "starved": 1.0}
-    one.wait_parts_s = {}
-    two.wait_parts_s = {"make": 3.0, "move": 1.0}
-    one.host_parts_s = {"logging": 0.2}
-    two.gc_s = 0.1
-    one.sketches["data_wait_ms"].add(1.0)
+    one.sums["pause"] |= {"evaluate": 1.0}
+    two.sums["pause"] |= {"evaluate": 2.0, "checkpoint": 0.5}
+    one.sums["device"] |= {"compute": 1.0}
+    two.sums["device"] |= {"compute": 2.0, "starved": 1.0}
+    two.sums["wait"] |= {"make": 3.0, "move": 1.0}
+    one.sums["host"] |= {"logging": 0.2}
+    two.sums["run"]["gc_s"] = 0.1
+    one.count("data_wait_ms", 0.001)
     for _ in range(3):
-        two.sketches["data_wait_ms"].add(9.0)
+        two.count("data_wait_ms", 0.009)
     one.merge(two)
     window = one.window()
     assert (window.steps, window.images, window.elapsed_s, window.images_per_s) == (

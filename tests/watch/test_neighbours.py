@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.watch import neighbours
+from harness.watch import host
 from harness.watch.figures import Tag
-from harness.watch.neighbours import Neighbours, taken
+from harness.watch.host import Neighbours, taken
 
 look = Neighbours.look  # which the tests' own machine leaves alone
 
@@ -54,7 +54,7 @@ def test_harm_takes_others_and_threads_that_wait(
 def test_looks_are_some_time_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a few ticks no figure holds: the look after them speaks for that time as well."""
     samples = iter([{}, sampled(1.6, 1.2, 0.4), sampled(0.0, 0.0, 0.4)])
-    monkeypatch.setattr(neighbours.HostSensor, "sample", lambda self: next(samples))
+    monkeypatch.setattr(host.HostSensor, "sample", lambda self: next(samples))
     times = iter([0.0, 0.4, 1.0, 1.0, 2.0, 2.0])
     looked = Neighbours(2.0, lambda: next(times))
     assert [look(looked) for _ in range(3)] == [None, 1.6, None]

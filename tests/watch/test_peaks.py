@@ -6,8 +6,8 @@ import torch
 from emulator import GB, Gpu
 
 from harness.runtime.accelerator import Accelerator
+from harness.watch.device import MemoryPeaks, MemoryWatch
 from harness.watch.figures import Tag
-from harness.watch.peaks import MemoryPeaks, MemoryWatch
 
 
 def test_evaluation_is_told_apart() -> None:

@@ -7,16 +7,14 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
-from harness.watch.rows import Rows
+from harness.watch.stages import cells, shared_rows
 
 
 def test_cells_are_the_rows_one_after_the_other() -> None:
-    """What is written into the cells is read as [rows, columns], as it was at that moment."""
-    rows = Rows(2, 3)
-    rows.cells[4] = 1.5
-    read = rows.read()
-    rows.cells[4] = 2.5
-    assert read.tolist() == [[0.0, 0.0, 0.0], [0.0, 1.5, 0.0]]
+    """What is written into the cells of a row is read as [rows, columns]."""
+    rows = shared_rows(2, 3)
+    cells(rows, 1)[1] = 1.5
+    assert rows.tolist() == [[0.0, 0.0, 0.0], [0.0, 1.5, 0.0]]
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
@@ -31,13 +29,13 @@ def test_only_shared_memory_takes_shared_memory(
     monkeypatch.setattr("torch.Tensor.share_memory_", refuse)
     if shared:
         with pytest.raises(RuntimeError, match="shared memory"):
-            Rows(1, 1)
+            shared_rows(1, 1)
     else:
-        assert Rows(1, 1, shared=False).read().tolist() == [[0.0]]
+        assert shared_rows(1, 1, shared=False).tolist() == [[0.0]]
 
 
 def test_it_does_not_travel_as_a_copy() -> None:
     """Pickled as for a worker and unpickled, it is the same memory."""
-    rows = Rows(1, 1)
-    pickle.loads(ForkingPickler.dumps(rows)).cells[0] = 3.0
-    assert rows.read().item() == 3.0
+    rows = shared_rows(1, 1)
+    cells(pickle.loads(ForkingPickler.dumps(rows)), 0)[0] = 3.0
+    assert rows.item() == 3.0

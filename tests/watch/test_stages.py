@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
+from model_time import known
 
 from harness.watch.stages import (
     COLLATE,
@@ -67,20 +68,17 @@ def make(
     share_s: float | None = None,
 ) -> Stamps:
     """Makes one batch: computes for ``collate_s``, then ``share_s``, then the samples."""
-    timers = timer.begin(len(batch))
+    lap = timer.begin(len(batch)) or (lambda stage: None)
     clocks.go(collate_s, collate_s)
+    timer.mark(COLLATE)
     if share_s is not None:
-        timer.share()
         clocks.go(share_s, share_s)
-    timer.fill()
-    for row, sample in enumerate(batch):
-        laps = None if timers is None else timers[row]
-        if laps is not None:
-            laps.lap(START)
+        timer.mark(SHARE)
+    for sample in batch:
+        lap(START)
         for stage, cost in zip(STAGES, sample, strict=True):
             clocks.go(*cost)
-            if laps is not None:
-                laps.lap(stage)
+            lap(stage)
     return timer.end(len(batch))
 
 
@@ -98,7 +96,7 @@ def test_a_batch_is_divided_exactly(clocks: Clocks) -> None:
     batch = [[(0.5, 0.1), (1.0, 1.0), (0.25, 0.25)], [(3.5, 0.3), (2.0, 2.0), (0.25, 0.25)]]
     make(clocks.timer(meter), clocks, batch, collate_s=0.125)
     totals = meter.read()
-    assert (totals.samples, totals.batches, totals.busy_s) == (2, 1, pytest.approx(7.625))
+    assert (totals.samples, totals.busy_s) == (2, pytest.approx(7.625))
     expected = {
         "read": (4.0, 0.4),
         "decode": (3.0, 3.0),
@@ -154,7 +152,7 @@ def test_totals_are_those_of_all_workers(clocks: Clocks) -> None:
         [[(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]] * 2,
     )
     totals = meter.read()
-    assert (totals.samples, totals.batches, totals.busy_s) == (3, 2, pytest.approx(14.0))
+    assert (totals.samples, totals.busy_s) == (3, pytest.approx(14.0))
     assert walls(totals) == pytest.approx([1.0, 5.0, 8.0, 0.0])
     assert totals.stages["read"].cpu_s == pytest.approx(0.0)
 
@@ -166,9 +164,9 @@ def test_two_may_see_to_the_same_samples(clocks: Clocks) -> None:
     timer = clocks.timer(meter, 1)
     timer.begin(1)
     clocks.wall_s += 3.0
-    timer.end(0, batches=0)
+    timer.end(0)
     totals = meter.read()
-    assert (totals.samples, totals.batches, totals.busy_s) == (1, 1, pytest.approx(5.0))
+    assert (totals.samples, totals.busy_s) == (1, pytest.approx(5.0))
 
 
 def test_a_new_worker_goes_on_where_the_old_one_ended(clocks: Clocks) -> None:
@@ -179,7 +177,7 @@ def test_a_new_worker_goes_on_where_the_old_one_ended(clocks: Clocks) -> None:
     make(clocks.timer(meter), clocks, [[(0.0, 0.0), (2.0, 2.0), (0.0, 0.0)]])
     assert meter.read().busy_s == pytest.approx(4.0)
     after = meter.read().since(before)
-    assert (after.samples, after.batches, after.busy_s) == (1, 1, pytest.approx(2.0))
+    assert (after.samples, after.busy_s) == (1, pytest.approx(2.0))
     assert walls(after) == pytest.approx([0.0, 2.0, 0.0, 0.0])
     assert before.since(None) is before
 
@@ -209,7 +207,7 @@ def test_timing_microseconds_costs_a_thousandth() -> None:
     assert totals.samples == 1000 * 128
     assert_adds_up(totals)
     assert walls(totals)[:3] == pytest.approx([0.64, 0.64, 1.28], rel=0.03)
-    laps_s = (clocks.looks - 2 * totals.batches) * clocks.look_s
+    laps_s = (clocks.looks - 2 * 1000) * clocks.look_s
     assert 2e-5 < laps_s / totals.busy_s < 1e-3
 
 
@@ -256,7 +254,7 @@ def test_what_warming_up_took_is_not_taken_for_the_rule() -> None:
 
 def test_a_window_never_shows_less_than_nothing() -> None:
     """since() of a stage to which an earlier reading gave too much is zero."""
-    totals = [StageTotals(2, 1, 1.0, {"read": StageCost(wall_s, wall_s)}) for wall_s in (0.75, 0.5)]
+    totals = [StageTotals(2, 1.0, {"read": StageCost(wall_s, wall_s)}) for wall_s in (0.75, 0.5)]
     assert totals[1].since(totals[0]).stages["read"] == (0.0, 0.0)
 
 
@@ -268,7 +266,7 @@ def test_a_worker_of_any_start_method_writes_into_the_same_memory(method: str) -
     worker.start()
     worker.join(30)
     totals = meter.read()
-    assert (totals.samples, totals.batches) == (1, 1)
+    assert totals.samples == 1
     assert totals.stages["crop"].wall_s > 1e-3 and totals.busy_s > 6e-3
 
 
@@ -303,15 +301,13 @@ def test_putting_together_may_follow_the_samples(clocks: Clocks, timed: int) -> 
     """What follows ``collate`` is no sample's, where a batch is timed as one sample too."""
     meter = StageMeter(STAGES, 0)
     timer = clocks.timer(meter)
-    timers = timer.begin(timed)
-    assert timers is not None
-    timer.fill()
+    lap = known(timer.begin(timed))
     for _ in range(timed):
-        timer.lap(START)
+        lap(START)
         for stage in STAGES:
             clocks.go(4 / timed, 1 / timed)
-            timer.lap(stage)
-    timer.collate()
+            lap(stage)
+    timer.mark(START)
     clocks.go(3.0, 2.0)
     timer.end(4)
     totals = meter.read()

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from harness.watch.tfrecord import framed
+from harness.watch import board
 
 
 @pytest.mark.parametrize(
@@ -15,11 +15,17 @@ from harness.watch.tfrecord import framed
 @pytest.mark.parametrize(
     "size", [4, 5, 8, 31, 63, 64, 65, 648, 1023, 1024, 1025, 4096, 4099, 4100, 8195, 9000]
 )
-def test_a_record_is_as_tensorboard_writes_it(size: int, fill: int | None) -> None:
+def test_a_record_is_as_tensorboard_writes_it(
+    size: int, fill: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every byte is the same, whatever the length."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    data = random.Random(size).randbytes(size) if fill is None else bytes([fill]) * size
+    monkeypatch.setattr("time.time", lambda: 100.0)
+    text = random.Random(size).randbytes(size) if fill is None else bytes([fill]) * size
+    content = {"file_version": text.hex()}
     written = io.BytesIO()
-    RecordWriter(written).write(data)
-    assert framed(data) == written.getvalue()
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    RecordWriter(written).write(Event(wall_time=100.0, **content).SerializeToString())
+    assert board._record(**content) == written.getvalue()

@@ -25,11 +25,9 @@ from evidences import (
 )
 
 from harness.config import Config, walk
-from harness.watch.evidence import Bottleneck, Evidence, RankFigures
-from harness.watch.figures import Tag
-from harness.watch.ledger import Ledger
-from harness.watch.verdict import Verdict, judge
-from harness.watch.wording import stated, typed
+from harness.watch.figures import Ledger, Tag
+from harness.watch.report import stated, typed
+from harness.watch.verdict import Bottleneck, Evidence, RankFigures, Verdict, judge
 
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

@@ -84,7 +84,7 @@ def settings(mode: Wandb = Wandb.offline) -> Config:
 
 def board(folder: Path, mode: Wandb = Wandb.offline, resumed: int | None = None) -> Board:
     writer = WandbWriter(folder, settings(mode), resumed is not None)
-    return Board(folder, tensorboard=False, resumed_step=resumed, writers=[writer])
+    return Board(folder, tensorboard=False, resumed_step=resumed, wandb=writer)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -190,7 +190,7 @@ def test_a_service_that_hangs_costs_a_bounded_time(
     free = threading.Event()
     service.trouble = lambda name: name == call and free.wait(60)
     written = board(tmp_path)
-    written_by = written._writers[0]._thread  # type: ignore[attr-defined]
+    written_by = written._wandb._thread  # type: ignore[union-attr]
     for step in range(100):
         written.scalars(step, {"train/loss": 1.0})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 100

@@ -11,11 +11,11 @@ from evidences import CASES
 
 from harness.config import Config
 from harness.diagnose.diagnosis import command
-from harness.hooks.advice import in_script
 from harness.hooks.loops import Followed
+from harness.hooks.session import in_script
 from harness.runtime.distributed import World
+from harness.watch.report import stated
 from harness.watch.verdict import Verdict, judge
-from harness.watch.wording import stated
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 

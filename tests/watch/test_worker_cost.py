@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 import pytest
 
-from harness.watch.evidence import WorkerCost, worker_cost
 from harness.watch.stages import StageCost, StageTotals
+from harness.watch.verdict import WorkerCost, worker_cost
 
 
 def supply(stages: Mapping[str, tuple[float, float]], full: bool = False) -> WorkerCost:
     """Of ten samples, whose stages took so many seconds of wall and of processor time in all."""
     costs = {name: StageCost(*seconds) for name, seconds in stages.items()}
     found = worker_cost(
-        StageTotals(10, 5, sum(cost.wall_s for cost in costs.values()), costs), full=full
+        StageTotals(10, sum(cost.wall_s for cost in costs.values()), costs), full=full
     )
     assert found is not None
     return found
@@ -118,8 +118,8 @@ def test_full_processors_have_no_room_beside_work() -> None:
     "totals",
     [
         pytest.param(None, id="no meter"),
-        pytest.param(StageTotals(0, 0, 0.0, {"read": StageCost(0.0, 0.0)}), id="nothing made"),
-        pytest.param(StageTotals(5, 1, 0.0, {}), id="no stages"),
+        pytest.param(StageTotals(0, 0.0, {"read": StageCost(0.0, 0.0)}), id="nothing made"),
+        pytest.param(StageTotals(5, 0.0, {}), id="no stages"),
     ],
 )
 def test_no_figures_give_no_supply(totals: StageTotals | None) -> None:
