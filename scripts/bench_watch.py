@@ -90,7 +90,7 @@ def stepping(clock: StepClock, copies: bool) -> Work:
         for _ in range(steps):
             with clock.waiting():
                 now_s = time.perf_counter()
-                clock.arrived(Stamps(now_s, now_s, now_s, now_s))
+                clock.arrived(Stamps(now_s, now_s, now_s))
                 if copies:
                     start = HostEvent()
                     end = HostEvent()
@@ -344,7 +344,7 @@ its whole output of {day}:
 "Caches cold" is a step after {_COLD_BYTES >> 20} MiB were read: a training has better to do than to
 watch itself. The events cost next to nothing here; CUDA's have a row of their own where there is a
 GPU. What memory there is more are buckets of quantiles, which fill up as rarer times occur: a
-figure has 1,383 at most. One batch in several times some of its samples: the workers' share is the
+figure has 1,383 at most. One batch in several times its samples: the workers' share is the
 mean over batches that do and that do not, each by its median. Intervals are those of order
 statistics.
 """

@@ -43,7 +43,7 @@ class Untimed(StageTimer):
     """A timer that looks at no clock."""
 
     def __init__(self) -> None:
-        self._stamps = Stamps(0.0, 0.0, 0.0, 0.0)
+        self._stamps = Stamps(0.0, 0.0, 0.0)
 
     def begin(self, samples: int) -> None:
         """Nothing is to be timed."""

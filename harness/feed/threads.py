@@ -193,15 +193,13 @@ class ThreadFeed(Backend):
             raise self._pending.popleft().errors.pop(0)
         batch = self._pending.popleft()
         _, failures, stamps = zip(*sorted(batch.chunks), strict=True)
-        begun_s = min(each.begun_s for each in stamps)
-        made_s = max(each.made_s for each in stamps)
         return HostBatch(
             torch.from_numpy(batch.images),
             torch.from_numpy(batch.labels),
             torch.from_numpy(batch.indices),
             tuple(chain(*failures)),
             batch.epoch,
-            Stamps(begun_s, made_s, made_s, made_s),
+            max(stamps),
         )
 
     def end(self) -> None:

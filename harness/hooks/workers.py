@@ -80,7 +80,7 @@ class Meter:
         turn, slot = divmod(batch, self.workers)
         made_s = self.made[slot, turn % _KEPT].item()
         now_s = time.perf_counter()
-        return Stamps(made_s, made_s, now_s, now_s)
+        return Stamps(made_s, now_s, now_s)
 
 
 def stages_of(dataset: Any) -> tuple[str, ...]:

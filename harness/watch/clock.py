@@ -136,7 +136,7 @@ class StepClock:
             if stamps is not None:
                 # to each part goes what its batch spent there meanwhile
                 at = began
-                for part, until in zip(_WAIT_PARTS, (*stamps[1:], there), strict=True):
+                for part, until in zip(_WAIT_PARTS, (*stamps, there), strict=True):
                     until = max(at, min(until, there))
                     self._wait_parts_s[part] += until - at
                     at = until

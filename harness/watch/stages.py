@@ -60,13 +60,11 @@ class Stamps(NamedTuple):
     batch's ``pin_memory`` sets ``pinned_s``, after the tensors.
 
     Attributes:
-        begun_s: a worker began it.
         made_s: the worker had it complete.
         received_s: this process had it; ``made_s`` where it was made here.
         pinned_s: it lay in page-locked memory; ``received_s`` where nothing pins.
     """
 
-    begun_s: float
     made_s: float
     received_s: float
     pinned_s: float
@@ -75,14 +73,14 @@ class Stamps(NamedTuple):
         """Returns the same with ``pinned_s`` now."""
         return self._replace(pinned_s=time.perf_counter())
 
-    def __reduce__(self) -> tuple[Callable[[float, float], Stamps], tuple[float, float]]:
-        return received, (self.begun_s, self.made_s)
+    def __reduce__(self) -> tuple[Callable[[float], Stamps], tuple[float]]:
+        return received, (self.made_s,)
 
 
-def received(begun_s: float, made_s: float) -> Stamps:
+def received(made_s: float) -> Stamps:
     """Returns the stamps of a batch that arrives now."""
     now_s = time.perf_counter()
-    return Stamps(begun_s, made_s, now_s, now_s)
+    return Stamps(made_s, now_s, now_s)
 
 
 class StageCost(NamedTuple):
@@ -342,4 +340,4 @@ class StageTimer:
                     row[column] += weight * (wall - wall_then)
                     row[column + len(self._columns)] += weight * (cpu - cpu_then)
             self._since = 0
-        return Stamps(self._begun_s, made_s, made_s, made_s)
+        return Stamps(made_s, made_s, made_s)

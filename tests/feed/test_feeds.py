@@ -371,11 +371,11 @@ def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("torch.Tensor.pin_memory", lambda tensor: tensor + next(times))
     images, labels, indices = torch.zeros(3, 1).unbind()
     batch = HostBatch(
-        images, labels, indices, (("cats/7.jpg", "empty file"),), 7, Stamps(1.0, 2.0, 3.0, 3.0)
+        images, labels, indices, (("cats/7.jpg", "empty file"),), 7, Stamps(2.0, 3.0, 3.0)
     )
     pinned = pin_memory(batch)
     assert type(pinned) is HostBatch
     assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 0.0]
     assert (pinned.failures, pinned.epoch) == (batch.failures, 7)
-    assert pinned.stamps == Stamps(1.0, 2.0, 3.0, 12.0)
+    assert pinned.stamps == Stamps(2.0, 3.0, 12.0)
     assert pin_memory(batch._replace(stamps=None)).stamps is None

@@ -459,7 +459,7 @@ def test_the_clock_hears_when_a_batch_was_made(make: Make) -> None:
     loader = Loader(host_batches())
     seen = time.perf_counter()
     loader.batches[1] = loader.batches[1]._replace(
-        stamps=Stamps(seen, seen, math.inf, math.inf)
+        stamps=Stamps(seen, math.inf, math.inf)
     )  # never received
     clock = StepClock()
     batches = make(loader, clock=clock)

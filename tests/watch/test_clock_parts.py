@@ -25,27 +25,27 @@ def clock(hand: Hand) -> StepClock:
     ("stamps", "expected"),
     [
         pytest.param(
-            (0.2, 0.5, 0.6, 0.9),
+            (0.5, 0.6, 0.9),
             {"make": 0.5, "transport": 0.1, "pin": 0.3, "move": 0.1},
-            id="begun in the wait",
+            id="made in the wait",
         ),
         pytest.param(
-            (-2.0, 0.5, 0.6, 0.6),
+            (0.5, 0.6, 0.6),
             {"make": 0.5, "transport": 0.1, "pin": 0, "move": 0.4},
-            id="begun before",
+            id="not pinned",
         ),
         pytest.param(
-            (-2.0, -1.0, 0.6, 0.6),
+            (-1.0, 0.6, 0.6),
             {"make": 0, "transport": 0.6, "pin": 0, "move": 0.4},
             id="made before",
         ),
         pytest.param(
-            (-2.0, -1.0, -0.5, 0.2),
+            (-1.0, -0.5, 0.2),
             {"make": 0, "transport": 0, "pin": 0.2, "move": 0.8},
             id="received before",
         ),
         pytest.param(
-            (-2.0, -1.0, -0.5, -0.4),
+            (-1.0, -0.5, -0.4),
             {"make": 0, "transport": 0, "pin": 0, "move": 1},
             id="there before",
         ),
@@ -54,7 +54,7 @@ def clock(hand: Hand) -> StepClock:
 def test_a_wait_is_divided_by_where_its_batch_was(
     clock: StepClock,
     hand: Hand,
-    stamps: tuple[float, float, float, float],
+    stamps: tuple[float, float, float],
     expected: dict[str, float],
 ) -> None:
     """To each stage goes what the batch that ended the wait spent there meanwhile."""
@@ -69,7 +69,7 @@ def test_a_wait_is_divided_by_where_its_batch_was(
 
 def test_waits_that_nobody_explains_are_left_out(clock: StepClock, hand: Hand) -> None:
     """Stamps count for the wait that they end, and not in a first step."""
-    late = Stamps(0.0, hand.now + 1000, hand.now + 1000, hand.now + 1000)
+    late = Stamps(hand.now + 1000, hand.now + 1000, hand.now + 1000)
     with clock.waiting():
         clock.arrived(late)
         hand.pass_(1.0)
@@ -78,7 +78,7 @@ def test_waits_that_nobody_explains_are_left_out(clock: StepClock, hand: Hand) -
     one_step(clock, hand, 1.0, 1.0)
     assert clock.total().wait_parts == {}
     with clock.waiting():
-        clock.arrived(Stamps(0.0, 0.0, 0.0, 0.0))
+        clock.arrived(Stamps(0.0, 0.0, 0.0))
         hand.pass_(0.5)
     one_step(clock, hand, 7.0, 1.0)
     assert clock.total().wait_parts == {"make": 0.0, "transport": 0.0, "pin": 0.0, "move": 1.0}
