@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import partial
 from itertools import accumulate
@@ -383,8 +383,9 @@ FIGURES: Sequence[Metric] = (*STEP_FIGURES.values(), *(tag.figure for tag in Tag
 
 def by_tag(window: Window, ranks: int = 1) -> dict[str, float | Spread | None]:
     """Returns the figures of ``window`` by tag, with the images of all ``ranks`` at its rate."""
-    whole = replace(window, images_per_s=window.images_per_s and ranks * window.images_per_s)
-    return {figure.tag: getattr(whole, name) for name, figure in STEP_FIGURES.items()}
+    found = {figure.tag: getattr(window, name) for name, figure in STEP_FIGURES.items()}
+    found[STEP_FIGURES["images_per_s"].tag] = window.images_per_s and ranks * window.images_per_s
+    return found
 
 
 def told(total: Window, ranks: int) -> dict[str, Any]:
