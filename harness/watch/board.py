@@ -212,17 +212,16 @@ class Board:
 
     def _append(self, name: str, data: bytes) -> bool:
         """Append a record in one write; where it does not fit, the file stays as it was."""
-        path = self._folder / name
         try:
             if name not in self._open:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-                self._open[name] = open_regular(path, flags)
+                self._open[name] = open_regular(self._folder / name, flags)
             file = self._open[name]
             if (written := os.write(file, data)) < len(data):
                 os.ftruncate(file, os.fstat(file).st_size - written)
                 raise OSError(f"only {written} of {len(data)} bytes were written")
         except OSError as error:
-            self._failed(path, error)
+            self._failed(self._folder / name, error)
             return False
         return True
 
