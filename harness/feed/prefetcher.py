@@ -295,7 +295,9 @@ class _Transfer:
         own = self.own
         now = (self.clock or own).now
         with own.on(self.stream):
-            start = self._mark() if self.made_there else None
+            start = end = done = None
+            if own.has_streams and self.made_there:
+                start = self._mark()
             batch = next(batches, _END)
             if batch is _END:
                 return None
@@ -308,7 +310,8 @@ class _Transfer:
                     # the loader's own GPU work may still write to the images
                     self.stream.wait_stream(self.outer)
             with named("copy"):
-                start = end = start or self._mark()
+                if own.has_streams:
+                    start = end = start or self._mark()
                 if not is_there:
                     images = own.copy(images)
                 if not (self.made_there or own.holds(labels)):
@@ -321,7 +324,8 @@ class _Transfer:
                 images = self.normalise(images)
                 if self.mix is not None:
                     images, labels = self.mix(images, labels, batch)
-                done = self._mark()
+                if own.has_streams:
+                    done = self._mark()
         if self.ahead:
             # with all of its work issued; in a plain loop, as soon as the loader has given it
             there_s = now()
@@ -332,9 +336,7 @@ class _Transfer:
         return (images, labels), (start, end, done), (stamps, there_s)
 
     def _mark(self) -> Any:
-        """Returns an event at this point of the stream, where there are events."""
-        if not self.own.has_streams:
-            return None
+        """Returns an event at this point of the stream."""
         event = self.own.event(timed=True)
         event.record(self.own.stream())
         return event
