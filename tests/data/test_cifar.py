@@ -71,11 +71,6 @@ def protocol(number: int) -> Callable[[object], bytes]:
     return partial(pickle.dumps, protocol=number)
 
 
-def made_again(number: int) -> Callable[[object], bytes]:
-    """As Python 3 writes what it has read from Python 2 with all strings as bytes."""
-    return lambda value: pickle.dumps(pickle.loads(py2_pickle(value), encoding="bytes"), number)
-
-
 @pytest.mark.parametrize(
     "pickled",
     [
@@ -83,10 +78,6 @@ def made_again(number: int) -> Callable[[object], bytes]:
         pytest.param(lambda value: old_numpy(pickle.dumps(value, protocol=2)), id="numpy 1"),
         *(
             pytest.param(protocol(number), id=f"protocol {number}")
-            for number in range(pickle.HIGHEST_PROTOCOL + 1)
-        ),
-        *(
-            pytest.param(made_again(number), id=f"made again in protocol {number}")
             for number in range(pickle.HIGHEST_PROTOCOL + 1)
         ),
     ],
