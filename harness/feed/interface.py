@@ -437,10 +437,10 @@ def _take_back(owner: weakref.ref[BufferPool], slot: np.ndarray) -> None:
         pool._free.append(slot)
 
 
-def too_slow(settings: FeedSettings) -> LoaderError:
+def too_slow(timeout_s: float) -> LoaderError:
     """Returns the error for a batch that did not come in time."""
     return LoaderError(
-        f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage "
+        f"no batch within loader.timeout_s={timeout_s:g}: a worker hangs or the storage "
         "does; raise the time, or find the sample with loader.backend=processes "
         "loader.num_workers=0"
     )

@@ -139,7 +139,7 @@ class ProcessFeed(Backend):
                 raise
             if watchdog.fired or isinstance(error, TimeoutError):
                 signals.check()
-                raise too_slow(self.settings) from error
+                raise too_slow(self.settings.timeout_s) from error
             # a worker's own error comes behind its traceback
             lines = (str(error) or type(error).__name__).splitlines()
             text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")

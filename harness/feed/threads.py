@@ -90,6 +90,9 @@ class ThreadFeed(Backend):
         self.meter: StageMeter = StageMeter(stages_of(dataset), MOST_THREADS, shared=False)
         self._dataset = dataset
         self._shape = dataset.image_size, dataset.image_size, 3
+        self._batch_size = settings.batch_size
+        self._pin_memory = settings.pin_memory
+        self._timeout_s = settings.timeout_s
         self._ahead = 1 + (settings.prefetch_factor or 0)
         # both from the first pass on, the filler for the consumer
         self._memory: BufferPool | None = None
@@ -113,8 +116,8 @@ class ThreadFeed(Backend):
         super().begin(epoch, first)
         if self._memory is None:
             # the consumer holds two: one in use or on its way, and the one that it is given
-            size = self.settings.batch_size * math.prod(self._shape)
-            self._memory = BufferPool(self._ahead + 2, size, self.settings.pin_memory)
+            size = self._batch_size * math.prod(self._shape)
+            self._memory = BufferPool(self._ahead + 2, size, self._pin_memory)
             self._own = self._filler(0)
         with self._work:
             self._more = True
@@ -135,7 +138,7 @@ class ThreadFeed(Backend):
 
     def _start(self) -> None:
         """Starts the threads that are wanted; fewer, or an error, if the system starts no more."""
-        device = torch.accelerator.current_device_index() if self.settings.pin_memory else None
+        device = torch.accelerator.current_device_index() if self._pin_memory else None
         for slot in sorted({*range(self._wanted)} - self._threads.keys()):
             thread = threading.Thread(
                 target=_serve,
@@ -164,11 +167,11 @@ class ThreadFeed(Backend):
 
     def take(self, poll_s: float) -> HostBatch | None:
         """As in ``Backend``; raises whatever failed in place of the batch."""
-        timeout_s = self.settings.timeout_s
+        timeout_s = self._timeout_s
         began_s = time.monotonic()
         until_s = began_s + min(poll_s, _POLL_S, timeout_s or _POLL_S)
         with self._work:
-            while not self.settings.num_workers and (chunk := self._hand_out()):
+            while not self._wanted and (chunk := self._hand_out()):
                 self._fill(self._own, *chunk)
             while self._pending[0].coming if self._pending else self._more:
                 if not self._done.wait(until_s - time.monotonic()):
@@ -181,7 +184,7 @@ class ThreadFeed(Backend):
         signals.check_wait()
         self._waited_s += time.monotonic() - began_s
         if 0 < timeout_s <= self._waited_s:
-            raise too_slow(self.settings)
+            raise too_slow(timeout_s)
         return None
 
     def _oldest(self) -> HostBatch:
@@ -234,13 +237,13 @@ class ThreadFeed(Backend):
             assert self._memory is not None
             count = len(indices)
             images = self._memory.acquire(count * math.prod(self._shape)).view(count, *self._shape)
-            labels = torch.empty(count, dtype=torch.int64, pin_memory=self.settings.pin_memory)
+            labels = torch.empty(count, dtype=torch.int64, pin_memory=self._pin_memory)
             images = images.permute(0, 3, 1, 2)
             pending.append(_Batch(epoch, indices, images.numpy(), labels.numpy(), count))
         batch = pending[-1]
         # Several chunks for each thread, so that threads end a batch together. At most 8 samples:
         # between two chunks a thread looks whether it is still needed.
-        share = self.settings.batch_size // (4 * max(1, self._wanted))
+        share = self._batch_size // (4 * max(1, self._wanted))
         first = batch.handed
         batch.handed = min(first + max(1, min(share, 8)), len(batch.indices))
         return batch, slice(first, batch.handed)
