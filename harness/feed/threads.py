@@ -172,7 +172,7 @@ class ThreadFeed(Backend):
         until_s = began_s + min(poll_s, _POLL_S, timeout_s or _POLL_S)
         with self._work:
             while not self._wanted and (chunk := self._hand_out()):
-                self._fill(self._own, *chunk)
+                _fill(self._own, *chunk, self._done)
             while self._pending[0].coming if self._pending else self._more:
                 if not self._done.wait(until_s - time.monotonic()):
                     break
@@ -248,29 +248,30 @@ class ThreadFeed(Backend):
         batch.handed = min(first + max(1, min(share, 8)), len(batch.indices))
         return batch, slice(first, batch.handed)
 
-    def _fill(self, filler: Filler, batch: _Batch, rows: slice) -> None:
-        """Fills the samples of ``batch`` at ``rows``."""
-        count = rows.stop - rows.start
-        try:
-            chunk = filler.fill(
-                filler.timer.begin(count),
-                batch.epoch,
-                batch.indices[rows],
-                batch.images[rows],
-                batch.labels[rows],
-            )
-        except BaseException as error:
-            # raised by the consumer in the batch's place; nobody need fill the rest
-            batch.errors.append(error)
-        with self._work:
-            if batch.errors:
-                batch.handed = len(batch.indices)
-                batch.coming = 0
-            else:
-                batch.chunks.append((rows.start, *chunk))
-                batch.coming -= count
-            if not batch.coming:
-                self._done.notify_all()
+
+def _fill(filler: Filler, batch: _Batch, rows: slice, done: threading.Condition) -> None:
+    """Fills the samples of ``batch`` at ``rows``; notifies ``done`` of its end."""
+    count = rows.stop - rows.start
+    try:
+        chunk = filler.fill(
+            filler.timer.begin(count),
+            batch.epoch,
+            batch.indices[rows],
+            batch.images[rows],
+            batch.labels[rows],
+        )
+    except BaseException as error:
+        # raised by the consumer in the batch's place; nobody need fill the rest
+        batch.errors.append(error)
+    with done:
+        if batch.errors:
+            batch.handed = len(batch.indices)
+            batch.coming = 0
+        else:
+            batch.chunks.append((rows.start, *chunk))
+            batch.coming -= count
+        if not batch.coming:
+            done.notify_all()
 
 
 def _serve(
@@ -280,31 +281,34 @@ def _serve(
     slot: int,
     device: int | None,
 ) -> None:
-    """The thread of ``slot``: fills chunks until it is not wanted; keeps no feed while it waits."""
+    """The thread of ``slot``: fills chunks until it is not wanted; keeps no feed meanwhile."""
     workers.give_way()
     own = threading.current_thread()
     try:
         if device is not None:
             # a new thread is on the first device
             torch.accelerator.set_device_index(device)
-        filler = None
+        filler: Filler | None = None
         while True:
             with work:
-                while True:
+                chunk = None
+                while chunk is None or filler is None:
                     feed = owner()
                     if feed is None or threads.get(slot) is not own:
                         return
                     if slot >= feed._wanted:
                         del threads[slot]
                         return
-                    if chunk := feed._hand_out():
-                        break
+                    filler = filler or feed._filler(slot)
+                    chunk = feed._hand_out()
+                    done = feed._done
+                    # the feed may end here, and with it this thread
                     del feed
-                    work.wait()
-            filler = filler or feed._filler(slot)
-            feed._fill(filler, *chunk)
+                    if chunk is None and threads.get(slot) is own:
+                        work.wait()
+            _fill(filler, *chunk, done)
             # or the last batch of this thread would never be free
-            del chunk, feed
+            del chunk
     except BaseException as error:
         # handed to the consumer, who raises it
         if (feed := owner()) is not None:
@@ -312,11 +316,11 @@ def _serve(
 
 
 def _dismiss(threads: dict[int, threading.Thread], work: threading.Condition) -> None:
-    """Ends ``threads``; waits a moment for those that are busy."""
+    """Ends ``threads``; waits a moment for those that are busy, unless one of them calls."""
     with work:
-        leaving = {*threads.values()} - {threading.current_thread()}
+        leaving = [*threads.values()]
         threads.clear()
         work.notify_all()
     until_s = time.monotonic() + _JOIN_S
-    for thread in leaving:
+    for thread in leaving if threading.current_thread() not in leaving else ():
         thread.join(max(0.0, until_s - time.monotonic()))
