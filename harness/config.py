@@ -139,7 +139,7 @@ class DataConfig:
     mirror: str | None = setting(
         None, "Base address to fetch the archive from; null: the publisher's."
     )
-    md5: str | None = setting(None, "MD5 that the archive must have; null: the publisher's.")
+    md5: str | None = setting(None, "MD5 of an archive that you trust; null: the publisher's.")
     image_size: int = setting(
         64, "Side of the square that the network sees, in pixels.", ge=8, le=4096
     )
