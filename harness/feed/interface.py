@@ -228,11 +228,8 @@ class Backend(ABC):
                     if not self.restarts or tries == _TRIES:
                         raise
                     # as text: an error keeps the frames that it came through, and their batches
-                    log.warning(
-                        "loader.restart_workers: %s. New workers go on with batch %d",
-                        str(error),
-                        given + 1,
-                    )
+                    text = "loader.restart_workers: %s. New workers go on with batch %d"
+                    log.warning(text, str(error), given + 1)
                 self.end()
                 self.begin(epoch, given)
             if given < wanted:
