@@ -54,21 +54,14 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
     ranks = together * tasks
 
     cores, by_quota = min(_cores(groups, together, ranks))
+    memory_bytes = max(0, min(_memory(groups)) - reserved_bytes)
     shm = root / "dev/shm"
-    shm_bytes = None
-    if shm.is_dir():
-        shm_bytes = shutil.disk_usage(shm).free // ranks
+    shm_bytes = shutil.disk_usage(shm).free // ranks if shm.is_dir() else None
     files_open = 0
     with suppress(OSError):
         files_open = len(os.listdir("/proc/self/fd"))
-    return Limits(
-        cores=cores,
-        memory_bytes=max(0, min(_memory(groups)) - reserved_bytes) // ranks,
-        shm_bytes=shm_bytes,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        files_open=files_open,
-        by_quota=by_quota,
-    )
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return Limits(cores, memory_bytes // ranks, shm_bytes, files, files_open, by_quota)
 
 
 def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[tuple[float, bool]]:
