@@ -48,6 +48,9 @@ class Untimed(StageTimer):
     def begin(self, samples: int) -> None:
         """Nothing is to be timed."""
 
+    def mark(self, stage: str) -> None:
+        """Nothing."""
+
     def end(self, samples: int) -> Stamps:
         """No time at all."""
         return self._stamps

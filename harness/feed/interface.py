@@ -20,7 +20,7 @@ from harness.feed.order import AnyOrder
 from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory
 from harness.runtime.folder import log
 from harness.runtime.seeding import instead_of
-from harness.watch.stages import SAMPLE, START, Lap, StageMeter, StageTimer, Stamps
+from harness.watch.stages import COLLATE, SAMPLE, START, Lap, StageMeter, StageTimer, Stamps
 
 # the backends that can serve every data set
 PROCESSES = "processes"
@@ -352,6 +352,8 @@ class Filler:
         # a data set that names its stages tells of their ends
         told = first != SAMPLE
         laps = (lap,) if lap and told else ()
+        # until here the time is the batch's
+        self.timer.mark(COLLATE)
         for row, index in enumerate(indices.tolist()):
             try:
                 if lap:
