@@ -297,6 +297,7 @@ class Loops:
     def end(self, *, completed: bool) -> None:
         """End what is under way; where all is ``completed``, a pass that is not at its end too."""
         self._end_step()
+        self._block.close()
         if completed:
             self._left(graded=False)
         if self.clock and self._main:

@@ -132,14 +132,14 @@ def worker_cost(totals: StageTotals | None, *, full: bool = False) -> WorkerCost
         outside = not full or cost.cpu_s < 0.1 * cost.wall_s
         return outside and cost.wall_s - contention * cost.cpu_s >= 0.5 * cost.wall_s
 
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, dict[str, StageCost]] = {}
     for name, cost in stages.items():
         kind = GROUPS.get(name, AUGMENT)
         if kind == SAMPLE:
             # a data set that names no stages reads where it waits, and decodes where it works
             kind = "storage" if waits(cost) else "decode"
-        kinds.setdefault(kind, []).append(name)
-    costs = {kind: total([stages[name] for name in names]) for kind, names in kinds.items()}
+        kinds.setdefault(kind, {})[name] = cost
+    costs = {kind: total(named.values()) for kind, named in kinds.items()}
     top = max(costs, key=lambda kind: costs[kind].wall_s)
     wants_s = contention * cpu_s
     if full and not waits(costs[top]):
