@@ -113,16 +113,16 @@ def measure(_: int, work: Work) -> None:
         splits = datasets.load(config.data, config.augment, config.seed)
         feeds = Feeds(splits, config, world)
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
-        step = Step(state, config, world)
+        step = Step(state)
         allowed = limits.measure()
         # the one measurement of this process
         if work.kind == "diagnose":
-            found = diagnose(feeds, StepTrials(step, config, world), allowed, (), None)
-            runs = found.runs
+            found = diagnose(feeds, StepTrials(step), allowed, (), None)
+            runs = found["runs"]
             answer: dict[str, Any] = {
-                "ceiling": found.ceiling, "class": found.bottleneck, "seconds": found.seconds,
-                "G": runs.demand.images_per_s,
-                "A": runs.delivered.images_per_s if runs.delivered else None,
+                "ceiling": found["ceiling"], "class": found["bottleneck"],
+                "seconds": found["seconds"], "G": runs["demand"].images_per_s,
+                "A": runs["delivered"].images_per_s if "delivered" in runs else None,
             }  # fmt: skip
         else:
             answer = {"images_per_s": trained(work, feeds, step, place)}
@@ -142,7 +142,6 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
 
     from harness.runtime import limits
     from harness.training.engine import Engine
-    from harness.training.saving import Place
     from harness.watch import station
     from scripts.bench_loop import CachedFeed
 
@@ -164,7 +163,7 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
     # of an epoch
     images = len(feed) * feed.settings.batch_size
     with station.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
-        engine = Engine(work.config, feeds.world, step, feed, val_feed, watch, Place(place, ()))
+        engine = Engine(step, feed, val_feed, watch, place, ())
         # not fit(), which adds evaluations: the claim is about the epochs alone
         engine._train_epoch(engine.state.epoch)
         began = time.perf_counter()

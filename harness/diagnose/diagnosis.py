@@ -1,84 +1,517 @@
-"""``mode=diagnose``: what bounds training, found in a minute on the user's own settings."""
+"""``mode=diagnose``: what bounds training, found in a minute on the user's own settings.
+
+Differential runs each leave a part of training out: G is the step without loading, P loading
+without the step, A both, F reading cold files. The method is DS-Analyzer's (Mohan, Phanishayee,
+Raniwala and Chidambaram, VLDB 2021) on the user's own data set, network and loader. What does not
+fit into the time is left out, with a note. A change is estimated by the tuner's
+``Model`` with and without it; what real steps got is scaled by the ratio, so that
+what the model leaves out is left out on both sides.
+"""
 
 from __future__ import annotations
 
+import io
+import math
+import os
+import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import psutil
 
 from harness.config import Config, ConfigError
 from harness.data.datasets import ImageDataset
-from harness.diagnose.fetch import short_sides
-from harness.diagnose.phases import FirstReads, Runs, Session
-from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs
+from harness.data.decode import reader
+from harness.data.storage import FolderSource, Source, Subset, spread
 from harness.feed.feeds import Feeds
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import Backend, FeedSettings
 from harness.feed.timed import TimedSteps
 from harness.runtime import accelerator
 from harness.runtime.distributed import World, again
+from harness.runtime.errors import LoaderError
+from harness.runtime.files import open_regular
 from harness.runtime.folder import log
 from harness.runtime.limits import Limits
-from harness.tuning.measures import Rate
+from harness.tuning.measures import Model, Rate, Trial
 from harness.tuning.probe import Lab
-from harness.watch.board import Board, plain, publish
-from harness.watch.console import aligned, live_table
+from harness.watch.board import Board, publish
+from harness.watch.console import AddRow, aligned, live_table
+from harness.watch.figures import Ledger, Tag
 from harness.watch.host import Neighbours
 from harness.watch.report import stated, typed
-from harness.watch.verdict import HARM, Bottleneck, Verdict, total
+from harness.watch.stages import SAMPLE, StageCost, StageMeter, StageTotals
+from harness.watch.verdict import Evidence, Verdict, judge, total, worker_cost
+
+_ROUNDS = 3
+_LOADING_S = 1.5
+_DEMAND_S = 1.0
+_STEPS_S = 3.0
+_FETCH_S = 4.0
+# workers and their first files
+_START_S = 2.0
+_LATE = "no time was left"
+_UNREAD = "no whole batch was read before"
+_WHAT = {
+    "": "loading alone, files as they are",
+    "G": "steps on a batch that is at hand",
+    "A": "steps on the feed",
+    "P": "loading alone, files read before",
+    "F": "reading cold files",
+}
+
+
+class FirstReads(Feeds):
+    """Feeds whose probes read new samples, or while ``warm`` the last ones again.
+
+    Attributes:
+        warm: go round the samples of the last probe that were seen.
+        meter: of the feed that was made last.
+    """
+
+    warm = False
+    meter: StageMeter | None = None
+
+    def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
+        """Returns an endless feed."""
+        feed = super().probe(settings, again=again or self.warm)
+        self.meter = feed.meter
+        return feed
+
+
+def files_of(source: Source) -> list[str]:
+    """Returns the samples' files, at most 20,000 in random order, if each has its own."""
+    whole = source
+    while isinstance(whole, Subset):
+        whole = whole.source
+    if not isinstance(whole, FolderSource):
+        return []
+    count = len(source)
+    return [source.where(i) for i in random.Random().sample(range(count), min(count, 20_000))]
+
+
+def short_sides(source: Source) -> list[int]:
+    """Returns the shorter sides in pixels of some 24 samples, as many as a second allows.
+
+    Samples that are no image files are left out.
+    """
+    found: list[int] = []
+    end = time.perf_counter() + 1.0
+    for i in spread(len(source), 24):
+        if time.perf_counter() > end:
+            break
+        # what is no image file raises something, and damaged bytes make Pillow raise anything
+        with suppress(Exception):
+            data: Any = source.read(i)[0]
+            plugin: Any = reader(data)
+            found.append(min(plugin(io.BytesIO(data)).size))
+    return found
+
+
+def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
+    """Returns files/s from cold storage, read ``readers`` at a time; or why that is not known.
+
+    The files are dropped from the page cache, and nothing is decoded. Other caches stay as they
+    are: those of a disk, of a virtual machine's host or of a file server.
+    """
+    if not files:
+        return "the samples are no files of their own"
+    sizes: list[int] = []
+    begin = time.perf_counter()
+
+    def work(path: str) -> None:
+        # one file at least
+        if sizes and time.perf_counter() >= begin + limit_s:
+            return
+        try:
+            with open(open_regular(path), "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                sizes.append(len(file.readall()))
+        except OSError as error:
+            raise RuntimeError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+    try:
+        # what this process has had from storage, not from the page cache
+        before = psutil.Process().io_counters().read_bytes
+        with ThreadPoolExecutor(readers) as pool:
+            for _ in pool.map(work, files):
+                pass
+        seconds = time.perf_counter() - begin
+        share = (psutil.Process().io_counters().read_bytes - before) / max(1, sum(sizes))
+    except RuntimeError as error:
+        return str(error)
+    # psutil raises all of these
+    except (AttributeError, psutil.Error, OSError):
+        return "this system does not tell what comes from storage and what from the page cache"
+    if share < 0.9:
+        came = f"{share:.0%} of the bytes came from storage"
+        return f"the page cache could not be emptied of these files ({came})"
+    return Rate.of([len(sizes)], [seconds])
+
+
+@dataclass(slots=True)
+class Session:
+    """One diagnosis: the runs in turn, for as long as there is time.
+
+    Every rank makes the same calls.
+    """
+
+    lab: Lab
+    probes: FirstReads
+    source: Source
+    add_row: AddRow
+    ends: float  # on ``now``
+    now: Callable[[], float] = time.perf_counter
+    fetch: Callable[..., Rate | str] = cold_fetch
+    notes: list[str] = field(default_factory=list)
+    has_seen: bool = False  # every rank has read a whole batch, which can be read again
+
+    def run(self, settings: FeedSettings) -> dict[str, Any]:
+        """Returns what all runs gave with ``settings``, by the names of ``Figures``.
+
+        Raises:
+            BadSample: a sample cannot be read.
+            LoaderError: loading does not work at all.
+        """
+        loading = self._supply(settings)
+        cost = loading.cost
+        if loading.rate is None or cost is None:
+            raise LoaderError(
+                f"loading does not work with {settings}: {loading.refused}; "
+                "try other loader settings"
+            )
+        self._row("", loading.rate)
+        self.has_seen = self.lab.ranks.smallest(len(self.probes.cursor.seen)) > 0
+        stages = self.probes.meter.read() if self.probes.meter else None
+        if not stages or not stages.samples:
+            # no whole batch came: only what single samples took is known
+            stages = StageTotals(1, cost.wall_s, {SAMPLE: StageCost(cost.wall_s, cost.cpu_s)})
+        found = {
+            "settings": settings,
+            "loading": loading,
+            "stages": stages,
+            **self._rounds(settings, cost.wall_s),
+            "warm": self._warm(settings),
+            "fetch": self._cold(max(1, settings.num_workers)),
+            "copy_per_s": None,
+        }
+        try:
+            # from pageable and from page-locked memory, on a CUDA device
+            seconds = self.lab.copies_s()
+        except RuntimeError as error:
+            seconds = None
+            self.notes.append(f"copies were not measured: {error}")
+        if self.lab.batch and seconds:
+            found["copy_per_s"] = len(self.lab.batch.labels) / seconds[settings.pin_memory]
+        return found | {"notes": self.notes}
+
+    def _rounds(self, settings: FeedSettings, sample_s: float) -> dict[str, Any]:
+        """Returns G and A, of three rounds if time allows; a sample took ``sample_s`` to load.
+
+        In turn, so that both have the same neighbours; G is measured at least once.
+        """
+        demands: list[tuple[Rate, float]] = []
+        steps: list[tuple[Rate, float]] = []
+        # P, F and their workers need some of the time
+        after_s = 2 * _LOADING_S + _FETCH_S + _START_S
+        for _ in range(_ROUNDS):
+            began = self.now()
+            # by the mean, as real steps are counted: the two are to be compared
+            demands.append(self.lab.demand(_DEMAND_S, Rate.of))
+            trial = self._steps(settings, sample_s, demands[-1][0])
+            if trial.rate:
+                steps.append((trial.rate, trial.wait_fraction or 0.0))
+            # another round may take as long as this one
+            if not trial.rate or self._left_s(self.now() - began) <= after_s:
+                break
+        found = {
+            name: (_middle([rate for rate, _ in rounds]), median(each for _, each in rounds))
+            for name, rounds in (("G", demands), ("A", steps))
+            if rounds
+        }
+        delivered, wait_fraction = found.get("A", (None, None))
+        self._row("G", found["G"][0])
+        remark = "" if settings.num_workers else "on images that were read before"
+        self._row("A", delivered, remark, trial.refused)
+        return {
+            "demand": found["G"][0],
+            "step_cpu_s": found["G"][1],
+            "delivered": delivered,
+            "wait_fraction": wait_fraction,
+        }
+
+    def _steps(self, settings: FeedSettings, sample_s: float, demand: Rate) -> Trial:
+        """Returns real steps, refused where the first few would take longer than there is time.
+
+        Without workers this process reads itself, and could not give up a file that does not come:
+        it reads what came before.
+        """
+        workers = settings.num_workers
+        batch_s = settings.batch_size * sample_s
+        each_s = settings.batch_size / demand.images_per_s + batch_s / max(1, workers)
+        # the first batch, some that are not counted, two that are
+        need_s = _START_S + batch_s + _STEPS_S + 4 * each_s
+        if not workers and not self.has_seen:
+            refused = _UNREAD
+        elif need_s > (left_s := self._left_s()):
+            refused = (
+                f"the first batches would take {need_s:.0f} s, {max(0.0, left_s):.0f} were left"
+            )
+        else:
+            return self.lab.attempt(settings, "steps", _STEPS_S)
+        return Trial(settings, "steps", refused=refused)
+
+    def _warm(self, settings: FeedSettings) -> Trial | None:
+        """Returns P; None: no time is left, or nothing was read before."""
+        missing: str | None = _LATE
+        if not self.has_seen:
+            missing = _UNREAD
+        elif self._left_s() > 2 * _LOADING_S + _START_S:
+            self.probes.warm = True
+            trial = self._supply(settings)
+            self._row("P", trial.rate, "warm", trial.refused)
+            return trial if trial.rate else None
+        self._row("P", None, "", missing)
+        return None
+
+    def _cold(self, readers: int) -> Rate | None:
+        """Returns F of the slowest rank; None: a rank could not measure it."""
+        limit_s = min(_FETCH_S, self._left_s() - _START_S)
+        found: Rate | str = _LATE
+        if limit_s > 0:
+            found = self.fetch(files_of(self.source), readers, limit_s)
+        every = self.lab.ranks.gathered(found)
+        if missing := [each for each in every if isinstance(each, str)]:
+            self._row("F", None, "", missing[0])
+            return None
+        slowest: Rate = min(every)
+        self._row("F", slowest, f"{readers} files at a time, nothing decoded")
+        return slowest
+
+    def _left_s(self, less_s: float = 0.0) -> float:
+        """Returns seconds left to the rank that has the fewest, after ``less_s`` of its own."""
+        return self.lab.ranks.smallest(self.ends + self.lab.first_s - self.now() - less_s)
+
+    def _supply(self, settings: FeedSettings) -> Trial:
+        """Returns loading alone, of at least one worker: a worker that hangs can be ended."""
+        working = replace(settings, num_workers=max(1, settings.num_workers))
+        return self.lab.attempt(working, "supply", _LOADING_S)
+
+    def _row(
+        self, name: str, rate: Rate | None, remark: str = "", missing: str | None = None
+    ) -> None:
+        """Adds a row to the table, and a note if a figure is missing."""
+        if missing:
+            self.notes.append(f"{name} was not measured: {missing}")
+        self.add_row((name, _WHAT[name], str(rate or "-"), missing or remark))
+
+
+def _middle(rates: list[Rate]) -> Rate:
+    """Returns the median rate, with the interval of their order; a single one as is."""
+    if len(rates) == 1:
+        return rates[0]
+    return Rate.typical([rate.images_per_s for rate in rates], [1.0] * len(rates))
+
+
+# the rates are too uneven, or other programs' too
+_NO_CEILING = ("unknown", "neighbours")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """What bounds training, and what would change it.
+class Figures:
+    """What a diagnosis measured, and what follows by arithmetic; None: not measured.
 
     Attributes:
-        bottleneck: the class, as in a run's verdict.
-        ceiling: speed-up if loading were free; None: the rates are too uneven, or other programs'.
-        measured: whether the ceiling rests on real steps; else what they get is estimated.
-        sentence: the verdict in words.
-        command: what to type next.
         settings: the loader's.
-        runs: what was measured.
-        what_ifs: what changes would give, by arithmetic.
-        notes: what was not measured, and why.
-        seconds: what the diagnosis took.
+        demand: G, images/s of the step on a batch that is at hand.
+        step_cpu_s: processor seconds of the step per image.
+        loading: loading alone, the files as they were.
+        stages: what the workers spent in it.
+        model: of throughput, by the cost of a sample with the files as they are.
+        warm: P, loading alone, the files read before.
+        delivered: A, images/s of real steps; without workers on samples that were read before.
+        wait_fraction: share of their time in which these waited for data.
+        fetch: F, reading cold files.
+        copy_per_s: images/s that copies to a CUDA device give, from the memory that the settings
+            ask for.
+        notes: what was left out, and why, a sentence each.
+        device: cpu, cuda or mps.
+        cores_from: where the number of cores is said.
+        image_size: side of the crop in pixels.
+        short_sides: of some stored images, in pixels.
+        fits: why settings do not fit into this machine, or None.
+        others: cores that other programs took meanwhile; None: they spoilt nothing.
     """
 
-    bottleneck: Bottleneck
-    ceiling: float | None
-    measured: bool
-    sentence: str
-    command: str
     settings: FeedSettings
-    runs: Runs
-    what_ifs: tuple[WhatIf, ...]
-    notes: tuple[str, ...]
-    seconds: float
+    demand: Rate
+    step_cpu_s: float
+    loading: Trial
+    stages: StageTotals
+    model: Model
+    warm: Trial | None = None
+    delivered: Rate | None = None
+    wait_fraction: float | None = None
+    fetch: Rate | None = None
+    copy_per_s: float | None = None
+    notes: Sequence[str] = ()
+    device: str
+    cores_from: str
+    image_size: int
+    short_sides: Sequence[int]
+    fits: Callable[[FeedSettings], str | None]
+    others: float | None
 
-    def publish(self, board: Board | None) -> None:
-        """Prints the diagnosis; writes ``diagnosis.json`` and a text by ``board``, if any."""
-        known = {**plain(self), "stages": self.runs.stages.rows()}
-        publish("diagnosis", self.lines(), known, board)
+    @property
+    def estimated(self) -> float:
+        """Images/s that steps get as the model says."""
+        return self.model.delivered(self.settings.num_workers)
 
-    def lines(self) -> list[str]:
-        """Returns stages, changes, notes, the sentence, and what to type next."""
-        rows = [
-            (s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}")
-            for s in self.runs.stages.rows()
-        ]
-        found = [
-            "a sample in a worker, files as they are",
-            *aligned(("stage", "kind", "ms", "of it on a processor"), rows),
-        ]
-        if self.what_ifs:
-            changes = [
-                (w.change, str(Rate.exactly(w.images_per_s)), f"{w.speedup:.2f}x")
-                for w in self.what_ifs
-            ]
-            found.append("what if (arithmetic from the figures above)")
-            found += aligned(("", "images/s", "speed-up"), changes)
-        notes = [f"note: {note}" for note in self.notes]
-        return [*found, *notes, self.sentence, "next:", self.command]
+    @property
+    def measured(self) -> float | None:
+        """Images/s that real steps got; None: they were not measured, or not on first reads."""
+        cost = self.model.cost
+        # without workers, steps ran on samples that were read before: their waits are left out
+        if self.delivered and (self.settings.num_workers or cost.cpu_s > 0.5 * cost.wall_s):
+            return self.delivered.images_per_s
+        return None
+
+    @property
+    def got(self) -> float:
+        """Images/s that steps get: as measured, else as the model says."""
+        return self.measured or self.estimated
+
+    @property
+    def ceiling(self) -> float:
+        """Speed-up if loading were free."""
+        return max(1.0, self.model.demand / self.got)
+
+    @property
+    def lost(self) -> float:
+        """Share of the time that loading costs: steps wait, and are faster without loading."""
+        lost = 1 - 1 / self.ceiling
+        if self.measured and self.wait_fraction is not None:
+            return min(lost, self.wait_fraction)
+        return lost
+
+    @property
+    def most_workers(self) -> int:
+        """The fewest workers that give all that can be had, of those that fit."""
+        own = self.settings
+        model = self.model
+        # no more than the tuner would try
+        cap = max(8, int(4 * model.cores), own.num_workers)
+        wanted = min(model.workers_for(model.reachable), cap)
+        while wanted > 1 and self.fits(replace(own, num_workers=wanted)):
+            wanted -= 1
+        # 0 of a backend that never has workers
+        return replace(own, num_workers=wanted).num_workers
+
+
+def judged(found: Figures, **network: Any) -> Verdict:
+    """Returns the verdict on a run with these figures.
+
+    Args:
+        found: the figures.
+        network: ``trainer`` and ``half_precision``, as ``Evidence`` has them.
+    """
+    # batches that are made in time and reach the step late wait for copies, or to be handed over
+    where = "make"
+    if found.got < 0.8 * found.estimated:
+        # copies alone give hardly more than the steps get: copies are what fills the time
+        where = "move" if (found.copy_per_s or math.inf) < 1.25 * found.got else "transport"
+    window = replace(
+        Ledger().window(),
+        steps=100,
+        images_per_s=found.got,
+        stall_fraction=found.lost,
+        stall_basis="host" if found.device == "cpu" else "device",
+        shares={"starved": found.lost, "compute": 1 - found.lost},
+        wait_parts={"make": 0.0, where: 1.0},
+    )
+    model = found.model
+    verdict = judge(
+        Evidence(
+            window=window,
+            stages=found.stages,
+            settings=found.settings,
+            cores=model.cores,
+            cores_from=found.cores_from,
+            device=found.device,
+            sampled={Tag.CPU_CORES: (model.cost.cpu_s + model.step_cpu_s) * found.got},
+            autotuned=False,
+            most_workers=found.most_workers,
+            others=found.others,
+            ceiling=found.ceiling,
+            **network,
+        )
+    )
+    uneven = any(rate and rate.is_uneven for rate in (found.demand, found.delivered))
+    if uneven and verdict.kind != "neighbours":
+        return Verdict("unknown", verdict.shares, why="uneven")
+    return verdict
+
+
+def what_ifs(found: Figures, bottleneck: str) -> dict[str, float]:
+    """Returns images/s under each change, the ceiling first; nothing where there is no ceiling."""
+    if bottleneck in _NO_CEILING:
+        return {}
+    got = found.got
+    rates = {"loading were free (the ceiling)": max(found.model.demand, got)}
+    # changes that leave handing over alone do not help where that is the limit
+    if bottleneck not in ("transport", "copy"):
+        copies = found.copy_per_s or math.inf
+        for change, model, workers in _changes(found):
+            given = got / found.estimated * model.delivered(workers)
+            rates[change] = max(got, min(model.demand, copies, given))
+    if found.fetch:
+        rates["every file came cold from storage"] = min(got, found.fetch.images_per_s)
+    return rates
+
+
+def _changes(found: Figures) -> Iterator[tuple[str, Model, int]]:
+    """Yields each change in words, with the model and the workers under it."""
+    model = found.model
+    own = found.settings.num_workers
+    if (workers := found.most_workers) > own:
+        yield f"loader.num_workers={workers}", model, workers
+    for more in (1, 2, 4):
+        widened = replace(found.settings, num_workers=own + more)
+        if widened.num_workers and found.fits(widened) is None:
+            # a step on the same cores is faster in proportion, at best
+            faster = 1 + more / model.cores * (found.device == "cpu")
+            wider = replace(model, cores=model.cores + more, demand=faster * model.demand)
+            yield f"{more} more core{'s' * (more > 1)}, and a worker for each", wider, own + more
+
+    # what a sample would cost less, as shares of its wall and of its processor time
+    stages = found.stages.stages
+    sample = worker_cost(found.stages)
+    assert sample is not None
+    whole_s, whole_cpu_s = total(stages.values())
+    read, decode = (stages.get(name, StageCost(0.0, 0.0)) for name in ("read", "decode"))
+    wall = (read.wall_s + decode.wall_s) / whole_s
+    cpu = (read.cpu_s + decode.cpu_s) / max(whole_cpu_s, 1e-9)
+    # what reading waits for, but for a processor
+    waits = (read.wall_s - sample.contention * read.cpu_s) / whole_s
+    savings = {
+        "a disk twice as fast": (waits / 2, 0.0),
+        "decoded images at hand (no reading, no decoding)": (wall, cpu),
+    }
+    # as for evaluation, and with room for random crops
+    sides = found.short_sides
+    for crops in (1.15, 2.0):
+        short = crops * found.image_size
+        gone = sum(1 - min(1.0, short / side) ** 2 for side in sides) / max(1, len(sides))
+        savings[f"files with a short side of {short:.0f} pixels"] = gone * wall, gone * cpu
+    for words, (wall, cpu) in savings.items():
+        if wall > 0.02:
+            wall_s = max(0.001, 1 - wall) * model.cost.wall_s
+            cost = replace(model.cost, wall_s=wall_s, cpu_s=(1 - cpu) * model.cost.cpu_s)
+            yield words, replace(model, cost=cost), own
 
 
 def diagnose(
@@ -87,8 +520,8 @@ def diagnose(
     limits: Limits,
     overridden: Sequence[str],
     board: Board | None,
-) -> Diagnosis:
-    """Returns what bounds training; the first rank prints it and writes it.
+) -> dict[str, Any]:
+    """Returns what bounds training; the first rank prints it and writes ``diagnosis.json``.
 
     Takes a minute at most, besides torch.compile. No trace stays: what steps change is put back,
     random states are as before.
@@ -107,42 +540,65 @@ def diagnose(
     """
     begin = time.perf_counter()
     config = feeds.config
+    found = measure(feeds, trainee, limits, begin + 60.0)
+    half_precision = accelerator.of(trainee.device).half_precision
+    verdict = judged(found, trainer=config.trainer, half_precision=half_precision)
+    names = ("demand", "step_cpu_s", "loading", "warm", "delivered", "wait_fraction", "fetch")
+    runs = {name: getattr(found, name) for name in (*names, "copy_per_s")}
+    diagnosis = {
+        "bottleneck": verdict.kind,
+        "ceiling": None if verdict.kind in _NO_CEILING else found.ceiling,
+        # else what real steps get is estimated
+        "measured": found.measured is not None,
+        "sentence": stated(verdict).sentence,
+        "command": command(config, overridden, verdict, feeds.world),
+        "settings": found.settings,
+        "runs": {name: figure for name, figure in runs.items() if figure is not None},
+        "stages": found.stages.rows(),
+        "what_ifs": [
+            {"change": change, "images_per_s": rate, "speedup": rate / found.got}
+            for change, rate in what_ifs(found, verdict.kind).items()
+        ],
+        "notes": found.notes,
+        "seconds": time.perf_counter() - begin,
+    }
+    publish("diagnosis", lines(diagnosis), diagnosis, board)
+    return diagnosis
+
+
+def lines(diagnosis: Mapping[str, Any]) -> list[str]:
+    """Returns stages, changes, notes, the sentence, and what to type next."""
+    rows = [
+        (s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}")
+        for s in diagnosis["stages"]
+    ]
+    found = [
+        "a sample in a worker, files as they are",
+        *aligned(("stage", "kind", "ms", "of it on a processor"), rows),
+    ]
+    if changes := diagnosis["what_ifs"]:
+        found.append("what if (arithmetic from the figures above)")
+        found += aligned(
+            ("", "images/s", "speed-up"),
+            [
+                (w["change"], str(Rate.exactly(w["images_per_s"])), f"{w['speedup']:.2f}x")
+                for w in changes
+            ],
+        )
+    found += [f"note: {note}" for note in diagnosis["notes"]]
+    return [*found, diagnosis["sentence"], "next:", diagnosis["command"]]
+
+
+def measure(feeds: Feeds, trainee: TimedSteps, limits: Limits, ends: float) -> Figures:
+    """Returns what runs until about ``ends`` found; warns of other programs."""
+    config = feeds.config
+    world = feeds.world
     train = feeds.splits.train
     if not isinstance(train, ImageDataset):
         raise ConfigError(
             "mode=diagnose: needs a source (docs/adding.md); with a Dataset of your own leave mode "
             "out: the run itself ends with a verdict"
         )
-    facts = measure(feeds, trainee, limits, train, begin + 60.0)
-    half_precision = accelerator.of(trainee.device).half_precision
-    verdict = judged(facts, trainer=config.trainer, half_precision=half_precision)
-    notes = facts.runs.notes
-    own = facts.settings
-    refused = facts.fits(replace(own, num_workers=own.num_workers + 1))
-    if refused and facts.lost >= HARM:
-        notes += (f"no more workers fit: {refused}",)
-    diagnosis = Diagnosis(
-        bottleneck=verdict.kind,
-        ceiling=None if verdict.kind in NO_CEILING else facts.ceiling,
-        measured=facts.measured is not None,
-        sentence=stated(verdict).sentence,
-        command=command(config, overridden, verdict, feeds.world),
-        settings=own,
-        runs=facts.runs,
-        what_ifs=tuple(what_ifs(facts, verdict.kind)),
-        notes=notes,
-        seconds=time.perf_counter() - begin,
-    )
-    diagnosis.publish(board)
-    return diagnosis
-
-
-def measure(
-    feeds: Feeds, trainee: TimedSteps, limits: Limits, train: ImageDataset, ends: float
-) -> Facts:
-    """Returns what runs until about ``ends`` found; warns of other programs."""
-    config = feeds.config
-    world = feeds.world
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
     title = "diagnosing (at most a minute, nothing is trained)"
     columns = (" ", f"{'run':34}", "images/s    ", "")
@@ -154,23 +610,20 @@ def measure(
         settings = world.agreed(probes.settings(limits))
         lab = Lab(probes, trainee, limits, world, batch=feeds.noise(size))
         # what surrounds the runs takes time, and what is begun in time and ends late
-        runs = Session(lab, probes, train, add_row, ends - 5.0, notes=notes).run(settings)
+        session = Session(lab, probes, train.source, add_row, ends - 5.0, notes=notes)
+        runs = session.run(settings)
     others = neighbours.look()
     if others is not None:
         log.warning("%s", neighbours.told(others))
 
-    cost = runs.loading.cost
-    assert cost is not None
     # with what a batch takes besides its samples
-    wall_s, cpu_s = total(runs.stages.stages.values())
-    samples = runs.stages.samples
-    cost = replace(cost, wall_s=wall_s / samples, cpu_s=cpu_s / samples)
-    loading = replace(runs.loading, cost=cost)
-    model = lab.model(runs.demand.images_per_s, runs.step_cpu_s, loading)
-    return Facts(
-        runs=runs,
-        settings=settings,
-        model=model,
+    stages = runs["stages"]
+    wall_s, cpu_s = (each / stages.samples for each in total(stages.stages.values()))
+    loading = runs["loading"]
+    loading = replace(loading, cost=replace(loading.cost, wall_s=wall_s, cpu_s=cpu_s))
+    return Figures(
+        **runs,
+        model=lab.model(runs["demand"].images_per_s, runs["step_cpu_s"], loading),
         device=accelerator.of(trainee.device).kind,
         cores_from="quota" if limits.by_quota else "affinity",
         image_size=train.image_size,
@@ -193,7 +646,7 @@ def fitting_batch(feeds: Feeds, trainee: TimedSteps) -> tuple[int, list[str]]:
     run = trainee.demand(feeds.noise(2), 0.0)
     # of the slowest rank
     fastest_s = min(s / n for s, n in zip(run.seconds, run.images, strict=True))
-    image_s = -feeds.world.smallest(-fastest_s)
+    image_s = feeds.world.largest(fastest_s)[0]
     fitting = max(2, int(2.0 / image_s))
     if fitting >= size:
         return size, []
@@ -204,7 +657,7 @@ def fitting_batch(feeds: Feeds, trainee: TimedSteps) -> tuple[int, list[str]]:
 def command(config: Config, overridden: Sequence[str], verdict: Verdict, world: World) -> str:
     """Returns what to type next: the user's own overrides, and what would help most."""
     more = "loader.autotune=true"
-    if verdict.kind in NO_CEILING:
+    if verdict.kind in _NO_CEILING:
         more = "mode=diagnose"
     elif verdict.kind in ("compute", "balanced"):
         more = typed(verdict.change)

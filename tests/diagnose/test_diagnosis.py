@@ -14,8 +14,8 @@ from PIL import Image
 
 from harness.config import Config
 from harness.data import datasets
-from harness.diagnose import phases
-from harness.diagnose.diagnosis import Diagnosis, diagnose, fitting_batch
+from harness.diagnose import diagnosis as phases
+from harness.diagnose.diagnosis import diagnose, fitting_batch
 from harness.feed.feeds import Feeds
 from harness.feed.interface import HostBatch
 from harness.runtime import seeding
@@ -54,13 +54,13 @@ def photos(tmp_path: Path) -> Path:
 
 def diagnosed(
     config: Config, folder: Path
-) -> tuple[Diagnosis, TrainState, dict[str, torch.Tensor]]:
+) -> tuple[dict[str, Any], TrainState, dict[str, torch.Tensor]]:
     """A diagnosis, the state, and the weights as they were."""
     seeding.seed_everything(3)
     splits = datasets.load(config.data, config.augment, config.seed)
     state = make_state(config, len(splits.classes), ALONE, 10)
     before = {name: tensor.clone() for name, tensor in state.network.state_dict().items()}
-    trials = StepTrials(Step(state, config, ALONE), config, ALONE)
+    trials = StepTrials(Step(state))
     with Board(folder, tensorboard=False) as board:
         feeds = Feeds(splits, config, ALONE)
         found = diagnose(feeds, trials, LIMITS, ("data=imagefolder",), board)
@@ -89,18 +89,16 @@ def test_a_folder_of_images(
         f"loader.num_workers={workers}",
     )
     found, state, before = diagnosed(config, tmp_path)
-    assert found.runs.delivered is not None and (found.ceiling or 1) >= 1
-    assert found.runs.warm is not None and found.runs.stages is not None
-    stages = found.runs.stages.stages
-    assert list(stages)[:2] == ["read", "decode"]
-    waited = sum(cost.cpu_s for cost in stages.values()) <= 0.5 * sum(
-        cost.wall_s for cost in stages.values()
-    )
-    assert found.measured or (waited and workers == 0)  # then a first reading is reckoned with
-    assert found.runs.fetch is not None or "F was not measured" in found.notes[-1]
+    assert {"delivered", "warm"} <= found["runs"].keys() and (found["ceiling"] or 1) >= 1
+    stages = found["stages"]
+    assert [stage["name"] for stage in stages][:2] == ["read", "decode"]
+    cpu_ms, wall_ms = (sum(stage[name] for stage in stages) for name in ("cpu_ms", "wall_ms"))
+    # then a first reading is reckoned with
+    assert found["measured"] or (cpu_ms <= 0.5 * wall_ms and workers == 0)
+    assert "fetch" in found["runs"] or "F was not measured" in found["notes"][-1]
     # on a busy machine: then no smaller file is said to help
-    limited = found.bottleneck in ("transport", "copy", "unknown")
-    assert any("short side" in row.change for row in found.what_ifs) is not limited
+    limited = found["bottleneck"] in ("transport", "copy", "unknown")
+    assert any("short side" in row["change"] for row in found["what_ifs"]) is not limited
     assert (
         json.loads((tmp_path / "diagnosis.json").read_text())["settings"]["num_workers"] == workers
     )
@@ -141,12 +139,12 @@ def test_other_programs_are_warned_of(
         record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
     ]
     assert warnings == ([] if others is None else [warning])
-    assert found.sentence in capsys.readouterr().out and len(said) == 1
-    untold = (
-        found.ceiling is None and not found.what_ifs and found.command.endswith("mode=diagnose")
-    )
-    told = found.bottleneck == "neighbours", untold or found.bottleneck == "unknown"
-    assert told == ((True, True) if others else (False, found.bottleneck == "unknown"))
+    assert found["sentence"] in capsys.readouterr().out and len(said) == 1
+    kind = found["bottleneck"]
+    untold = found["ceiling"] is None and not found["what_ifs"]
+    untold = untold and found["command"].endswith("mode=diagnose")
+    told = kind == "neighbours", untold or kind == "unknown"
+    assert told == ((True, True) if others else (False, kind == "unknown"))
 
 
 class Slow:

@@ -12,13 +12,9 @@ import torch
 from evidences import evidence
 
 from harness.config import Config
-from harness.diagnose.diagnosis import Diagnosis, command
-from harness.diagnose.fetch import Fetch
-from harness.diagnose.phases import Runs
-from harness.diagnose.whatif import WhatIf
+from harness.diagnose.diagnosis import command, lines
 from harness.runtime.distributed import World
-from harness.tuning.measures import Rate, SampleCost, Trial
-from harness.watch.board import Board
+from harness.watch.board import Board, publish
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.verdict import Bottleneck, Change, Verdict
 
@@ -32,29 +28,19 @@ def ranks(count: int) -> World:
     return World(0, count, 0, count, torch.device("cpu"))
 
 
-def diagnosis(fetch: Fetch | None = None) -> Diagnosis:
-    cost = SampleCost(0.005, 0.0041, 0.0)
-    loading = Trial(OWN, "supply", Rate.exactly(400), 100, cost=cost)
-    runs = Runs(
-        demand=Rate.exactly(1000),
-        step_cpu_s=0.0,
-        loading=loading,
-        stages=STAGES,
-        delivered=Rate.exactly(200),
-        fetch=fetch,
-    )
-    return Diagnosis(
-        bottleneck="decode",
-        ceiling=5.0,
-        measured=True,
-        sentence="Decode-bound.",
-        command="python train.py",
-        settings=OWN,
-        runs=runs,
-        what_ifs=(WhatIf("1 more core", 300.0, 1.5),),
-        notes=("P was not measured: why",),
-        seconds=20.0,
-    )
+def tell(board: Board | None) -> None:
+    """Publishes a diagnosis."""
+    found = {
+        "bottleneck": "decode",
+        "ceiling": 5.0,
+        "sentence": "Decode-bound.",
+        "command": "python train.py",
+        "settings": OWN,
+        "stages": STAGES.rows(),
+        "what_ifs": [{"change": "1 more core", "images_per_s": 300.0, "speedup": 1.5}],
+        "notes": ["P was not measured: why"],
+    }
+    publish("diagnosis", lines(found), found, board)
 
 
 @pytest.fixture(autouse=True)
@@ -136,22 +122,21 @@ def test_the_line_for_torchrun(composed: Callable[..., Config]) -> None:
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """The stages, the changes, the notes, the sentence; the last line is the one to paste."""
-    diagnosis().publish(None)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-3:] == ["Decode-bound.", "next:", "python train.py"]
-    assert "decode  decode   4   4" in lines
-    assert any(line.split() == ["1", "more", "core", "about", "300", "1.50x"] for line in lines)
-    assert "note: P was not measured: why" in lines
+    tell(None)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-3:] == ["Decode-bound.", "next:", "python train.py"]
+    assert "decode  decode   4   4" in printed
+    assert any(line.split() == ["1", "more", "core", "about", "300", "1.50x"] for line in printed)
+    assert "note: P was not measured: why" in printed
 
 
 def test_the_file_holds_it_all(tmp_path: Path) -> None:
-    """Whole, without what was not measured."""
+    """Whole, as plain values."""
     with Board(tmp_path, tensorboard=False) as board:
-        diagnosis(Fetch(10, 1000, 0.5, 2)).publish(board)
+        tell(board)
     found = json.loads((tmp_path / "diagnosis.json").read_text())
     assert found["bottleneck"] == "decode" and found["ceiling"] == 5.0
-    assert found["runs"]["fetch"] == {"files": 10, "size_bytes": 1000, "seconds": 0.5, "readers": 2}
-    assert "warm" not in found["runs"]
+    assert found["settings"]["num_workers"] == 2
     assert found["stages"][0] == {
         "name": "read",
         "group": "storage",
@@ -164,7 +149,7 @@ def test_the_file_holds_it_all(tmp_path: Path) -> None:
 def test_a_full_disk_does_not_end_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The file is lost, with a warning; the diagnosis is printed."""
     with Board(tmp_path / "gone", tensorboard=False) as board:
-        diagnosis().publish(board)
+        tell(board)
     printed = capsys.readouterr().out
     assert "diagnosis.json: No such file or directory; figures are lost" in printed
     assert "Decode-bound." in printed
