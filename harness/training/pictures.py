@@ -9,16 +9,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
 from harness.config import DataConfig
 from harness.data.datasets import Splits
+from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, printable
-from harness.training.mistakes import Answers
 from harness.watch.board import Board, plain
 
 # pictures of mistakes
@@ -33,6 +34,56 @@ _SIDE = 160
 _UNEVEN = 10
 
 
+class Answers(NamedTuple):
+    """What a network answered, one entry for each image.
+
+    Attributes:
+        indices: places in the data set.
+        labels: the true classes.
+        given: the classes that the network gave.
+        probabilities: of these classes, 0..1.
+    """
+
+    indices: np.ndarray
+    labels: np.ndarray
+    given: np.ndarray
+    probabilities: np.ndarray
+
+    @classmethod
+    def gathered(
+        cls, kept: Sequence[Sequence[Tensor]], places: Iterable[np.ndarray], world: World
+    ) -> Answers:
+        """Returns the answers of all ranks; every rank calls this.
+
+        Args:
+            kept: of each batch of this rank, what follows ``indices`` above.
+            places: of the same batches, the indices.
+            world: this rank.
+        """
+        own: list[np.ndarray] = []
+        if kept:
+            # the host waits for the device
+            tensors = (torch.cat(each).cpu().numpy() for each in zip(*kept, strict=True))
+            own = [np.concatenate([*places]), *tensors]
+        # a rank may have had no image
+        return cls(*map(np.concatenate, zip(*filter(None, world.gathered(own)), strict=True)))
+
+    def confused(self) -> np.ndarray:
+        """Returns the mistakes by kind, int64 ``[K, 3]``: true class, given class, images.
+
+        The most frequent come first, of equally frequent ones the first by class.
+        """
+        wrong = np.stack((self.labels, self.given))[:, self.labels != self.given]
+        kinds, counts = np.unique(wrong, axis=1, return_counts=True)
+        return np.vstack((kinds, counts)).T[np.argsort(-counts, kind="stable")]
+
+    def surest(self, most: int) -> np.ndarray:
+        """Returns which mistakes have the highest probabilities; of equal ones the first images."""
+        wrong = np.flatnonzero(self.labels != self.given)
+        order = np.lexsort((self.indices[wrong], -self.probabilities[wrong]))
+        return wrong[order[:most]]
+
+
 def show_batch(
     images: Tensor, labels: Tensor, data: DataConfig, classes: Sequence[str], board: Board
 ) -> None:
@@ -43,15 +94,12 @@ def show_batch(
     mean, std = (np.reshape(each, (3, 1, 1)) for each in (data.mean, data.std))
     pixels = 255 * (images.float().cpu().numpy() * std + mean)
     tiles = pixels.round().clip(0, 255).astype(np.uint8)
-    texts = []
-    for label in labels.tolist():
-        if isinstance(label, int):
-            texts.append(printable(classes[label]))
-            continue
-        # of two images
-        mixed = sorted(zip(label, classes, strict=True), reverse=True)[:2]
-        shares = [f"{share:.0%} {printable(name)}" for share, name in mixed if share]
-        texts.append(" + ".join(shares))
+    names = [*map(printable, classes)]
+    texts = [names[label] for label in labels.tolist()] if labels.ndim == 1 else []
+    # of two images
+    for mixed in labels.tolist()[len(texts) :]:
+        shares = sorted(zip(mixed, names, strict=True), reverse=True)[:2]
+        texts.append(" + ".join(f"{share:.0%} {name}" for share, name in shares if share))
     board.images("train/first_batch", tiles, texts)
     rows = zip(texts, map(_coded, tiles), strict=True)
     found = [{"label": text, "picture": picture} for text, picture in rows]
@@ -65,15 +113,25 @@ def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:
     """
     names = [*map(printable, splits.classes)]
     kinds = answers.confused()
-    classes = _by_class(answers, splits, names)
+    right = answers.labels[answers.labels == answers.given]
+    images, given, correct = (
+        np.bincount(kind, minlength=len(names)) for kind in (answers.labels, answers.given, right)
+    )
+    columns: dict[str, Any] = {"images": images, "correct": correct, "given": given}
+    # a share of nothing is None
+    with np.errstate(invalid="ignore"):
+        columns |= {"accuracy": correct / images, "precision": correct / given}
+    if splits.labels is not None:
+        columns["train_images"] = np.bincount(splits.labels, minlength=len(names))
+    classes = {"class": names, **{name: plain(each.tolist()) for name, each in columns.items()}}
     _table(board, "classes.csv", classes, zip(*classes.values(), strict=True))
     if len(names) <= _MOST_CLASSES:
-        matrix = np.diag(classes["correct"])
+        matrix = np.diag(correct)
         matrix[kinds[:, 0], kinds[:, 1]] = kinds[:, 2]
         rows = ([name, *row] for name, row in zip(names, matrix.tolist(), strict=True))
         _table(board, "confusion.csv", ["", *names], rows)
         # by share of the true class; a root shows what is seldom
-        shares = np.sqrt(matrix / np.maximum(1, matrix.sum(1, keepdims=True)))
+        shares = np.sqrt(matrix / np.maximum(1, images[:, None]))
         grey = (255 - 255 * shares).astype(np.uint8)
         board.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
     found = {
@@ -99,20 +157,19 @@ def _mistakes(
     fill = getattr(dataset, "fill", None)
     source = getattr(dataset, "source", None)
     for place in answers.surest(_MOST):
-        index = int(answers.indices[place])
+        index, label, given, probability = (each[place].item() for each in answers)
+        where = source.where(index).removeprefix(root) if source else f"sample {index}"
         row = {
-            "where": printable(source.where(index).removeprefix(root))
-            if source
-            else f"sample {index}",
-            "label": names[answers.labels[place]],
-            "given": names[answers.given[place]],
-            "probability": float(answers.probabilities[place]),
+            "where": printable(where),
+            "label": names[label],
+            "given": names[given],
+            "probability": probability,
         }
         rows.append(row)
-        if read and fill:
-            tile = np.empty((3, dataset.image_size, dataset.image_size), np.uint8)
-            # in place of one that cannot be read there was another
-            with suppress(BadSample):
+        # in place of one that cannot be read there was another
+        with suppress(BadSample):
+            if read and fill:
+                tile = np.empty((3, dataset.image_size, dataset.image_size), np.uint8)
                 fill(0, index, tile)
                 row["picture"] = _coded(tile)
                 tiles.append(tile)
@@ -127,26 +184,10 @@ def told(splits: Splits) -> str | None:
     if splits.labels is None:
         return None
     counts = np.bincount(splits.labels, minlength=len(splits.classes))
-    few, most = counts.min(), counts.max()
-    text = f"{len(counts)} classes of {few} to {most} training images"
-    if few * _UNEVEN <= most:
+    text = f"{len(counts)} classes of {counts.min()} to {counts.max()} training images"
+    if counts.min() * _UNEVEN <= counts.max():
         text += ", very uneven. Try: data.balance=0.5, or optim.class_weights=balanced"
     return text
-
-
-def _by_class(answers: Answers, splits: Splits, names: list[str]) -> dict[str, list[Any]]:
-    """Returns the columns of ``classes.csv``; a share of nothing is None."""
-    right = answers.labels[answers.labels == answers.given]
-    images, given, correct = (
-        np.bincount(kind, minlength=len(names)) for kind in (answers.labels, answers.given, right)
-    )
-    columns: dict[str, Any] = {"images": images, "correct": correct, "given": given}
-    with np.errstate(invalid="ignore"):
-        columns["accuracy"] = correct / images
-        columns["precision"] = correct / given
-    if splits.labels is not None:
-        columns["train_images"] = np.bincount(splits.labels, minlength=len(names))
-    return {"class": names, **{name: plain(each.tolist()) for name, each in columns.items()}}
 
 
 def _coded(tile: np.ndarray) -> str:

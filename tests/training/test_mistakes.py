@@ -17,7 +17,7 @@ from torch import nn
 
 from harness.feed.order import Order
 from harness.runtime.distributed import World
-from harness.training.mistakes import Answers, Tally
+from harness.training.pictures import Answers
 from harness.training.step import evaluate
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -37,7 +37,7 @@ def evaluated(ranks: int, batch_size: int) -> tuple[Any, Answers, torch.Tensor, 
     gathered: list[Any] = []
     for rank in range(ranks):
         order = Order(101, batch_size, shuffle=False, rank=rank, world_size=ranks)
-        tally = Tally(CLASSES)
+        kept: list[Any] = []
         batches = [*order.batches(0)]
         if batches:
             result = evaluate(
@@ -45,10 +45,10 @@ def evaluated(ranks: int, batch_size: int) -> tuple[Any, Answers, torch.Tensor, 
                 [(images[batch], labels[batch]) for batch in batches],
                 CPU,
                 contextlib.nullcontext,
-                tally,
+                kept,
             )
         all_ranks: Any = SimpleNamespace(gathered=lambda own: gathered.append(own) or gathered)
-        answers = tally.answers(all_ranks, batches)
+        answers = Answers.gathered(kept, batches, all_ranks)
     return result, answers, logits, labels
 
 
@@ -89,7 +89,7 @@ def test_the_surest_mistakes_are_those_of_the_whole_set(ranks: int, batch_size: 
 
 
 def test_answers_change_no_result() -> None:
-    """Accuracy and loss are bitwise those without a tally, in bfloat16 too."""
+    """Accuracy and loss are bitwise those where no answer is kept, in bfloat16 too."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 8))
     batches = [(torch.randn(16, 3, 2, 2), torch.randint(0, 8, (16,))) for _ in range(5)]
@@ -98,15 +98,15 @@ def test_answers_change_no_result() -> None:
         def autocast(dtype: torch.dtype = dtype) -> Any:
             return torch.autocast("cpu", dtype, enabled=dtype is not torch.float32)
 
-        with_it = evaluate(network, batches, CPU, autocast, Tally(8))
+        with_it = evaluate(network, batches, CPU, autocast, [])
         assert with_it == evaluate(network, batches, CPU, autocast)
 
 
 def test_no_mistake_is_none() -> None:
     """A network that is always right, or gives no numbers, has nothing that breaks."""
-    nothing = Answers(np.arange(3), np.arange(3), np.arange(3), np.ones(3, np.float32), 3)
+    nothing = Answers(np.arange(3), np.arange(3), np.arange(3), np.ones(3, np.float32))
     assert nothing.confused().tolist() == [] and len(nothing.surest(24)) == 0
-    odd = Answers(np.arange(2), np.arange(2), np.zeros(2, int), np.full(2, np.nan, np.float32), 2)
+    odd = Answers(np.arange(2), np.arange(2), np.zeros(2, int), np.full(2, np.nan, np.float32))
     assert odd.surest(24).tolist() == [1]
 
 

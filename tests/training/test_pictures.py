@@ -22,7 +22,7 @@ from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.runtime.errors import BadSample
 from harness.training import pictures
-from harness.training.mistakes import Answers
+from harness.training.pictures import Answers
 from harness.watch.board import Board
 
 HOSTILE = ("<img src=x>", 'a,"b"\n', "\x1b[31mred", "caf\udce9", "\u202eevil", "plain", "empty")
@@ -53,7 +53,7 @@ def splits_of(classes: tuple[str, ...] = HOSTILE) -> Splits:
 def answers_of(splits: Splits, given: list[int]) -> Answers:
     labels: Any = splits.labels
     sure = np.linspace(0.5, 0.9, 12, dtype=np.float32)
-    return Answers(np.arange(12), labels, np.array(given), sure, len(splits.classes))
+    return Answers(np.arange(12), labels, np.array(given), sure)
 
 
 GIVEN = [1, 1, 2, 3, 4, 5, 1, 1, 2, 4, 4, 5]
