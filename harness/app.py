@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
@@ -22,7 +23,7 @@ from harness import BEGAN_S, __version__, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import described, tell, tell_crashes, told
-from harness.runtime.files import parsed, read_regular, typed
+from harness.runtime.files import read_regular, typed
 from harness.watch.figures import Tag
 
 # of the jobs in this process
@@ -165,6 +166,6 @@ def _best_top1(place: Path) -> float | None:
     found = []
     for line in read_regular(metrics).splitlines() if metrics.is_file() else ():
         # lines of steps have none
-        with suppress(ValueError, KeyError, TypeError):
-            found.append(typed(float, parsed(line)[Tag.VAL_TOP1]))
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            found.append(typed(float, json.loads(line)[Tag.VAL_TOP1]))
     return max(found, default=None)

@@ -27,7 +27,6 @@ from harness.runtime.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
     from harness.data.datasets import Splits
-    from harness.feed.order import Rest
     from harness.runtime.distributed import World
     from harness.training.checkpoint import Saved
 
@@ -145,33 +144,26 @@ def main_worker(local_rank: int, job: Job) -> None:
             _verify(world, job)
             return
         from harness.runtime import seeding
-        from harness.training import models, resume
+        from harness.training import resume
 
         # before anything reads the settings, and the same on every rank
         if config.model.weights is not None:
-            config = models.published_settings(config, job.overridden)
+            config = resume.settings(config, None, job.overridden)
         saved = resume.find(config, job.folder)
         if saved is not None:
-            config = resume.settings(config, saved, job.overridden)
+            config = resume.settings(config, saved, job.overridden, world.size)
         seeding.seed_everything(config.seed, config.trainer.deterministic)
         work = _apply if config.mode in (Mode.predict, Mode.export) else _wire
         work(world, replace(job, config=config), saved)
 
 
-def _opened(
-    config: Config, saved: Saved | None, world: World
-) -> tuple[Splits, Config, Rest | None]:
-    """Opens the data set, or what is evaluated; of a checkpoint's epoch, says what is left."""
+def _splits(config: Config, saved: Saved | None, world: World) -> Splits:
+    """Opens the data set, or what is evaluated."""
     from harness.data import datasets
-    from harness.training import resume
 
     if config.mode is Mode.evaluate and saved is not None:
-        splits = datasets.load_evaluated(config.data, config.seed, saved.classes)
-        return splits, config, None
-    splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
-    if saved is None:
-        return splits, config, None
-    return splits, *resume.rest(config, saved, world, len(splits.train))
+        return datasets.load_evaluated(config.data, config.seed, saved.classes)
+    return datasets.load(config.data, config.augment, config.seed, world.gathered)
 
 
 def _verify(world: World, job: Job) -> None:
@@ -192,7 +184,7 @@ def _verify(world: World, job: Job) -> None:
 
 def _apply(world: World, job: Job, saved: Saved | None) -> None:
     """Predicts with the network of a checkpoint, or exports it."""
-    from harness.inference.export import export
+    from harness.inference.loaded import export
     from harness.inference.predict import predict
 
     # resume.find raises where there is nothing
@@ -213,21 +205,22 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     from harness.training import resume
     from harness.training.engine import Engine
     from harness.training.reporter import Reporter
-    from harness.training.saving import Place
     from harness.training.state import make_state
     from harness.training.step import Step, StepTrials
     from harness.tuning.tuner import tuned
     from harness.watch import station
 
+    config = job.config
     # all is imported, and what follows looks for signals
-    signals.set_grace(job.config.checkpoint.grace_s)
+    signals.set_grace(config.checkpoint.grace_s)
     # storage -> decode -> augment
-    splits, config, rest = _opened(job.config, saved, world)
+    splits = _splits(config, saved, world)
     # order -> load -> pin -> copy
     feeds = Feeds(splits, config, world)
-    classes = splits.classes
-    state = make_state(config, len(classes), world, feeds.steps_per_epoch(), filled=bool(saved))
-    resumed = resume.take_over(state, saved, config, world, classes)
+    counts = feeds.steps_per_epoch(), feeds.update_images()
+    state = make_state(config, len(splits.classes), world, *counts, filled=bool(saved))
+    rest = resume.take_over(state, saved, splits.classes, len(splits.train))
+    resumed = None if config.resume is None else state.step
     allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
     train = feeds.settings(allowed)
     val = feeds.val_settings(train)
@@ -236,8 +229,8 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
         folder.write_settings(job.folder, job.written)
     signals.check()
     with station.watched(config, world, job.folder, job.began_s, resumed) as watch:
-        step = Step(state, config, world, len(classes), splits.class_weights(config.optim))
-        trials = StepTrials(step, config, world)
+        step = Step(state, len(splits.classes), splits.class_weights(config.optim))
+        trials = StepTrials(step)
         if config.mode is Mode.diagnose:
             diagnose(feeds, trials, allowed, job.overridden, watch.board)
             return
@@ -258,8 +251,8 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
         val_feed = feeds.val(val)
         if found is not None:
             found.follow(feed, val_feed, watch, state.step)
-        engine = Engine(config, world, step, feed, val_feed, watch, Place(job.folder, classes))
+        engine = Engine(step, feed, val_feed, watch, job.folder, splits.classes)
         summary = None if found is None else found.summary
-        told = Reporter(config, job.overridden, summary, allowed.cores, write_report, splits)
+        told = Reporter(job.overridden, summary, allowed.cores, write_report, splits)
         with told.reporting(engine):
             engine.fit()

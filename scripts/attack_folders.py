@@ -264,7 +264,10 @@ def _at(value: Any, path: Sequence[Any]) -> Any:
 def checkpoints(seed: int, place: Path) -> Iterator[Case]:
     """Checkpoints with the right digest and an odd value in one place, by each way to load them."""
     made = genuine(place)
-    record, whole = checkpoint.read(made)
+    found = checkpoint.read(made)
+    record = found.record
+    whole = found.state
+    assert record is not None
     read = fuzz_runs.checkpoint_file(_made(place / "small")).read
     small = [
         torch.load(io.BytesIO(data)) for data in fuzz_runs.checkpoint_file(place / "small").seeds

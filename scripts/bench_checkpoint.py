@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from harness.config import Config
 from harness.feed.order import Order
 from harness.runtime.distributed import World
-from harness.training.saving import Place, Saves
+from harness.training.saving import Saves
 from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 from scripts.paired import Estimate
 
@@ -88,10 +88,11 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
         step=0,
         epoch=0,
         pending=False,
+        config=Config(),
+        world=World(0, 1, 0, 1, torch.device("cpu")),
         to_dict=lambda facts: {**facts, **state, "step": run.step, "epoch": 0},
     )
-    world = World(0, 1, 0, 1, torch.device("cpu"))
-    saves = Saves(Config(), world, run, Order(10, 10), Place(folder / str(megabytes), ()))
+    saves = Saves(run, Order(10, 10), folder / str(megabytes), ())
     ms: dict[str, list[float]] = {
         name: [] for name in ("copy", "save", "written", "step", "step beside")
     }
@@ -108,7 +109,7 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
         beside: list[float] = []
         while (saves._last is not None and not saves._last.done()) or not beside:
             beside.append(timed_ms(step))
-        saves._wait()
+        saves.check(waits=True)
         ms["written"].append(1e3 * (time.perf_counter() - began_s))
         ms["step beside"].append(sum(beside) / len(beside))
         # as many steps without a save

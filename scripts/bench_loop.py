@@ -45,7 +45,6 @@ from harness.runtime import distributed, folder, limits, seeding
 from harness.runtime.distributed import World
 from harness.training import models
 from harness.training.engine import Engine
-from harness.training.saving import Place
 from harness.training.state import make_state
 from harness.training.step import Step
 from harness.watch import station
@@ -136,15 +135,14 @@ def harness_engine(
         with station.watched(config, world, place, time.perf_counter()) as watch:
             feed = CachedFeed(batches, settings)
             val_feed = CachedFeed(batches[:1], settings)
-            step = Step(state, config, world)
+            step = Step(state)
             engine = Engine(
-                config,
-                world,
                 step,
                 feed,
                 val_feed,
                 watch,
-                Place(place, tuple(map(str, range(CLASSES)))),
+                place,
+                tuple(map(str, range(CLASSES))),
             )
             try:
                 yield engine

@@ -32,7 +32,7 @@ _DECIDED = ("step", "epoch", "train/loss", "train/lr", "val/top1", "val/loss")
 
 def digest(folder: Path) -> str:
     """One digest of everything in the newest checkpoint of ``folder`` that a run's past decides."""
-    state = checkpoint.read(folder)[1]
+    state = checkpoint.read(folder).state
     found = hashlib.sha256()
     averaged = {"ema"} & state.keys()
     for part in _leaves({key: state[key] for key in (*_STATE, *averaged)}):

@@ -26,7 +26,7 @@ from harness.page import course, document, runs
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, described
 from harness.training import checkpoint, resume
-from harness.training.state import TrainState, state_of
+from harness.training.state import TrainState, make_state
 from harness.watch.board import Board
 from harness.watch.figures import Tag
 from scripts.fuzz_changes import mutated, mutated_json, mutated_yaml
@@ -74,7 +74,7 @@ def record(place: Path) -> Reader:
         checkpoint.records(place)
         try:
             checkpoint.read(record.path)
-            checkpoint.newest(place)
+            checkpoint.read(place)
         except CheckpointError:
             return "CheckpointError"
         return ""
@@ -102,7 +102,7 @@ def _trained(name: str) -> _Trained:
     config.optim.name = schema.OptimName[name]
     config.resume = "step-0.pt"
     network = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
-    state = state_of(network, config, torch.device("cpu"), 10)
+    state = make_state(config, 2, World(0, 1, 0, 1, torch.device("cpu")), 10, network=network)
     _update(state)
     facts = {"classes": ["a", "b"], "ranks": 1, "length": 100, "stop": 96}
     saved = state.to_dict({**facts, "settings": schema.to_plain(config)})
@@ -124,7 +124,6 @@ def _saved(value: Any) -> bytes:
 def checkpoint_file(place: Path, names: Sequence[str] = ("sgd", "adamw")) -> Reader:
     """The file and what is in it: a record beside it has its digest."""
     trained = [_trained(name) for name in names]
-    world = World(0, 1, 0, 1, torch.device("cpu"))
     path = place / "step-0.pt"
     wholes = [each.saved for each in trained]
     seeds = [*map(_saved, wholes)]
@@ -132,10 +131,9 @@ def checkpoint_file(place: Path, names: Sequence[str] = ("sgd", "adamw")) -> Rea
     def use(found: dict[str, Any], state: TrainState, config: Config) -> None:
         saved = checkpoint.Saved("step-0.pt", found)
         for mode in (schema.Mode.train, schema.Mode.evaluate):
-            config.mode = mode
+            config.mode = state.config.mode = mode
             resume.settings(config, saved, ())
-            resume.rest(config, saved, world, 100)
-            resume.take_over(state, saved, config, world, ("a", "b"))
+            resume.take_over(state, saved, ("a", "b"), 100)
             _update(state)
 
     def read(data: bytes) -> str:
@@ -145,8 +143,7 @@ def checkpoint_file(place: Path, names: Sequence[str] = ("sgd", "adamw")) -> Rea
         refused = 0
         for each in trained:
             try:
-                _, found = checkpoint.read(path)
-                use(found, each.state, each.config)
+                use(checkpoint.read(path).state, each.state, each.config)
             except CheckpointError:
                 refused += 1
             finally:

@@ -151,7 +151,7 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
         model=ModelConfig(name=o.scaled("resnet50", "small")),
         trainer=trainer,
     )
-    step = Step(make_state(config, 10, world, 1000), config, world)
+    step = Step(make_state(config, 10, world, 1000))
     images, labels = make_batches(1, size, side, pin=False)[0][:2]
     batch = (
         images.to(o.device, torch.bfloat16, memory_format=torch.channels_last),

@@ -201,7 +201,7 @@ class Training:
         self._config = config
         self._device = device
         world = World(0, 1, 0, 1, device)
-        self._step = Step(make_state(config, _CLASSES, world, 1000), config, world)
+        self._step = Step(make_state(config, _CLASSES, world, 1000))
         self._step.model.train()
 
     def images_per_s(

@@ -121,7 +121,7 @@ def resnet_rig(device: torch.device, compiled: bool) -> Rig:
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
     config = Config(model=ModelConfig(name="resnet18"), trainer=trainer)
     world = World(0, 1, 0, 1, device)
-    step = Step(make_state(config, 10, world, 1000), config, world)
+    step = Step(make_state(config, 10, world, 1000))
     ready = make_batches(4, 128, 160, pin=True)
     how: Row = {
         "mean": config.data.mean,

@@ -79,11 +79,7 @@ def _normalised(made: Feeds, batches: Any) -> Iterator[Any]:
 
 def _steps(made: Feeds, batches: Iterator[Any]) -> Counts:
     """The images of each step of a small network's training on ``batches``, when it is done."""
-    step = Step(
-        make_state(made.config, CLASSES, made.world, made.steps_per_epoch()),
-        made.config,
-        made.world,
-    )
+    step = Step(make_state(made.config, CLASSES, made.world, made.steps_per_epoch()))
     return trained(step, batches)
 
 

@@ -139,7 +139,7 @@ class Rig:
         )
         if self.workload.step_s is None:
             state = make_state(self.config, CLASSES, self.world, len(self.dataset) // batch_size)
-            self._step = Step(state, self.config, self.world)
+            self._step = Step(state)
 
     @property
     def cores(self) -> int:
@@ -162,7 +162,7 @@ class Rig:
         if self._step is None:
             assert self.workload.step_s is not None
             return cast(TimedSteps, PacedTrainee(self.workload.step_s))
-        return StepTrials(self._step, self.config, self.world)
+        return StepTrials(self._step)
 
     def feeds(self, seed: int = 0) -> Feeds:
         """Returns feeds as ``train.py`` makes them; ``seed`` alone decides the samples."""

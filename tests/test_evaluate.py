@@ -164,7 +164,7 @@ def test_a_checkpoint_writes_and_fetches_nothing(
 ) -> None:
     """Whatever data the settings in a run's folder name, nothing is generated there or fetched."""
     for name in ("shapes", "cifar10"):
-        state = checkpoint.read(run)[1]
+        state = checkpoint.read(run).state
         theirs = {"name": name, "root": str(tmp_path / name), "mirror": "http://127.0.0.1:9"}
         state["settings"]["data"] |= theirs
         saved = checkpoint.Saved("best.pt", state, in_run=True)

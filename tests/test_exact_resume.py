@@ -46,7 +46,7 @@ def test_stops_within_epochs_change_nothing(
     for step, way in ways.items():
         stop_at(step)
         run(composed(*COMMON, "trainer.epochs=3", "resume=auto", way), tmp_path / "parts")
-        assert checkpoint.read(tmp_path / "parts")[0].step == step
+        assert checkpoint.read(tmp_path / "parts").record.step == step
     stop_at(None)
     run(
         composed(*COMMON, "trainer.epochs=3", "resume=auto", "loader.device_prefetch=false"),
@@ -145,7 +145,7 @@ def test_short_runs_add_up_to_a_long_one(composed: Composed, tmp_path: Path) -> 
     run(composed(*common), tmp_path / "whole")
     for steps in (1, 3, 4, 6):
         run(composed(*common, "resume=auto", f"trainer.max_steps={steps}"), tmp_path / "parts")
-        assert checkpoint.read(tmp_path / "parts")[0].step == steps
+        assert checkpoint.read(tmp_path / "parts").record.step == steps
     run(composed(*common, "resume=auto"), tmp_path / "parts")
     assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
 
@@ -160,7 +160,7 @@ def test_an_evaluation_that_was_stopped_is_made_again(
         patched.setattr("harness.training.step.signals", SimpleNamespace(received=lambda: 15))
         run(config, tmp_path / "parts")
     assert not any("val/top1" in line for line in logged(tmp_path / "parts"))
-    assert checkpoint.read(tmp_path / "parts")[1]["pending"]
+    assert checkpoint.read(tmp_path / "parts").state["pending"]
     run(
         composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0", "resume=auto"),
         tmp_path / "parts",
@@ -177,11 +177,11 @@ def test_a_disk_that_is_full_ends_the_run(
     """A failed background save ends the run within a step, after one more try."""
     calls: list[int] = []
 
-    def full(folder: Path, state: object, step: int, *facts: object) -> None:
+    def full(folder: Path, past: object, state: object, step: int, *facts: object) -> None:
         calls.append(step)
         raise DiskError(f"{folder}: No space left on device")
 
-    monkeypatch.setattr("harness.training.checkpoint.commit", full)
+    monkeypatch.setattr("harness.training.saving.commit", full)
     config = composed(
         *COMMON, "trainer.epochs=1", "loader.num_workers=0", "checkpoint.every_steps=4"
     )

@@ -43,9 +43,9 @@ def save(folder: Path, step: int) -> checkpoint.Record:
 
 def held(path: Path) -> int:
     """The step that the weights of a checkpoint are of, which is the record's."""
-    record, state = checkpoint.read(path)
-    assert (state["model"]["w"] == record.step).all()
-    return record.step
+    found = checkpoint.read(path)
+    assert found.record is not None and (found.state["model"]["w"] == found.record.step).all()
+    return found.record.step
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -208,7 +208,7 @@ def test_what_is_more_than_weights_is_refused(tmp_path: Path, kind: str) -> None
     else:
         path.write_bytes(gzip.compress(bytes(99)))
     with pytest.raises(CheckpointError, match=r"x.pt: (not a checkpoint|refused: holds more than)"):
-        checkpoint.read_any(path)
+        checkpoint.read(path, foreign=True)
 
 
 @pytest.mark.parametrize("change", [{"extra": 1}, {"sha256": "0" * 64}], ids=["field", "digest"])

@@ -44,7 +44,7 @@ def test_a_secret_is_in_no_file_of_a_run(
     assert {path.suffix for path in files} >= {".pt", ".json", ".html", ".jsonl", ".log"}
     assert [path.name for path in files if SECRET.encode() in path.read_bytes()] == []
     # and a run that goes on finds what it means
-    found = checkpoint.read(folder)[1]["settings"]
+    found = checkpoint.read(folder).state["settings"]
     assert found["data"]["root"] == str(hidden)
     assert schema.from_plain(found) == config
     longer = composed(*typed, "resume=auto", "trainer.epochs=3")

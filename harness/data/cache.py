@@ -29,7 +29,7 @@ from harness.data.mapped import MappedFile, checksum, memory
 from harness.data.storage import FolderSource, Source, Subset, cache_root
 from harness.data.transforms import resized
 from harness.runtime import limits
-from harness.runtime.files import make_way, open_regular
+from harness.runtime.files import open_regular
 from harness.runtime.folder import log
 from harness.watch.console import say
 
@@ -280,8 +280,7 @@ def _to_fill(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
     Raises:
         BlockingIOError: another process fills it.
     """
-    make_way(path)
-    fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, makes_way=True)
     with ExitStack() as opened:
         opened.callback(os.close, fd)
         # for as long as the file is open: as long as a thread may write

@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 from harness.runtime import signals
 from harness.runtime.errors import DataError, DiskError
-from harness.runtime.files import make_way, open_regular, remove
+from harness.runtime.files import open_regular, remove
 from harness.runtime.folder import log
 from harness.watch.console import progress, say
 
@@ -122,9 +122,9 @@ def exclusive(path: Path) -> Iterator[None]:
     """
     told = False
     path.parent.mkdir(parents=True, exist_ok=True)
-    make_way(path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     while True:
-        with open(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+b") as file:
+        with open(open_regular(path, flags, makes_way=True), "r+b") as file:
             # "Not yet": another process holds it, or has removed it since the opening.
             owned = False
             with suppress(BlockingIOError, FileNotFoundError):

@@ -21,7 +21,7 @@ from harness.data.decode import HEAD_BYTES, reader
 from harness.data.mapped import MappedFile, checksum, in_memory
 from harness.runtime import signals
 from harness.runtime.errors import DataError, listed
-from harness.runtime.files import open_regular, parsed, write_whole
+from harness.runtime.files import open_regular, write_whole
 from harness.runtime.folder import log
 
 # Of the file, and of the rules by which a scan chooses and is trusted: raise it with either.
@@ -59,7 +59,7 @@ class Index:
         self.labels = content[: 8 * count].view(np.int64)
         self.ends = content[8 * count : 16 * count].view(np.int64)
         self.names = content[16 * count : -24 - size]
-        folders, skipped, self.watched = parsed(content[-24 - size : -24].tobytes())
+        folders, skipped, self.watched = json.loads(content[-24 - size : -24].tobytes())
         self.folders = tuple(map(os.fsencode, folders))
         self.skipped = Counter[str](skipped)
 

@@ -380,6 +380,11 @@ class Feeds:
         """Returns the optimizer updates of one epoch."""
         return math.ceil(len(self._train_order()) / self.config.trainer.accumulate_steps)
 
+    def update_images(self) -> int:
+        """Returns the images of an optimizer update, of all ranks."""
+        config = self.config
+        return config.loader.batch_size * config.trainer.accumulate_steps * self.world.size
+
     def train(self, settings: FeedSettings, rest: Rest | None = None) -> Backend:
         """Returns the training feed; of one epoch only the ``rest``.
 

@@ -1,26 +1,37 @@
-"""The network of a checkpoint in evaluation mode, for a mode of the command line or in Python."""
+"""The network of a checkpoint: in Python, and as one file that runs without this project."""
 
 from __future__ import annotations
 
+import io
+import json
 import os
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 
-from harness.config import Config, DataConfig, Mode, ModelConfig
+from harness.config import Config, ConfigError, DataConfig, Format, Mode, ModelConfig
 from harness.data.datasets import as_evaluated
 from harness.data.decode import decode, decode_opened
 from harness.feed.prefetcher import Normalise
+from harness.runtime import parts
 from harness.runtime.errors import CheckpointError, printable
-from harness.runtime.files import read_regular
+from harness.runtime.files import read_regular, write_whole
 from harness.runtime.folder import log
 from harness.runtime.seeding import SampleRng
 from harness.training import checkpoint, models, resume
+from harness.watch.board import plain
+from harness.watch.console import say
+
+# images that a file is checked on
+_CHECKED = 16
+# most that logits may differ, as a share of the largest of those that are above 1
+_TOLERANCE = 1e-4
 
 ImageLike = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 
@@ -70,8 +81,7 @@ class Transform:
         return self.normalise(images)[0].to(self._device)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A trained network.
 
     Attributes:
@@ -110,7 +120,7 @@ def load(
     if model_name is not None:
         config.model.name = model_name
         typed = (f"model.name={model_name}",)
-    saved = checkpoint.Saved(where, checkpoint.read_any(Path(path)))
+    saved = checkpoint.read(Path(path), foreign=True)
     config = resume.settings(config, saved, typed, tell=log.debug)
     model, classes = network(saved, config)
     place = torch.device(device)
@@ -131,5 +141,107 @@ def network(saved: checkpoint.Saved, config: Config) -> tuple[nn.Module, tuple[s
         )
     size = config.data.image_size
     built = models.build(config.model, len(classes), image_size=size, filled=True)
-    resume.fill(built, saved, config.model.name)
+    models.take_over(built, saved, f"model.name={config.model.name}")
     return built.eval(), classes
+
+
+class _Whole(nn.Module):
+    """A network behind its normalisation: uint8 ``[N, 3, S, S]`` to logits ``[N, classes]``."""
+
+    def __init__(self, network: nn.Module, data: DataConfig) -> None:
+        super().__init__()
+        self.network = network
+        self.mean = nn.Buffer(255.0 * torch.tensor(data.mean).view(1, 3, 1, 1))
+        self.std = nn.Buffer(255.0 * torch.tensor(data.std).view(1, 3, 1, 1))
+
+    def forward(self, images: Tensor) -> Any:
+        return self.network((images - self.mean) / self.std)
+
+
+def export(saved: checkpoint.Saved, config: Config, folder: Path) -> None:
+    """Writes the network in ``saved`` into ``folder``, as ``model.pt2`` or ``model.onnx``.
+
+    The file is there only if it gives the logits of the network itself, on images of noise.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit.
+        ConfigError: the network cannot be exported, or the file gives other logits.
+    """
+    form = config.export.format
+    model, classes = network(saved, config)
+    size = config.data.image_size
+    images = torch.randint(0, 256, (_CHECKED, 3, size, size), dtype=torch.uint8)
+    program = _program(_Whole(model, config.data).eval(), config)
+    facts = {
+        "classes": list(classes),
+        "input": f"uint8 [N, 3, {size}, {size}], 0..255, RGB; normalisation is inside",
+        "output": f"float32 [N, {len(classes)}], logits",
+        **{path.removeprefix("data."): attrgetter(path)(config) for path in resume.PIXELS},
+        "eval_resize": as_evaluated(config.data)[1].whole_size(1, 1)[0],
+    }
+    texts = {name: json.dumps(plain(fact)) for name, fact in facts.items()}
+    data, run = (_onnx if form is Format.onnx else _pt2)(program, texts)
+    with torch.no_grad():
+        expected = model(Transform(config.data, images.device).normalise(images))
+        # an image alone comes first
+        given = torch.cat([run(images[:1]), run(images)[1:]])
+    error = float((given - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+    # so that NaN is refused too
+    if not error <= _TOLERANCE:
+        raise ConfigError(
+            f"export.format={form.name}: on {_CHECKED} images of noise the logits differ by "
+            f"{error:.2g} from the network's, more than {_TOLERANCE:g}; nothing is written"
+        )
+    path = folder / f"model.{form.name}"
+    write_whole(path, data)
+    say(f"exported       {os.path.relpath(path)}, in fp32: {facts['input']}")
+    say(f"checked        on {_CHECKED} images of noise, logits differ by {error:.1g} at most")
+
+
+def _program(whole: nn.Module, config: Config) -> ExportedProgram:
+    """Returns ``whole`` as a program of any number of images.
+
+    Raises:
+        ConfigError: torch cannot make one.
+    """
+    size = config.data.image_size
+    # made of one image, a program would be for one alone
+    images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
+    with parts.explained(
+        f"model.name={config.model.name}: torch.export can make no program of the network for any "
+        "number of images; its code may not depend on that number, nor branch by what is in the "
+        "images:"
+    ):
+        return torch.export.export(whole, (images,), dynamic_shapes=({0: Dim("batch", min=1)},))
+
+
+def _pt2(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
+    """Returns the bytes of a file with ``program`` and ``texts``, and what runs the file."""
+    file = io.BytesIO()
+    torch.export.save(program, file, extra_files=texts)
+    data = file.getvalue()
+    return data, torch.export.load(io.BytesIO(data)).module()
+
+
+def _onnx(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
+    """As ``_pt2``; the names of what goes in and comes out are ``images`` and ``logits``.
+
+    Raises:
+        ConfigError: packages are missing, the network has no form in ONNX, or is too large.
+    """
+    packages = (
+        '; its packages come by pip install -e ".[onnx]" or uv sync --extra onnx; '
+        "export.format=pt2 needs none"
+    )
+    with parts.explained("export.format=onnx:", packages):
+        from onnxruntime import InferenceSession, SessionOptions
+
+        names: Any = {"input_names": ["images"], "output_names": ["logits"]}
+        made: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+        made.model.metadata_props.update(texts)
+        data = made.model_proto.SerializeToString()
+        options = SessionOptions()
+        # else one for each core of the machine
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    return data, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from harness.runtime.files import number, open_regular, parsed
+from harness.runtime.files import number, open_regular
 from harness.watch.figures import FIGURES, STEP_FIGURES, Metric, Tag
 
 SPREAD = ("median", "p95", "max")
@@ -63,9 +64,9 @@ def read_windows(path: Path) -> Windows:
     with open(open_regular(path), "rb") as file:
         for text in file:
             try:
-                line = parsed(text)
+                line = json.loads(text)
                 needed = number(line.get("step")), number(line.get(TYPICAL))
-            except (ValueError, AttributeError):
+            except (ValueError, AttributeError, RecursionError):
                 windows.damaged += text.endswith(b"\n")
                 continue
             # other lines are of evaluations

@@ -11,8 +11,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -29,12 +28,19 @@ _LARGEST = 1e18
 _log = logging.getLogger("wellfed")
 
 
-def open_regular(path: AnyPath, flags: int = os.O_RDONLY) -> int:
+def open_regular(path: AnyPath, flags: int = os.O_RDONLY, *, makes_way: bool = False) -> int:
     """Returns a descriptor of the regular file at ``path``; never waits, as for a FIFO.
+
+    What is no regular file is set aside first if it ``makes_way``, with a line in the log.
 
     Raises:
         OSError: it cannot be opened, or is something else.
     """
+    if makes_way:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                _log.warning("%s: not a regular file: made again", path)
+                set_aside(Path(os.fsdecode(path)))
     file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
@@ -83,7 +89,10 @@ def read_json(path: Path) -> Any:
         OSError: it cannot be read, or is no regular file of at most 16 MiB.
         ValueError: it is damaged.
     """
-    return parsed(read_regular(path, _MOST_BYTES))
+    try:
+        return json.loads(read_regular(path, _MOST_BYTES))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def read_written(path: Path, kind: type = dict) -> Any:
@@ -112,18 +121,6 @@ def known(value: Any) -> Any:
     if isinstance(value, list):
         return [known(item) for item in value]
     return number(value) if type(value) in (int, float) else value
-
-
-def parsed(text: bytes) -> Any:
-    """Returns the value of ``text`` as JSON.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    try:
-        return json.loads(text.decode())
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
 
 
 def number(value: Any) -> float | None:
@@ -170,14 +167,6 @@ def typed(kind: Any, value: Any) -> Any:
     raise ValueError("a value does not fit")
 
 
-def make_way(path: Path) -> None:
-    """Sets aside what is no regular file at ``path``, with a line in the log."""
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.lstat().st_mode):
-            _log.warning("%s: not a regular file: made again", path)
-            set_aside(path)
-
-
 def set_aside(path: Path) -> None:
     """Removes what lies at ``path``; a folder gets another name instead.
 
@@ -198,42 +187,36 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Opens a block with the path of a temporary file, which replaces ``path`` at the end.
+def write_whole(path: Path, data: bytes | memoryview, *, links: bool = False) -> None:
+    """Writes the file ``path``, whole or not at all; its content, then its name, are synced.
 
-    If the block fails, the temporary file is removed and ``path`` stays as it was.
+    If it ``links``, it is made a link to the file of the name ``data``, where links can be made.
     """
     # not named by the process alone: two machines that share the folder may have the same number
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        yield temporary
+        if links:
+            try:
+                os.symlink(bytes(data), temporary)
+            except OSError:
+                links = False
+        if not links:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         # on a disk that fails, the first error is the one to tell
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-
-
-def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Writes the file ``path``, whole or not at all."""
-    with replacing(path) as temporary, open(temporary, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Puts the names in ``folder`` on the disk, if the file system can.
-
-    Raises:
-        OSError: the disk has failed.
-    """
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+        # not every file system can, and not every folder may be read
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES):
             raise
-    finally:
-        os.close(handle)

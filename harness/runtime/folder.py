@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.config import ConfigError, Mode
 from harness.runtime.errors import DiskError, LockedError, RunError, described
-from harness.runtime.files import make_way, open_regular, write_whole
+from harness.runtime.files import open_regular, write_whole
 
 LOGGER = "wellfed"
 # of every room
@@ -227,7 +227,8 @@ def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterat
     logger = logging.getLogger(logger_name)
     name = f"train-rank{rank}.log" if rank else "train.log"
     with using(folder):
-        make_way(folder / name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+        os.close(open_regular(folder / name, flags, makes_way=True))
         handler = logging.FileHandler(folder / name, encoding="utf-8")
     # lines that a full disk does not take are lost without a traceback: the console has them too
     handler.handleError = lambda record: None  # type: ignore[method-assign]

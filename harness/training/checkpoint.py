@@ -1,13 +1,9 @@
-"""How a checkpoint gets to disk, whole or not at all, and back, never damaged in silence.
+"""What a checkpoint is on the disk, and how it is read, never damaged in silence.
 
 ``step-N.json`` is the commit record of ``step-N.pt`` and holds its digest: a checkpoint without a
 record does not exist. Further saves of the same step are ``step-N.2.pt``, ``step-N.3.pt`` and so
 on. The digests (SHA-256) protect from rot, not from an attacker; what is loaded is limited to
 tensors and plain containers (``weights_only=True``).
-
-Each file is written to a temporary one in the same folder, which is synced and renamed: the state
-first, then its record. What was committed before is deleted only then. Both were synced, so the
-disk has them; reading them back would show the page cache, not the disk.
 """
 
 from __future__ import annotations
@@ -18,27 +14,17 @@ import json
 import os
 import re
 import zipfile
-from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field
-from io import BytesIO
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.serialization import config as torch_config
 
 from harness.config import Config, from_plain
 from harness.runtime import parts
-from harness.runtime.errors import CheckpointError, DiskError, printable
-from harness.runtime.files import (
-    open_regular,
-    parsed,
-    read_regular,
-    replacing,
-    sync_folder,
-    typed,
-    write_whole,
-)
+from harness.runtime.errors import CheckpointError, printable
+from harness.runtime.files import open_regular, read_regular, typed
 from harness.runtime.folder import log
 
 # 1 had no digest of the record itself
@@ -62,8 +48,11 @@ _PASSING = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class NoCheckpoint(CheckpointError):
+    """A folder has never had a checkpoint."""
+
+
+class Record(NamedTuple):
     """A committed checkpoint.
 
     Attributes:
@@ -89,6 +78,7 @@ class Saved:
         where: names the file.
         state: what it holds.
         in_run: whether the file lies in the folder of a run.
+        record: of a checkpoint of ours.
         classes: their names, by place in the logits; empty: they have none.
         trained: the settings of the run that saved it, if a run did.
 
@@ -99,12 +89,13 @@ class Saved:
     where: str
     state: dict[str, Any]
     in_run: bool = False
+    record: Record | None = None
     classes: tuple[str, ...] = field(init=False)
     trained: Config | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         state = self.state
-        with self.in_use():
+        with parts.explained(f"{self.where}: cannot be used:", kind=CheckpointError):
             for key, value in state.items():
                 if key in COUNTS:
                     typed(COUNTS[key], value)
@@ -116,10 +107,25 @@ class Saved:
             if "settings" in state:
                 self.trained = from_plain(state["settings"])
 
-    def in_use(self) -> AbstractContextManager[None]:
-        """Returns a block that uses the contents; whatever they raise is a ``CheckpointError``."""
-        begin = f"{self.where}: cannot be used:"
-        return parts.explained(begin, "; name another one", CheckpointError)
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The network's weights by key: their average, if the file has one of ours.
+
+        Raises:
+            CheckpointError: the file has none.
+        """
+        state = self.state
+        averaged = state.get("ema")
+        if isinstance(averaged, dict) and "n_averaged" in averaged:
+            state = {key: value for key, value in averaged.items() if key != "n_averaged"}
+        # ours and most others'; pytorch/examples'
+        for key in ("model", "state_dict"):
+            if isinstance(state.get(key), dict):
+                state = state[key]
+        weights = {str(key).removeprefix("module."): value for key, value in state.items()}
+        if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+            raise CheckpointError(f"{self.where}: holds no weights of a network")
+        return weights
 
 
 def records(folder: Path) -> list[Record]:
@@ -152,27 +158,39 @@ def order(path: Path) -> tuple[int, int]:
 
 def sealed(record: Record) -> bytes:
     """Returns the content of the file of ``record``, its own digest among it."""
-    facts = asdict(record)
+    facts = record._asdict()
     del facts["path"]
     blank = json.dumps({"schema": SCHEMA, **facts, "digest": ""})
     digest = hashlib.sha256(blank.encode()).hexdigest()
     return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()
 
 
-def newest(folder: Path) -> tuple[Record, dict[str, Any]] | None:
-    """Returns the newest undamaged checkpoint of ``folder`` and its state; warns of damaged ones.
+def read(path: Path, *, foreign: bool = False) -> Saved:
+    """Returns what the checkpoint at ``path`` holds; warns of damaged newer ones.
 
-    None: there is no checkpoint at all.
+    ``path`` is a ``.pt`` file beside its record, a ``foreign`` file with weights where those may be
+    named, or a run's folder, whose newest undamaged checkpoint is meant.
 
     Raises:
-        CheckpointError: every checkpoint is damaged or has lost its record, or the newest cannot be
-            read now: training never starts from nothing by itself.
+        NoCheckpoint: the folder has none.
+        CheckpointError: missing, damaged, not a checkpoint, or the newest cannot be read now. Where
+            all are damaged or have lost their records, training never starts from nothing by
+            itself.
     """
+    if not path.is_dir():
+        target = _target(path)
+        manifest = target.with_suffix(".json")
+        if foreign and not manifest.is_file():
+            return _load(path)
+        return _load(target, _record(manifest))
+    if (path / "checkpoints").is_dir():
+        path /= "checkpoints"
+    name = printable(str(path))
     damaged: list[str] = []
-    for manifest in sorted(folder.glob("step-*.json"), key=order, reverse=True):
+    for manifest in sorted(path.glob("step-*.json"), key=order, reverse=True):
         try:
             record = _record(manifest)
-            state = _load(record.path, record.sha256)
+            found = _load(record.path, record)
         except CheckpointError as error:
             # no older one serves for a whole one
             if getattr(error.__cause__, "errno", None) in _PASSING:
@@ -181,89 +199,25 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any]] | None:
             continue
         for text in damaged:
             log.warning("%s; falling back to %s", text, record.path.name)
-        return record, state
+        return found
     if damaged:
         raise CheckpointError(
-            f"{folder}: every checkpoint is damaged: {damaged[0]}; resume=null in another run "
+            f"{name}: every checkpoint is damaged: {damaged[0]}; resume=null in another run "
             "folder starts from nothing"
         )
     # one may be of a first save that was killed
-    if len(list(folder.glob("step-*.pt"))) > 1:
+    if len(list(path.glob("step-*.pt"))) > 1:
         raise CheckpointError(
-            f"{folder}: the records (step-*.json) of its checkpoints are missing; put them there"
+            f"{name}: the records (step-*.json) of its checkpoints are missing; put them there"
         )
-    return None
-
-
-def read(path: Path) -> tuple[Record, dict[str, Any]]:
-    """Returns the checkpoint at ``path`` and its state.
-
-    ``path`` is a ``.pt`` file beside its record, or a run's folder, whose newest checkpoint is
-    meant.
-
-    Raises:
-        CheckpointError: missing, damaged, without a record or not a checkpoint.
-    """
-    if path.is_dir():
-        inside = path / "checkpoints"
-        found = newest(inside if inside.is_dir() else path)
-        if found is None:
-            raise CheckpointError(f"{printable(str(path))}: holds no checkpoint")
-        return found
-    target = _target(path)
-    record = _record(target.with_suffix(".json"))
-    return record, _load(target, record.sha256)
-
-
-def read_any(path: Path) -> dict[str, Any]:
-    """Returns what a checkpoint of ours (digest checked) or another file with weights holds.
-
-    Raises:
-        CheckpointError: missing, damaged or not a checkpoint.
-    """
-    if path.is_dir() or _target(path).with_suffix(".json").is_file():
-        return read(path)[1]
-    return _load(path, None)
-
-
-def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
-    """Returns the network's weights in what a file holds: their average, if it has one of ours.
-
-    Raises:
-        CheckpointError: ``where``, which names the file, has none.
-    """
-    averaged = state.get("ema")
-    if isinstance(averaged, dict) and "n_averaged" in averaged:
-        state = {key: value for key, value in averaged.items() if key != "n_averaged"}
-    # ours and most others'; pytorch/examples'
-    for key in ("model", "state_dict"):
-        if isinstance(state.get(key), dict):
-            state = state[key]
-    weights = {str(key).removeprefix("module."): value for key, value in state.items()}
-    if not weights or not all(map(is_plain, weights.values())):
-        raise CheckpointError(f"{where}: holds no weights of a network (dense tensors in memory)")
-    for key, value in weights.items():
-        if value.is_floating_point() and not value.isfinite().all():
-            log.warning("%s: %s holds NaN or infinity", where, printable(key))
-            break
-    return weights
-
-
-def is_plain(value: Any) -> bool:
-    """Whether ``value`` is a dense tensor in memory, no larger than its storage."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and value.device.type == "cpu"
-        and value.nbytes <= value.untyped_storage().nbytes()
-    )
+    raise NoCheckpoint(f"{name}: holds no checkpoint; name one with resume=PATH")
 
 
 def _record(manifest: Path) -> Record:
     name = printable(str(manifest))
     with parts.explained(f"{name}: not the record of a checkpoint:", kind=CheckpointError):
         data = read_regular(manifest, 1 << 16)
-        facts = parsed(data)
+        facts = json.loads(data)
         schema = typed(int, facts["schema"])
         if schema > SCHEMA:
             raise CheckpointError(
@@ -294,27 +248,27 @@ def _target(path: Path) -> Path:
     return record.path if record else target
 
 
-def _load(path: Path, sha256: str | None) -> dict[str, Any]:
-    """Returns what the file holds, if its digest is ``sha256`` (None: unknown)."""
+def _load(path: Path, record: Record | None = None) -> Saved:
+    """Returns what the file holds, if its digest is that of its ``record``."""
     name = printable(str(path))
     try:
         with open(open_regular(path), "rb") as file:
-            if sha256 is not None:
+            if record is not None:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
-                if found != sha256:
+                if found != record.sha256:
                     raise CheckpointError(
-                        f"{name}: damaged: its digest is {found[:12]}..., recorded {sha256[:12]}..."
+                        f"{name}: damaged: its digest is {found[:12]}..., recorded "
+                        f"{record.sha256[:12]}..."
                     )
             # other files would be errors of many kinds in torch; torch packs nothing, and a packed
             # file of megabytes may stand for gigabytes
             size = file.seek(0, os.SEEK_END)
-            if (
-                not zipfile.is_zipfile(file)
-                or sum(part.file_size for part in zipfile.ZipFile(file).infolist()) > size
+            state: Any = None
+            if zipfile.is_zipfile(file) and size >= sum(
+                part.file_size for part in zipfile.ZipFile(file).infolist()
             ):
-                raise CheckpointError(f"{name}: not a checkpoint")
-            file.seek(0)
-            state = torch.load(file, map_location="cpu", weights_only=True)
+                file.seek(0)
+                state = torch.load(file, map_location="cpu", weights_only=True)
     except (CheckpointError, MemoryError):
         raise
     except OSError as error:
@@ -326,88 +280,5 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{name}: not a checkpoint")
-    return state
-
-
-def packed(state: dict[str, Any], file: BytesIO) -> BytesIO:
-    """Writes ``state`` over what ``file`` held; the caller waits for the device.
-
-    Afterwards the tensors of the state may change. Memory that was filled before is faster.
-    """
-    file.seek(0)
-    # the digest of the whole file makes torch's checksums needless, and they take longer
-    with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        torch.save(state, file)
-    file.truncate()
-    return file
-
-
-def commit(
-    folder: Path, state: BytesIO, step: int, epoch: int, top1: float | None, keep_last: int
-) -> Record:
-    """Commits a packed ``state`` under a free name, moves the pointers and drops old ones.
-
-    The name is that of its ``step``.
-
-    Raises:
-        DiskError: a file could not be written; what was there before stays whole.
-    """
-    path = folder / f"step-{step}.pt"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        clear(folder)
-        if taken := [number for of, number in map(order, folder.glob("step-*")) if of == step]:
-            path = folder / f"step-{step}.{1 + max(taken)}.pt"
-        with state.getbuffer() as data:
-            record = Record(path, step, epoch, top1, hashlib.sha256(data).hexdigest())
-            write_whole(path, data)
-        sync_folder(folder)
-        write_whole(path.with_suffix(".json"), sealed(record))
-        sync_folder(folder)
-        committed = records(folder)
-        # those of later steps belong to a past that a resume has left
-        past = [old for old in committed if order(old.path) <= order(path)]
-        mark(folder, past)
-        sync_folder(folder)
-        kept = [*past[-keep_last:], *pointed(past).values()]
-        for old in committed:
-            if old not in kept:
-                old.path.with_suffix(".json").unlink(missing_ok=True)
-    except OSError as error:
-        raise DiskError(
-            f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; "
-            "earlier ones are whole: make room or mend the disk, then go on with resume=auto"
-        ) from error
-    finally:
-        clear(folder)
-    return record
-
-
-def mark(folder: Path, past: list[Record]) -> None:
-    """Lets ``last.pt`` and ``best.pt`` lead to the newest and the best of ``past``, oldest first.
-
-    Each is swapped in one step so that it is never absent.
-    """
-    for name, record in pointed(past).items():
-        try:
-            with replacing(folder / name) as temporary:
-                temporary.symlink_to(record.path.name)
-        except OSError:
-            # not every file system has links: a text then holds the name
-            write_whole(folder / name, record.path.name.encode())
-
-
-def clear(folder: Path) -> None:
-    """Deletes what belongs to no checkpoint: temporary files, and files without a record.
-
-    Only one run owns the folder, so no save of another can be under way.
-    """
-    # what cannot be deleted now is in nobody's way, and goes with a later save
-    with suppress(OSError):
-        orphans = list(folder.glob(".*.tmp"))
-        for path in folder.glob("step-*.pt"):
-            if order(path) != UNNAMED and not path.with_suffix(".json").exists():
-                orphans.append(path)
-        for path in orphans:
-            if not path.is_dir():
-                path.unlink(missing_ok=True)
+    places = path.resolve().parents[:2]
+    return Saved(name, state, any((place / "train.log").is_file() for place in places), record)

@@ -9,22 +9,23 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from harness.config import Config, Mode
-from harness.feed.interface import Backend
+from harness.config import Mode, OnError
+from harness.feed.interface import Backend, Failure
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
-from harness.runtime.distributed import World
 from harness.runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
+from harness.runtime.files import read_regular
 from harness.runtime.folder import log
-from harness.training import mistakes, pictures, profile, replaced, saving
+from harness.training import pictures, profile, saving
 from harness.training.step import Evaluation, Step, device_batches, evaluate
 from harness.watch import device, station, verdict
-from harness.watch.board import Value
+from harness.watch.board import BAD_SAMPLES, Value
 from harness.watch.console import progress, say
 from harness.watch.figures import Tag, by_tag
 from harness.watch.spans import named
@@ -34,18 +35,29 @@ from harness.watch.stages import StageTotals
 _WARM_UP_S = 1.5
 
 
+def listed(folder: Path) -> set[tuple[str, str]]:
+    """Returns what the list of bad samples in ``folder`` names, by set and place."""
+    found = set()
+    with suppress(OSError):
+        for line in read_regular(folder / BAD_SAMPLES).splitlines():
+            # odd lines are passed over
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                facts = json.loads(line)
+                found.add((str(facts["set"]), str(facts["where"])))
+    return found
+
+
 @dataclass(eq=False)
 class Engine:
     """Trains on ``feed`` and evaluates on ``val_feed``.
 
     Args:
-        config: the run's settings.
-        world: this rank.
         step: trains its state, whose epoch and step say where to go on.
         feed: the training feed.
         val_feed: the validation feed.
         watch: what the run is watched with.
-        place: where the run's files go, and the classes that a checkpoint records.
+        folder: where the run's files go.
+        classes: their names, which a checkpoint records.
 
     Attributes:
         status: completed, idle (there was nothing left to train), interrupted or failed.
@@ -58,18 +70,17 @@ class Engine:
         worker_s: seconds of the feed's workers so far, at work or not.
     """
 
-    config: Config
-    world: World
     step: Step
     feed: Backend
     val_feed: Backend
     watch: station.Watch
-    place: saving.Place
+    folder: Path
+    classes: tuple[str, ...]
 
     status = "failed"
     stopped: str | None = None
     evaluation: Evaluation | None = None
-    answers: mistakes.Answers | None = None
+    answers: pictures.Answers | None = None
     skipped = 0
     ranks: tuple[verdict.RankFigures, ...] = ()
     worker_s = 0.0
@@ -81,26 +92,26 @@ class Engine:
     _shown = ""
 
     def __post_init__(self) -> None:
-        config = self.config
-        world = self.world
-        place = self.place
         watch = self.watch
         self.state = state = self.step.state
+        self.config = config = state.config
+        self.world = world = state.world
         # a probe has no end
         assert isinstance(self.feed.order, Order)
         self.order = self.feed.order
-        self.saves = saving.Saves(config, world, state, self.order, place)
+        self.saves = saving.Saves(state, self.order, self.folder, self.classes)
         self.train_batches = self.step.batches(self.feed, watch.clock)
         self.val_batches = device_batches(self.val_feed, config, world.device)
-        feeds = {"training": self.feed, "validation": self.val_feed}
-        self.replaced = replaced.Replaced(config.data, world, place.folder, watch.board, feeds)
+        # since the start, by set and number: the list may name what was mended since
+        self.replaced: set[tuple[str, int]] = set()
+        self._listed = listed(self.folder)
         self.memory = device.MemoryWatch(accelerator.of(world.device))
         # what the feed's workers had done at the last window, and when that was
         self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
         self._boundary = saving.Boundary(config, world, state.step, began_s=watch.course.began_s)
         self._logged_step = state.step
         steps = config.profile.steps if world.is_main else None
-        self._trace = profile.Trace(steps, place.folder, watch.clock.pause)
+        self._trace = profile.Trace(steps, self.folder, watch.clock.pause)
 
     def fit(self) -> None:
         """Trains to the last epoch or step, or evaluates; ``status`` says how it ended."""
@@ -114,7 +125,7 @@ class Engine:
             # a signal came before or during the evaluation
             if state.pending:
                 self._save(self.evaluate(state.epoch - (state.samples == 0)).top1)
-            elif state.is_done(trainer):
+            elif self.is_done:
                 say(
                     f"nothing left to train after step {state.step}: raise trainer.epochs, "
                     "trainer.max_steps or trainer.patience_epochs"
@@ -132,19 +143,30 @@ class Engine:
                 every = self.config.checkpoint.every_epochs
                 if due or self._ends() or (epoch + 1) % every == 0:
                     self._save(top1)
-            if not state.is_done(trainer):
+            if not self.is_done:
                 self.stopped = f"trainer.max_hours={trainer.max_hours} are over"
             elif state.stale == trainer.patience_epochs:
                 self.stopped = f"top-1 has not risen for {state.stale} epochs"
             if self.world.size > 1:
                 # what tells this rank from the others
                 total = self.watch.clock.total()
-                own = verdict.RankFigures.of(self.world.rank, total, self.step.forward_ms)
+                own = verdict.RankFigures.of(self.world.rank, total, None)
                 self.ranks = tuple(self.world.gathered(own))
             self.status = "completed"
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the last epoch or step, or trainer.patience_epochs, ends the run here."""
+        state = self.state
+        trainer = self.config.trainer
+        return (
+            state.epoch >= trainer.epochs
+            or state.step >= (trainer.max_steps or math.inf)
+            or state.stale >= (trainer.patience_epochs or math.inf)
+        )
+
     def _ends(self) -> bool:
-        return self._boundary.is_over or self.state.is_done(self.config.trainer)
+        return self._boundary.is_over or self.is_done
 
     def evaluate(self, epoch: int) -> Evaluation:
         """Evaluates once, logs the result and gives the validation feed's workers back.
@@ -166,9 +188,10 @@ class Engine:
             # each rank has norms' statistics of its own
             self.world.copy_from_first(network.buffers())
             batches = shown.over(self.val_batches)
-            tally = mistakes.Tally(len(self.place.classes))
-            result = evaluate(network, batches, self.world, self.step.autocast, tally)
-            self.answers = tally.answers(self.world, self.val_feed.order.batches(0))
+            kept: list[Any] = []
+            result = evaluate(network, batches, self.world, self.step.autocast, kept)
+            places = self.val_feed.order.batches(0)
+            self.answers = pictures.Answers.gathered(kept, places, self.world)
             self.val_batches.close()
             self.val_feed.close()
         state = self.state
@@ -191,7 +214,7 @@ class Engine:
             f"{name}: top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f} on "
             f"{result.images} images{trained}"
         )
-        self.replaced.share()
+        self._list_replaced()
         return result
 
     def close(self) -> None:
@@ -286,7 +309,7 @@ class Engine:
                     with named("close window"):
                         self._close_window(epoch)
                         bar.note(self._shown)
-                    self.replaced.share()
+                    self._list_replaced()
                 if signum:
                     raise Interrupted(signum)
                 if last:
@@ -317,7 +340,7 @@ class Engine:
             if board is not None:
                 # once, between two steps: the host waits for the device
                 with self._aside("pictures"):
-                    classes = self.place.classes
+                    classes = self.classes
                     pictures.show_batch(images[:16], labels[:16], self.config.data, classes, board)
             if self.watch.sampler is not None:
                 self.watch.sampler.restart()
@@ -393,6 +416,38 @@ class Engine:
         }
         if self.watch.board is not None:
             self.watch.board.write("nonfinite.json", json.dumps(noted))
+
+    def _list_replaced(self) -> None:
+        """Lists once what all ranks have replaced since the last time; every rank calls this.
+
+        Raises:
+            DataError: more samples of a set were replaced than may be, on every rank.
+        """
+        data = self.config.data
+        if data.on_error is not OnError.skip:
+            return
+        feeds = {"training": self.feed, "validation": self.val_feed}
+        new: list[tuple[str, Failure]] = []
+        for name, feed in feeds.items():
+            while feed.replaced:
+                new.append((name, feed.replaced.popleft()))
+        board = self.watch.board
+        for name, failure in itertools.chain(*self.world.gathered(new)):
+            if not self.replaced:
+                log.warning("%s: %s: another image takes its place", failure.where, failure.reason)
+            self.replaced.add((name, failure.sample))
+            if board is not None and (name, failure.where) not in self._listed:
+                self._listed.add((name, failure.where))
+                board.bad_sample(name, failure.sample, failure.where, failure.reason)
+        for name, feed in feeds.items():
+            assert isinstance(feed.order, Order)
+            bad, length = sum(each == name for each, _ in self.replaced), feed.order.length
+            if bad > data.max_bad_fraction * length:
+                raise DataError(
+                    f"{bad} of {length} {name} images cannot be read, more than "
+                    f"data.max_bad_fraction={data.max_bad_fraction:g}; mend those listed in "
+                    f"{BAD_SAMPLES} or raise it"
+                )
 
     def _write(self, epoch: int, figures: Mapping[str, Value]) -> None:
         if self.watch.board is not None:

@@ -14,11 +14,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchvision import models as zoo
 
-from harness.config import TIMM, Config, ConfigError, Mode, ModelConfig, adopted, check_model
-from harness.runtime import launch, parts
+from harness.config import TIMM, ConfigError, ModelConfig, check_model, leaves
+from harness.runtime import parts
 from harness.runtime.errors import CheckpointError, listed, printable
 from harness.runtime.files import open_regular
+from harness.runtime.folder import log
 from harness.training import checkpoint
+from harness.training.checkpoint import Saved
 from harness.watch.console import say
 
 # of data.*, what published weights say of images
@@ -52,11 +54,10 @@ def build(
             _prove(network, where, num_classes, image_size)
     if config.weights is None or filled:
         return network
-    source = f"model.weights={printable(config.weights)}"
-    weights = checkpoint.weights_of(held(config, image_size), source)
-    misfit = f"{source}: does not fit {where} for data.image_size={image_size}"
-    if take_over(network, weights, misfit, may_differ=head_keys(network)):
-        say(f"{source}: the head is new, for {num_classes} classes")
+    found = saved(config, image_size)
+    target = f"{where} for data.image_size={image_size}"
+    if take_over(network, found, target, may_differ=head_keys(network)):
+        say(f"{found.where}: the head is new, for {num_classes} classes")
     return network
 
 
@@ -92,10 +93,9 @@ def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
     """Refuses what cannot be trained or saved; a pass of two images sizes lazy layers.
 
     Raises:
-        ConfigError: it is no network, or gives anything but a number for each class.
+        ConfigError: it cannot be trained, or gives anything but a number for each class.
+        AttributeError: it is no network.
     """
-    if not isinstance(network, nn.Module):
-        raise ConfigError(f"{where}: returned {type(network).__name__}, not a torch.nn.Module")
     first = next(network.parameters(), None)
     if first is None:
         raise ConfigError(f"{where}: the network has no parameters to train")
@@ -130,7 +130,7 @@ def refuse_logits(given: Any, shape: tuple[int, int], where: str) -> None:
     )
 
 
-def held(config: ModelConfig, image_size: int) -> dict[str, Any]:
+def saved(config: ModelConfig, image_size: int) -> Saved:
     """Returns what ``model.weights`` names: published weights of a network, or a file's content.
 
     Raises:
@@ -138,53 +138,70 @@ def held(config: ModelConfig, image_size: int) -> dict[str, Any]:
         CheckpointError: the file is missing or damaged.
     """
     if are_published(config):
-        return {"model": _published(config, image_size)}
-    return checkpoint.read_any(Path(str(config.weights)))
+        where = f"model.weights={printable(str(config.weights))}"
+        return Saved(where, {"model": _published(config, image_size)})
+    return checkpoint.read(Path(str(config.weights)), foreign=True)
 
 
 def take_over(
-    network: nn.Module,
-    weights: dict[str, torch.Tensor],
-    text: str,
-    may_differ: Collection[str] = (),
+    network: nn.Module, found: Saved, target: str, may_differ: Collection[str] = ()
 ) -> bool:
-    """Loads ``weights`` into ``network``; returns whether the keys ``may_differ`` were left out.
+    """Loads the weights in ``found`` into ``network``; returns whether its head was left out.
 
-    They are left out where any of them is missing from ``weights`` or has another shape.
+    Its keys ``may_differ`` are left out where any of them is missing or has another shape.
 
     Raises:
-        CheckpointError: another key differs; ``text`` and the first differences. The network is
-            unchanged.
+        CheckpointError: another key differs; names ``target`` and the first differences. The
+            network is unchanged.
     """
     own = network.state_dict()
+    weights = found.weights
     # all of the head or nothing of it
     left = any(key not in weights or weights[key].shape != own[key].shape for key in may_differ)
     if left:
-        weights = weights | {key: own[key] for key in may_differ}
-    refuse(differences(own, weights), text)
+        weights |= {key: own[key] for key in may_differ}
+    refuse_misfits(own, weights, found.where, target)
     # in place: a new dict would lack _metadata, without which the mnasnets load nothing
     own.update(weights)
     network.load_state_dict(own)
     return left
 
 
-def differences(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns what keeps ``saved`` from loading into a network with ``own``, by key."""
-    found = [f"{key} is missing" for key in own if key not in saved]
-    found += [f"{key} is not expected" for key in saved if key not in own]
-    for key, theirs in saved.items():
-        ours = own.get(key, theirs)
-        if theirs.shape != ours.shape:
-            found.append(f"{key} is {list(theirs.shape)}, not {list(ours.shape)}")
-        elif theirs.is_floating_point() != ours.is_floating_point():
-            found.append(f"{key} is {theirs.dtype}, not {ours.dtype}")
-    return found
+def refuse_misfits(
+    own: Mapping[Any, Any], saved: Mapping[Any, Any], where: str, target: str
+) -> None:
+    """Refuses tensors that cannot be loaded in the place of their ``own``; both may be nested.
 
+    Warns of NaN and infinity.
 
-def refuse(problems: list[str], text: str) -> None:
-    """Raises ``CheckpointError`` with ``text`` and the first of ``problems``, if there are any."""
-    if problems:
-        raise CheckpointError(f"{text}: {listed(problems, '; ')}")
+    Raises:
+        CheckpointError: names the file ``where``, the ``target`` and the first differences.
+    """
+    ours = dict(leaves(own))
+    theirs = dict(leaves(saved))
+    found = [f"{key} is missing" for key in ours if key not in theirs]
+    for key, value in theirs.items():
+        like = ours.get(key)
+        if like is None:
+            found.append(f"{key} is not expected")
+        elif (
+            not isinstance(value, torch.Tensor)
+            or value.layout is not torch.strided
+            or value.device.type != "cpu"
+            # beyond its storage
+            or value.nbytes > value.untyped_storage().nbytes()
+        ):
+            found.append(f"{key} is no dense tensor in memory")
+        elif value.shape != like.shape:
+            found.append(f"{key} is {list(value.shape)}, not {list(like.shape)}")
+        elif value.is_floating_point() != like.is_floating_point():
+            found.append(f"{key} is {value.dtype}, not {like.dtype}")
+    if found:
+        raise CheckpointError(f"{where}: does not fit {target}: {listed(found, '; ')}")
+    for key, value in theirs.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            log.warning("%s: %s holds NaN or infinity", where, printable(key))
+            break
 
 
 def head_keys(network: nn.Module) -> set[str]:
@@ -252,54 +269,38 @@ def are_published(model: ModelConfig) -> bool:
     return weights == "DEFAULT" or from_file
 
 
-def published_settings(config: Config, typed: tuple[str, ...]) -> Config:
-    """Returns ``config`` with what its published weights expect of images.
+def expected(name: str, size: int | None) -> dict[str, Any]:
+    """Returns by path what the published weights of the network ``name`` expect of images.
 
-    What the command line set (``typed``) stays, and without such weights all of it. Every
-    difference is printed.
+    The images are of ``size`` pixels or, by None, of the weights' own.
 
     Raises:
-        ConfigError: there are no such weights, or what was typed does not go with them.
+        ConfigError: there are no such weights.
     """
-    # a checkpoint that is evaluated has settings of its own
-    if (config.resume and config.mode is not Mode.train) or not are_published(config.model):
-        return config
-    kept = set(map(launch.setting, typed))
-    name = config.model.name
-    size = config.data.image_size if "data.image_size" in kept else None
-    expected = _timms(name, size) if name.startswith(TIMM) else _torchvisions(name, size)
-    theirs = dict(zip(EXPECTED, expected, strict=True))
-    return adopted(config, theirs, kept, f"the weights of {name}", say)
+    if name.startswith(TIMM):
+        facts = _facts(name)
+        if not facts.has_weights:
+            raise ConfigError(
+                f"model.weights=DEFAULT: there are none for model.name={name}; use null"
+            )
+        from timm.data import resolve_data_config
 
-
-def _torchvisions(name: str, size: int | None) -> tuple[Any, ...]:
-    """Returns what is ``EXPECTED``, for images of ``size`` pixels or of the weights' own."""
-    made = zoo.get_model_weights(name).DEFAULT.transforms()
-    own = made.crop_size[0]
-    size = size or own
-    short = round(size * made.resize_size[0] / own)
-    return size, short, False, made.interpolation.value, tuple(made.mean), tuple(made.std)
-
-
-def _timms(name: str, size: int | None) -> tuple[Any, ...]:
-    """As ``_torchvisions``, by timm's data config."""
-    facts = _facts(name)
-    if not facts.has_weights:
-        raise ConfigError(f"model.weights=DEFAULT: there are none for model.name={name}; use null")
-    from timm.data import resolve_data_config
-
-    found = resolve_data_config(pretrained_cfg=facts.to_dict())
-    size = size or found["input_size"][-1]
-    return (
-        size,
+        found = resolve_data_config(pretrained_cfg=facts.to_dict())
+        size = size or found["input_size"][-1]
         # down, as timm does; borders are for none
-        max(size, math.floor(size / found["crop_pct"])),
+        short = max(size, math.floor(size / found["crop_pct"]))
         # or within borders, where nothing is cut off either
-        found["crop_mode"] != "center",
-        found["interpolation"],
-        tuple(found["mean"]),
-        tuple(found["std"]),
-    )
+        squash = found["crop_mode"] != "center"
+        interpolation, mean, std = (found[key] for key in ("interpolation", "mean", "std"))
+    else:
+        made = zoo.get_model_weights(name).DEFAULT.transforms()
+        own = made.crop_size[0]
+        size = size or own
+        short = round(size * made.resize_size[0] / own)
+        squash = False
+        interpolation, mean, std = made.interpolation.value, made.mean, made.std
+    values = (size, short, squash, interpolation, tuple(mean), tuple(std))
+    return dict(zip(EXPECTED, values, strict=True))
 
 
 def _facts(name: str) -> Any:
@@ -338,9 +339,18 @@ def _published(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:
     name = model.name
     source = str(model.weights)
     how: dict[str, Any] = {"pretrained": True}
+    if name.startswith(TIMM):
+        facts = _facts(name)
+        url = facts.url
+        if facts.hf_hub_id:
+            url = f"https://huggingface.co/{facts.hf_hub_id}/resolve/main/model.safetensors"
+        way_out = f"; use null, or fetch {url} and name that file"
+    else:
+        url = zoo.get_model_weights(name).DEFAULT.url
+        way_out = f"; use null, or put {url} into {torch.hub.get_dir()}/checkpoints"
     begin = f"model.weights={printable(source)}: cannot be loaded for {name}:"
     kind = ConfigError if source == "DEFAULT" else CheckpointError
-    with parts.explained(begin, f"; use null, or {_way_out(name)}", kind):
+    with parts.explained(begin, way_out, kind):
         if source != "DEFAULT":
             # never a wait for a pipe
             os.close(open_regular(source))
@@ -352,15 +362,3 @@ def _published(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:
             network = zoo.get_model(name, weights="DEFAULT")
     found: dict[str, torch.Tensor] = network.state_dict()
     return {key: value for key, value in found.items() if not key.startswith("AuxLogits.")}
-
-
-def _way_out(name: str) -> str:
-    """Returns what to do where the weights of ``name`` cannot be fetched."""
-    if not name.startswith(TIMM):
-        url = zoo.get_model_weights(name).DEFAULT.url
-        return f"put {url} into {torch.hub.get_dir()}/checkpoints"
-    facts = _facts(name)
-    url = facts.url
-    if facts.hf_hub_id:
-        url = f"https://huggingface.co/{facts.hf_hub_id}/resolve/main/model.safetensors"
-    return f"fetch {url} and name that file"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from harness.config import ConfigError, OptimConfig, OptimName, ScheduleConfig, ScheduleName
-from harness.runtime.errors import printable
+from harness.runtime.errors import CheckpointError, printable
 from harness.training import models
 
 
@@ -54,6 +54,41 @@ def fill_momentum(optimizer: Optimizer) -> None:
         for parameter in group["params"] if group.get("momentum") else ():
             if parameter.requires_grad and "momentum_buffer" not in optimizer.state[parameter]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def adopt(optimizer: Optimizer, held: dict[str, Any], where: str) -> None:
+    """Has ``optimizer`` go on with what one like it ``held`` for each parameter, by its number.
+
+    Its rates, weight decay and the like stay its own.
+
+    Raises:
+        CheckpointError: the one in the file ``where`` is another one.
+    """
+    own = optimizer.state_dict()
+    ours, theirs = (
+        [(group.keys(), group["params"]) for group in each["param_groups"]] for each in (own, held)
+    )
+    if ours != theirs:
+        raise CheckpointError(
+            f"{where}: does not fit this run: the optimizer is of another kind (optim), or its "
+            "parameter groups differ (optim.decay_norm_and_bias, layer_decay)"
+        )
+    parameters = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    names = {name for each in held["state"].values() for name in each}
+    # the fused kernels trust shapes and strides: others are a crash
+    like = {
+        number: {name: torch.zeros(()) if name == "step" else parameter for name in names}
+        for number, parameter in enumerate(parameters)
+        # one that has had no gradient has no state
+        if number in held["state"]
+    }
+    found = {number: held["state"][number] for number in like}
+    models.refuse_misfits(like, found, where, "this run")
+    for number, name in itertools.product(like, names):
+        given = found[number][name]
+        like[number][name] = torch.empty_like(like[number][name], dtype=given.dtype).copy_(given)
+    optimizer.load_state_dict({**own, "state": like})
+    fill_momentum(optimizer)
 
 
 def depths(network: nn.Module) -> dict[nn.Parameter, int]:

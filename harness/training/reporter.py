@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config import Config, Mode, shown, walk
+from harness.config import Mode, shown, walk
 from harness.data.datasets import Splits
 from harness.runtime import accelerator, launch
 from harness.runtime.distributed import again
 from harness.runtime.errors import described, words
-from harness.runtime.folder import log
 from harness.training import pictures
 from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
@@ -29,7 +28,6 @@ class Reporter:
     """Writes ``report.json``, the HParams row and the closing lines of a run.
 
     Attributes:
-        config: the run's settings.
         overridden: what the command line set, as in ``loader.num_workers=2``: each is a column of
             the HParams page.
         tuning: called at the end, gives what tuning did, as plain values; None: nothing was tuned.
@@ -38,27 +36,28 @@ class Reporter:
         splits: the data set, of which the surest mistakes are shown.
     """
 
-    config: Config
     overridden: tuple[str, ...]
     tuning: Callable[[], Mapping[str, Any]] | None
     cores: float
     write_page: Callable[[Path], object]
-    splits: Splits | None = None
+    splits: Splits
 
     @contextmanager
     def reporting(self, engine: Engine) -> Iterator[None]:
         """Reports on ``engine`` at the end of the block, however it ends."""
-        if self.config.mode is Mode.train:
-            if self.splits is not None and (told := pictures.told(self.splits)):
+        if engine.config.mode is Mode.train:
+            if told := pictures.told(self.splits):
                 say(told)
-            if self.config.watch.tensorboard:
-                say(f"watch it: tensorboard --logdir {_root(engine.place.folder)}")
+            if engine.config.watch.tensorboard:
+                say(f"watch it: tensorboard --logdir {_root(engine.folder)}")
         try:
             yield
         except BaseException as error:
             known = described(error)
             text = known[0] if known else f"{type(error).__name__}: {words(error)}"
-            self._report(engine, {"error": text})
+            # how the run ended is not up to its report
+            with suppress(Exception):
+                self._report(engine, {"error": text})
             raise
         self._report(engine, {})
 
@@ -67,14 +66,9 @@ class Reporter:
         # the report of what was done stays
         if board is None or engine.status == "idle":
             return
-        try:
-            found = self.figures(engine)
-        except Exception as fault:
-            # a device that has failed answers nothing more; how the run ended is not up to its
-            # report
-            log.warning("report: no figures: %s: %s", type(fault).__name__, fault)
-            board.report({**_progress(engine), **ending})
-            return
+        # a device that has failed answers nothing more
+        board.report({**_progress(engine), **ending})
+        found = self.figures(engine)
         board.report({**found, **ending})
         verdict: Statement = found["verdict"]
         board.text("verdict", [verdict.sentence, *verdict.evidence])
@@ -84,7 +78,7 @@ class Reporter:
         columns += map(launch.setting, self.overridden)
         values = {
             path: shown(value) if isinstance(value, str) else value
-            for path, value, _ in walk(self.config)
+            for path, value, _ in walk(engine.config)
         }
         row = {name: values[name] for name in columns if name in values}
         for name in ("num_workers", "pin_memory", "prefetch_factor"):
@@ -94,19 +88,16 @@ class Reporter:
         goodput = found.get("goodput")
         board.hparams(row, results | {"hparam/goodput": goodput and goodput["fraction"]})
 
-        if engine.answers is not None and self.splits is not None:
+        if engine.answers is not None:
             # a run that is asked to end reads no more images
             read = engine.status == "completed"
-            try:
-                pictures.show(engine.answers, self.splits, board, read=read)
-            except Exception as error:
-                log.warning("mistakes.json: %s: %s", type(error).__name__, words(error))
-        self.write_page(engine.place.folder)
+            pictures.show(engine.answers, self.splits, board, read=read)
+        self.write_page(engine.folder)
         if engine.status == "completed":
             self._close(engine, found)
-            if engine.stopped is None or engine.state.is_done(self.config.trainer):
+            if engine.stopped is None or engine.is_done:
                 return
-        saved = records(engine.place.folder / "checkpoints")
+        saved = records(engine.folder / "checkpoints")
         if saved or engine.status == "interrupted":
             self._stand(engine, saved)
 
@@ -114,8 +105,9 @@ class Reporter:
         """Returns ``report.json`` as plain values; what this device cannot give is absent."""
         total = engine.watch.clock.total()
         world = engine.world
-        trainer = self.config.trainer
-        cache = self.splits and self.splits.cache
+        trainer = engine.config.trainer
+        loader = engine.config.loader
+        cache = self.splits.cache
         own = accelerator.of(world.device)
         evidence = Evidence(
             window=total,
@@ -128,13 +120,13 @@ class Reporter:
             ranks=engine.ranks,
             trainer=trainer,
             half_precision=own.half_precision,
-            window_steps=self.config.watch.window_steps,
+            window_steps=engine.config.watch.window_steps,
         )
         evaluated: dict[str, Any] = {}
         if engine.evaluation is not None:
-            result = asdict(engine.evaluation)
+            result = engine.evaluation._asdict()
             evaluated = {"val_images": result.pop("images"), **result}
-            evaluated["evaluated"] = self.splits.val_name if self.splits else "images"
+            evaluated["evaluated"] = self.splits.val_name
             evaluated["best_top1"] = engine.state.best_top1
         return report(
             evidence,
@@ -143,7 +135,7 @@ class Reporter:
             own.name if own.kind == "cuda" else None,
             engine.worker_s,
             **_progress(engine),
-            global_batch_size=self.config.loader.batch_size * world.size * trainer.accumulate_steps,
+            global_batch_size=loader.batch_size * world.size * trainer.accumulate_steps,
             gpu_memory=engine.memory.peaks,
             skipped_updates=engine.skipped,
             bad_samples=len(engine.replaced) or None,
@@ -151,24 +143,24 @@ class Reporter:
             stopped=engine.stopped,
             tuning=self.tuning and self.tuning(),
             cache=cache and cache.stats(),
-            run={"name": engine.place.folder.name, "overrides": list(self.overridden)},
+            run={"name": engine.folder.name, "overrides": list(self.overridden)},
             **evaluated,
         )
 
     def _close(self, engine: Engine, found: Mapping[str, Any]) -> None:
         """Says how a completed run went."""
-        folder = engine.place.folder
+        folder = engine.folder
         say("")
         if "top1" in found:
             images = f"{found['val_images']} {found['evaluated']}"
             say(f"top-1          {found['top1']:.4f} on {images}")
-            if len(engine.place.classes) > 5:
+            if len(engine.classes) > 5:
                 say(f"top-5          {found['top5']:.4f}")
         for line in closing(found, "images"):
             say(line)
         if "gpu_memory" in found:
             say(f"memory         {found['gpu_memory']}")
-        if self.config.mode is Mode.train:
+        if engine.config.mode is Mode.train:
             tuning = found.get("tuning", {})
             tuned = ""
             if tuning:
@@ -182,7 +174,7 @@ class Reporter:
             say(f"stopped        {engine.stopped}")
         if bad := found.get("bad_samples"):
             say(f"bad samples    {bad} replaced by others; they are listed in {BAD_SAMPLES}")
-        if self.splits is not None and self.splits.cache is not None:
+        if self.splits.cache is not None:
             say(f"cache          {self.splits.cache.summary()}")
         say(f"run folder     {os.path.relpath(folder)}")
         page = os.path.relpath(folder / "report.html")
@@ -191,8 +183,8 @@ class Reporter:
     def _stand(self, engine: Engine, saved: Sequence[Record]) -> None:
         """Says where an unfinished run stands, and the command that goes on with it."""
         state = engine.state
-        config = self.config
-        folder = os.path.relpath(engine.place.folder)
+        config = engine.config
+        folder = os.path.relpath(engine.folder)
         within = ""
         if state.samples:
             images = engine.order.stop(state.epoch)

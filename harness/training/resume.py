@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from harness.config import Config, Mode, adopted, shown, walk
 from harness.feed.order import Order, Rest
-from harness.runtime import launch
+from harness.runtime import launch, parts
 from harness.runtime.distributed import World
-from harness.runtime.errors import CheckpointError, listed, printable
+from harness.runtime.errors import CheckpointError, listed
 from harness.runtime.folder import log
 from harness.training import checkpoint, models
-from harness.training.checkpoint import Saved
+from harness.training.checkpoint import NoCheckpoint, Saved
 from harness.training.state import TrainState
 from harness.watch.console import say
 
 _NETWORK = ("model.name", "trainer.precision", "trainer.channels_last")
-# what training goes on by, besides data.* and the network
+# what training goes on by
 _TRAINS = (
+    *_NETWORK,
+    "data.",
     "augment.",
     "optim.",
     "schedule.",
@@ -52,64 +52,110 @@ def find(config: Config, folder: Path) -> Saved | None:
         ConfigError: there are no published weights of this network, or they cannot be fetched.
     """
     applies = config.mode in _APPLIES
-    weights = config.model.weights
-    if config.resume == "auto":
-        found = checkpoint.newest(folder / "checkpoints")
-    elif config.resume is not None:
-        found = checkpoint.read(Path(config.resume))
-    elif applies and weights is not None:
-        held = models.held(config.model, config.data.image_size)
-        return Saved(f"model.weights={printable(weights)}", held, _in_run(Path(weights)))
-    else:
-        return None
-    if found is not None:
-        record, state = found
-        return Saved(printable(str(record.path)), state, _in_run(record.path))
-    if applies:
-        raise CheckpointError(
-            f"{printable(str(folder))}: holds no checkpoint; name one with resume=PATH"
-        )
+    if config.resume is None:
+        if not applies or config.model.weights is None:
+            return None
+        return models.saved(config.model, config.data.image_size)
+    try:
+        return checkpoint.read(folder if config.resume == "auto" else Path(config.resume))
+    except NoCheckpoint:
+        if applies or config.resume != "auto":
+            raise
     say("resume=auto: no checkpoint yet, starting at epoch 1")
     return None
 
 
-def _in_run(path: Path) -> bool:
-    path = path.resolve()
-    return any((place / "train.log").is_file() for place in (path, *path.parents[:2]))
-
-
 def settings(
-    config: Config, saved: Saved, typed: tuple[str, ...], tell: Callable[[str], None] = say
+    config: Config,
+    saved: Saved | None,
+    typed: tuple[str, ...],
+    ranks: int = 1,
+    tell: Callable[[str], None] = say,
 ) -> Config:
-    """Returns ``config``; where nothing is trained, what decides the result is the checkpoint's.
+    """Returns ``config`` with what the checkpoint decides, or without one the published weights.
 
-    That is what decides pixels and the network, and, in a run's folder, which images it evaluated:
-    these are read, but neither fetched nor generated. For predictions it is not which images there
-    are. What the command line set (``typed``, as in ``data.image_size=48``) stays. Every difference
-    is told by ``tell``.
+    Where nothing is trained, that is what decides the result. Training goes on with its own
+    settings, but an update keeps its images: with another number of ``ranks`` either
+    ``trainer.accumulate_steps`` or ``loader.batch_size`` changes where both are as they were.
+    Published weights decide what they expect of images. What the command line set (``typed``, as in
+    ``data.image_size=48``) stays. Every difference is told by ``tell``.
 
     Raises:
         CheckpointError: the checkpoint's settings cannot be used.
+        ConfigError: there are no published weights, or what was typed does not go with them.
     """
-    applies = config.mode in _APPLIES
+    model = config.model
+    if saved is None:
+        # a checkpoint that is evaluated has settings of its own
+        if (config.resume and config.mode is not Mode.train) or not models.are_published(model):
+            return config
+        kept = set(map(launch.setting, typed))
+        size = config.data.image_size if "data.image_size" in kept else None
+        theirs = models.expected(model.name, size)
+        return adopted(config, theirs, kept, f"the weights of {model.name}", tell)
+    if config.mode in _APPLIES:
+        return _applied(config, saved, typed, tell)
     trained = saved.trained
     if trained is None:
-        if applies and not models.are_published(config.model):
+        return config
+    theirs = {
+        path: value
+        for path, value, _ in walk(trained)
+        if path.startswith(_TRAINS) and path not in _COMMANDS
+    }
+    used = adopted(config, theirs, theirs, "the checkpoint", tell)
+    before = saved.state.get("ranks", ranks)
+    batch = used.loader.batch_size
+    each = used.trainer.accumulate_steps
+    same = (batch, each) == (trained.loader.batch_size, trained.trainer.accumulate_steps)
+    if ranks != before and same:
+        images = batch * each * before
+        if images % (batch * ranks) == 0:
+            each = images // (batch * ranks)
+        elif images % (each * ranks) == 0:
+            batch = images // (each * ranks)
+        tell(
+            f"checkpoint: {before} ranks, now {ranks}: loader.batch_size={batch} "
+            f"trainer.accumulate_steps={each}: an update has {batch * each * ranks} images, "
+            f"before {images}"
+        )
+        used.loader.batch_size = batch
+        used.trainer.accumulate_steps = each
+    return used
+
+
+def _applied(
+    config: Config, saved: Saved, typed: tuple[str, ...], tell: Callable[[str], None]
+) -> Config:
+    """Returns ``config`` with what decides pixels and the network in ``saved``.
+
+    In a run's folder the checkpoint also decides which images are evaluated: these are read, but
+    neither fetched nor generated.
+    """
+    trained = saved.trained
+    if trained is None:
+        if not models.are_published(config.model):
             tell(
                 f"{saved.where}: holds no settings; data.*, model.name and trainer.precision are "
                 "those of this command"
             )
         return config
-    reads = applies and saved.in_run and config.mode is not Mode.predict
-    compared = ("data.", *_NETWORK, *_TRAINS)
-    if applies:
-        compared = (*PIXELS, *_NETWORK, *(_IMAGES if reads else ()))
-    theirs = {
-        path: value
-        for path, value, _ in walk(trained)
-        if path.startswith(compared) and path not in _COMMANDS
-    }
-    kept = _chosen(config, trained, typed) if applies else {*theirs}
+    reads = saved.in_run and config.mode is not Mode.predict
+    compared = (*PIXELS, *_NETWORK, *(_IMAGES if reads else ()))
+    theirs = {path: value for path, value, _ in walk(trained) if path.startswith(compared)}
+
+    # what the command line chose, by itself or with its group
+    kept = set(map(launch.setting, typed))
+    if kept & {"model", "experiment"}:
+        kept.add("model.name")
+    if kept & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
+        # other images: where they lie is this command's, what the network expects of them stays
+        kept |= {path for path, _, _ in walk(config) if path.startswith("data.")} - PIXELS
+    roots = {Path(str(each.data.root)).expanduser().resolve() for each in (config, trained)}
+    if "data.root" in kept and len(roots) > 1:
+        # nothing of another tree was trained on
+        kept.add("data.split_fraction")
+
     used = adopted(config, theirs, kept, "the checkpoint", tell)
     typed_data = {"data", "data.name", "data.root", "experiment"} & kept
     if config.mode is Mode.evaluate and not (saved.in_run or typed_data):
@@ -126,95 +172,27 @@ def settings(
             raise CheckpointError(
                 f"{saved.where}: needs code of yours; add {path}={name} if you trust it"
             )
-    if applies:
-        # no file is read: DEFAULT decides how googlenet and inception_v3 are built
-        used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else saved.where
+    # no file is read: DEFAULT decides how googlenet and inception_v3 are built
+    used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else saved.where
     return used
 
 
-def _chosen(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
-    """Returns the settings that the command line chose, by themselves or with their group."""
-    chosen = set(map(launch.setting, typed))
-    if chosen & {"model", "experiment"}:
-        chosen.add("model.name")
-    if chosen & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
-        # other images: where they lie is this command's, what the network expects of them stays
-        chosen |= {path for path, _, _ in walk(config) if path.startswith("data.")} - PIXELS
-    roots = [Path(str(each.data.root)).expanduser().resolve() for each in (config, trained)]
-    if "data.root" in chosen and roots[0] != roots[1]:
-        # nothing of another tree was trained on
-        chosen.add("data.split_fraction")
-    return chosen
-
-
-def rest(config: Config, saved: Saved, world: World, length: int) -> tuple[Config, Rest | None]:
-    """Returns the settings with the checkpoint's global batch, and the rest of its epoch.
-
-    Another number of ranks changes ``trainer.accumulate_steps`` or ``loader.batch_size`` where both
-    are as they were, so that an update still has as many images. ``length`` is the number of
-    training images. The rest is None for a checkpoint of an epoch's end.
-
-    Raises:
-        CheckpointError: the epoch cannot be continued: other images, another order, or too few
-            samples for the ranks.
-    """
-    if config.mode is not Mode.train or "ranks" not in saved.state:
-        return config, None
-    state = saved.state
-    trained = saved.trained or config
-    with saved.in_use():
-        config = _same_update(config, trained, state["ranks"], world.size)
-        if not state["samples"]:
-            return config, None
-        for name, then, now in (
-            ("seed", trained.seed, config.seed),
-            ("data.balance", trained.data.balance, config.data.balance),
-            ("number of training images", state["length"], length),
-        ):
-            if then != now:
-                raise CheckpointError(
-                    f"{saved.where}: was saved within an epoch; its {name} is {then}, this run's "
-                    f"{now}: the rest of the epoch would be of other samples; go on with the same, "
-                    "or from a checkpoint of an epoch's end"
-                )
-        left = Rest(state["epoch"], state["samples"], state["stop"])
-        # an order that cannot be shared by these ranks refuses the rest
-        Order(length, config.loader.batch_size, world_size=world.size, rest=left)
-    return config, left
-
-
-def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Config:
-    """Returns ``config`` for ``size`` ranks, with the images per update of ``ranks`` before."""
-    batch = config.loader.batch_size
-    parts = config.trainer.accumulate_steps
-    before = (trained.loader.batch_size, trained.trainer.accumulate_steps)
-    if ranks == size or (batch, parts) != before:
-        return config
-    images = batch * parts * ranks
-    if images % (batch * size) == 0:
-        parts = images // (batch * size)
-    elif images % (parts * size) == 0:
-        batch = images // (parts * size)
-    say(
-        f"checkpoint: {ranks} ranks, now {size}: loader.batch_size={batch} "
-        f"trainer.accumulate_steps={parts}: an update has {batch * parts * size} images, before "
-        f"{images}"
-    )
-    same = copy.deepcopy(config)
-    same.loader.batch_size = batch
-    same.trainer.accumulate_steps = parts
-    return same
-
-
 def take_over(
-    state: TrainState, saved: Saved | None, config: Config, world: World, classes: tuple[str, ...]
-) -> int | None:
-    """Puts what ``saved`` holds into ``state``; returns the step to go on from, if any.
+    state: TrainState,
+    saved: Saved | None,
+    classes: tuple[str, ...],
+    length: int,
+) -> Rest | None:
+    """Puts what ``saved`` holds into ``state``; returns what is left of its epoch, if any.
+
+    ``length`` is the number of training images.
 
     Raises:
-        CheckpointError: it does not fit, or the ranks do not see the same checkpoint. Training
-            never starts from nothing in its place.
+        CheckpointError: it does not fit, the epoch cannot be continued, or the ranks do not see the
+            same checkpoint. Training never starts from nothing in its place.
     """
+    config = state.config
+    left = None
     if saved is not None:
         held = saved.state
         if saved.classes not in (classes, ()):
@@ -223,7 +201,7 @@ def take_over(
                 f"{listed(classes)}; choose its data set with data= and data.root="
             )
         if config.mode is Mode.evaluate:
-            fill(state.network, saved, config.model.name)
+            models.take_over(state.network, saved, f"model.name={config.model.name}")
             state.epoch = held.get("epoch", 0)
             state.step = held.get("step", 0)
             say(f"evaluating {saved.where}")
@@ -236,18 +214,36 @@ def take_over(
                 f"resumed {saved.where} after step {state.step}, {state.epoch} epochs and "
                 f"{state.samples} images"
             )
-    if len({*world.gathered(state.step)}) > 1:
+            if state.samples:
+                left = rest(saved, config, state.world, length)
+    if len({*state.world.gathered(state.step)}) > 1:
         raise CheckpointError(
             "the ranks see different checkpoints; the run folder must be shared by all nodes"
         )
-    return state.step if config.resume is not None else None
+    return left
 
 
-def fill(network: nn.Module, saved: Saved, name: str) -> None:
-    """Puts the weights in ``saved`` into ``network``, which ``model.name`` names.
+def rest(saved: Saved, config: Config, world: World, length: int) -> Rest:
+    """Returns what is left of the epoch in which the run was saved; ``length`` as in ``take_over``.
 
     Raises:
-        CheckpointError: there are none, or they do not fit.
+        CheckpointError: other images, another order, or too few samples for the ranks.
     """
-    weights = checkpoint.weights_of(saved.state, saved.where)
-    models.take_over(network, weights, f"{saved.where}: does not fit model.name={name}")
+    held = saved.state
+    trained = saved.trained or config
+    with parts.explained(f"{saved.where}: cannot be used:", kind=CheckpointError):
+        for name, then, now in (
+            ("seed", trained.seed, config.seed),
+            ("data.balance", trained.data.balance, config.data.balance),
+            ("number of training images", held["length"], length),
+        ):
+            if then != now:
+                raise CheckpointError(
+                    f"{saved.where}: was saved within an epoch; its {name} is {then}, this run's "
+                    f"{now}: the rest of the epoch would be of other samples; go on with the same, "
+                    "or from a checkpoint of an epoch's end"
+                )
+        left = Rest(held["epoch"], held["samples"], held["stop"])
+        # an order that cannot be shared by these ranks refuses the rest
+        Order(length, config.loader.batch_size, world_size=world.size, rest=left)
+    return left

@@ -1,32 +1,34 @@
-"""When a run's state is saved: packed in memory between two steps, and written by a thread."""
+"""How a run's state gets to the disk, whole or not at all, and when.
+
+It is packed in memory between two steps and written by a thread: the state first, then its record,
+each synced under a temporary name and renamed. What was committed before is deleted only then.
+Reading back would show the page cache, not the disk.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+
+import torch
+from torch.utils.serialization import config as torch_config
 
 from harness.config import Config, Mode, to_plain
 from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
+from harness.runtime.files import write_whole
 from harness.runtime.workers import give_way
-from harness.training import checkpoint
+from harness.training.checkpoint import UNNAMED, Record, order, pointed, records, sealed
 from harness.training.state import TrainState
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run's files go, and the names of the classes, which its checkpoints record."""
-
-    folder: Path
-    classes: tuple[str, ...]
 
 
 class Boundary:
@@ -93,27 +95,38 @@ class Saves:
     """
 
     def __init__(
-        self, config: Config, world: World, state: TrainState, order: Order, place: Place
+        self,
+        state: TrainState,
+        order: Order,
+        folder: Path,
+        classes: tuple[str, ...],
     ) -> None:
+        config = state.config
         self._state = state
         self._order = order
+        # made once: it takes long
+        settings = to_plain(config)
         self._facts = {
-            "settings": to_plain(config),
-            "classes": list(place.classes),
-            "ranks": world.size,
+            "settings": settings,
+            "classes": [*classes],
+            "ranks": state.world.size,
             "length": order.length,
         }
-        self._folder = place.folder / "checkpoints"
-        self._keep_last = config.checkpoint.keep_last
-        self._writes = config.checkpoint.enabled and config.mode is Mode.train and world.is_main
+        self._folder = folder / "checkpoints"
+        self._writes = (
+            config.checkpoint.enabled and config.mode is Mode.train and state.world.is_main
+        )
+        # this run alone owns the folder
+        self._past: list[Record] = []
         if self._writes:
             # what a killed save has left, and has left undone
-            checkpoint.clear(self._folder)
+            clear(self._folder)
+            self._past = records(self._folder)
             # pointers that cannot be moved now are moved by the next save, and not believed here
             with suppress(OSError):
-                checkpoint.mark(self._folder, checkpoint.records(self._folder))
+                mark(self._folder, self._past)
         self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
-        self._last: Future[checkpoint.Record] | None = None
+        self._last: Future[list[Record]] | None = None
         self._file = BytesIO()
         # the state that was given to be written, unless that failed
         self._saved: tuple[int, bool] | None = (state.step, state.pending)
@@ -130,30 +143,42 @@ class Saves:
         if not self._writes:
             return
         try:
-            self._wait()
+            self.check(waits=True)
         except DiskError:
             # what went wrong with the one before is no reason not to try the last one
             if not at_once:
                 raise
         if self._saved == (state.step, state.pending):
             return
-        saved = state.to_dict({**self._facts, "stop": self._order.stop(state.epoch)})
-        file = checkpoint.packed(saved, self._file)
-        self._last = self._thread.submit(
-            checkpoint.commit, self._folder, file, state.step, state.epoch, top1, self._keep_last
-        )
+        file = self._file
+        # memory that was filled before is faster
+        file.seek(0)
+        # the digest of the whole file makes torch's checksums needless, and they take longer
+        with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+            torch.save(state.to_dict({**self._facts, "stop": self._order.stop(state.epoch)}), file)
+        file.truncate()
+        facts = state.step, state.epoch, top1, state.config.checkpoint.keep_last
+        self._last = self._thread.submit(commit, self._folder, self._past, file, *facts)
         self._saved = (state.step, state.pending)
         if at_once:
-            self._wait()
+            self.check(waits=True)
 
-    def check(self) -> None:
-        """Returns at once.
+    def check(self, *, waits: bool = False) -> None:
+        """Returns at once, unless it ``waits`` for the save under way.
 
         Raises:
             DiskError: the last state could not be written.
         """
-        if self._last is not None and self._last.done():
-            self._wait()
+        last = self._last
+        if last is None or not (waits or last.done()):
+            return
+        self._last = None
+        try:
+            self._past = last.result()
+        except DiskError:
+            self._saved = None
+            self._past = records(self._folder)
+            raise
 
     def close(self) -> None:
         """Waits until all is on the disk.
@@ -162,15 +187,74 @@ class Saves:
             DiskError: it could not be written.
         """
         self._thread.shutdown()
-        self._wait()
+        self.check()
 
-    def _wait(self) -> None:
-        """Waits for the save under way; if it fails, its state is not saved."""
-        last = self._last
-        self._last = None
-        try:
-            if last is not None:
-                last.result()
-        except DiskError:
-            self._saved = None
-            raise
+
+def commit(
+    folder: Path,
+    past: list[Record],
+    state: BytesIO,
+    step: int,
+    epoch: int,
+    top1: float | None,
+    keep_last: int,
+) -> list[Record]:
+    """Commits a packed ``state`` under a free name, moves the pointers and drops old ones.
+
+    The name is that of its ``step``. Returns the checkpoints that are there, of those of the
+    ``past``; this one is the last.
+
+    Raises:
+        DiskError: a file could not be written; what was there before stays whole.
+    """
+    path = folder / f"step-{step}.pt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if taken := [number for of, number in map(order, folder.glob("step-*")) if of == step]:
+            path = folder / f"step-{step}.{1 + max(taken)}.pt"
+        with state.getbuffer() as data:
+            record = Record(path, step, epoch, top1, hashlib.sha256(data).hexdigest())
+            write_whole(path, data)
+        write_whole(path.with_suffix(".json"), sealed(record))
+        there = [old for old in past if old.path.with_suffix(".json").exists()]
+        # those of later steps belong to a past that a resume has left
+        line = [*(old for old in there if old.step <= step), record]
+        stay = [*mark(folder, line), *line[-keep_last:]]
+        for old in there:
+            if old not in stay:
+                old.path.with_suffix(".json").unlink(missing_ok=True)
+    except OSError as error:
+        raise DiskError(
+            f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; "
+            "earlier ones are whole: make room or mend the disk, then go on with resume=auto"
+        ) from error
+    finally:
+        clear(folder)
+    return [old for old in line if old in stay]
+
+
+def mark(folder: Path, past: list[Record]) -> Collection[Record]:
+    """Lets ``last.pt`` and ``best.pt`` lead to the newest and the best of ``past``, oldest first.
+
+    Each is swapped in one step so that it is never absent. Returns these two.
+    """
+    found = pointed(past)
+    for name, record in found.items():
+        write_whole(folder / name, os.fsencode(record.path.name), links=True)
+    return found.values()
+
+
+def clear(folder: Path) -> None:
+    """Deletes what belongs to no checkpoint: temporary files, and files without a record.
+
+    Only one run owns the folder, so no save of another can be under way.
+    """
+    # what cannot be deleted now is in nobody's way, and goes with a later save
+    with suppress(OSError):
+        orphans = list(folder.glob(".*.tmp"))
+        for path in folder.glob("step-*.pt"):
+            if order(path) != UNNAMED and not path.with_suffix(".json").exists():
+                orphans.append(path)
+        for path in orphans:
+            if not path.is_dir():
+                path.unlink(missing_ok=True)

@@ -6,12 +6,10 @@ import functools
 import itertools
 import math
 import statistics
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +25,8 @@ from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import Interrupted
 from harness.runtime.snapshot import Snapshot
-from harness.training.mistakes import Tally
 from harness.training.models import refuse_logits
-from harness.training.optimizer import skip_nonfinite
+from harness.training.optimizer import fill_momentum, skip_nonfinite
 from harness.training.state import TrainState
 from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun
@@ -42,8 +39,7 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StepFigures:
+class StepFigures(NamedTuple):
     """What the steps since the last reading did.
 
     Attributes:
@@ -63,22 +59,18 @@ class Step:
 
     Args:
         state: the network and what trains it; ``state.step`` counts the updates.
-        config: precision, accumulation, clipping, label smoothing, and what is done to its batches.
-        world: wraps the network in DDP where there are several ranks.
         classes: how many there are; needed where mixup or CutMix is wanted.
         class_weights: a weight for each class in the loss; None: all are 1.
     """
 
     state: TrainState
-    config: Config
-    world: World
     classes: int | None = None
     class_weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        config = self.config
         state = self.state
-        world = self.world
+        self.config = config = state.config
+        self.world = world = state.world
         self._weights = None
         if self.class_weights is not None:
             self._weights = torch.tensor(self.class_weights, device=world.device)
@@ -87,12 +79,6 @@ class Step:
         self.autocast = autocast_of(config.trainer.precision, world.device)
         self.model: Any = state.network
         self.begin_epoch()
-        # of the latest forward passes of the network inside DDP: the ranks' waits are not in them
-        self._passes_s: deque[float] = deque(maxlen=1000)
-        is_cpu = accelerator.of(world.device).kind == "cpu"
-        if world.size > 1 and is_cpu and not config.trainer.compile:
-            state.network.register_forward_pre_hook(self._begin_pass)
-            state.network.register_forward_hook(self._end_pass)
         # on the device, until they are read together
         self._losses: list[Tensor] = []
         self._found_inf: list[Tensor] = []
@@ -104,9 +90,26 @@ class Step:
         )
 
     def begin_epoch(self) -> None:
-        """Has the network train what its epoch wants; several ranks must do it together."""
-        network = self.state.network
-        if self.state.train():
+        """Has the network train what its epoch wants; several ranks must do it together.
+
+        Frozen parameters get no gradient; norms with frozen statistics work as in evaluation.
+        """
+        state = self.state
+        network = state.network
+        network.train()
+        freezes = state.epoch < state.freeze_epochs
+        changed = False
+        for name in state.frozen:
+            path, _, key = name.rpartition(".")
+            module = network.get_submodule(path)
+            tensor = getattr(module, key)
+            if isinstance(tensor, nn.Parameter):
+                changed |= tensor.requires_grad is freezes
+                tensor.requires_grad_(not freezes)
+            elif freezes:
+                module.training = False
+        fill_momentum(state.optimizer)
+        if changed:
             # DDP's hooks are on what was trained when it was made; the former one goes first
             self.model = network
         if self.world.size > 1 and self.model is network:
@@ -160,23 +163,6 @@ class Step:
             feed, self.config, self.world.device, clock, augment=self._augment, mix=self._mix
         )
 
-    @property
-    def forward_ms(self) -> float | None:
-        """Median time of the network's own forward passes of an update; tells a slow rank.
-
-        None: unknown, but where several ranks train on CPUs.
-        """
-        if not self._passes_s:
-            return None
-        return 1e3 * statistics.median(self._passes_s) * self.config.trainer.accumulate_steps
-
-    def _begin_pass(self, *_: Any) -> None:
-        self._began_s = time.perf_counter()
-
-    def _end_pass(self, network: nn.Module, *_: Any) -> None:
-        if network.training:
-            self._passes_s.append(time.perf_counter() - self._began_s)
-
     def read(self) -> StepFigures:
         """Returns the figures since the last call.
 
@@ -184,8 +170,7 @@ class Step:
         """
         count = len(self._losses)
         values = torch.stack([*self._losses, *self._found_inf]).tolist() if count else []
-        self._losses = []
-        self._found_inf = []
+        self.forget()
         finite = [loss for loss in values[:count] if math.isfinite(loss)]
         skipped = worst = 0
         for found in values[count:]:
@@ -198,7 +183,6 @@ class Step:
         """Drops all unread figures; the host does not wait for the device."""
         self._losses = []
         self._found_inf = []
-        self._passes_s.clear()
 
 
 class StepTrials(TimedSteps):
@@ -206,17 +190,12 @@ class StepTrials(TimedSteps):
 
     Args:
         step: the run's own step.
-        config: how batches get to the device, and how many make an update.
-        world: this rank.
         now: the clock; None: the device's own.
     """
 
-    def __init__(
-        self, step: Step, config: Config, world: World, now: Callable[[], float] | None = None
-    ) -> None:
-        super().__init__(world, config.trainer.accumulate_steps, now)
+    def __init__(self, step: Step, now: Callable[[], float] | None = None) -> None:
+        super().__init__(step.world, step.config.trainer.accumulate_steps, now)
         self._step = step
-        self._config = config
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -231,12 +210,12 @@ class StepTrials(TimedSteps):
         parts = [state.network, state.optimizer, state.schedule]
         if state.scaler.is_enabled():
             parts.append(state.scaler)
-        snapshot = Snapshot(parts, state.device)
+        snapshot = Snapshot(parts, self.device)
         self._made = 0
         average = state.average
         state.average = None
         try:
-            state.train()
+            self._step.begin_epoch()
             # LambdaLR multiplies them
             state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]
             for group in state.optimizer.param_groups:
@@ -252,7 +231,7 @@ class StepTrials(TimedSteps):
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         """As in ``TimedSteps``."""
         run = super().demand(batch, limit_s)
-        if self._config.loader.device_prefetch:
+        if self._step.config.loader.device_prefetch:
             # a thread of its own loads while the host launches
             run = replace(run, launch_s=0.0)
         return run
@@ -277,7 +256,7 @@ class StepTrials(TimedSteps):
                 if self.world.size == 1:
                     raise
                 self._failed = error
-        size = self._config.data.image_size
+        size = self._step.config.data.image_size
         labels = torch.zeros(feed.settings.batch_size, dtype=torch.int64)
         images = torch.zeros(len(labels), 3, size, size, dtype=torch.uint8)
         yield from self.repeated(HostBatch(images, labels, labels))
@@ -289,8 +268,7 @@ class StepTrials(TimedSteps):
         self._step.forget()
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """Result on a set of ``images`` images: fractions 0..1 and the mean cross-entropy."""
 
     images: int
@@ -305,12 +283,13 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     world: World,
     autocast: Callable[[], AbstractContextManager[Any]],
-    tally: Tally | None = None,
+    kept: list[tuple[Tensor, ...]] | None = None,
 ) -> Evaluation:
     """Returns the network's accuracy over the ``batches`` of all ranks.
 
     Every rank sees other samples and only sums meet, so nothing is padded or counted twice. The
-    sums stay on the device until the end. ``tally`` keeps each answer.
+    sums stay on the device until the end, and so does what is ``kept`` of each batch: its labels,
+    the answers, int64 ``[N]``, and their probabilities, float32 ``[N]``.
 
     Raises:
         Interrupted: any rank heard a signal; on every rank, once each has stopped.
@@ -331,8 +310,8 @@ def evaluate(
         best = answers == labels.unsqueeze(1)
         count = torch.full_like(loss, len(labels))
         sums += torch.stack((count, best[:, 0].sum(), best.sum(), loss))
-        if tally is not None:
-            tally.add(labels, answers[:, 0], scores)
+        if kept is not None:
+            kept.append((labels.clone(), answers[:, 0], scores.softmax(1).amax(1)))
         if signals.received():
             break
     signum = int(world.largest(signals.received())[0])

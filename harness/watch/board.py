@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from harness.runtime.errors import printable
-from harness.runtime.files import make_way, open_regular, parsed, read_regular, typed, write_whole
+from harness.runtime.files import open_regular, typed, write_whole
 from harness.runtime.folder import log
 from harness.watch.console import say
 from harness.watch.figures import Spread
@@ -189,12 +189,12 @@ class Board:
         """Take out the lines of steps after ``step`` and damaged ones; begin behind the others."""
         path = self._folder / _METRICS
         kept = []
-        make_way(path)
-        make_way(self._folder / BAD_SAMPLES)
-        data = read_regular(path) if path.exists() else b""
+        data = b""
+        with suppress(FileNotFoundError), open(open_regular(path, makes_way=True), "rb") as file:
+            data = file.read()
         for line in data.splitlines(keepends=True):
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                values = parsed(line)
+            with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                values = json.loads(line)
                 found = typed(float, values["step"])
                 time_s = typed(float, values.get("time_s", 0.0))
                 if line.endswith(b"\n") and (step is None or found <= step):
@@ -215,7 +215,7 @@ class Board:
         try:
             if name not in self._open:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-                self._open[name] = open_regular(self._folder / name, flags)
+                self._open[name] = open_regular(self._folder / name, flags, makes_way=True)
             file = self._open[name]
             if (written := os.write(file, data)) < len(data):
                 os.ftruncate(file, os.fstat(file).st_size - written)

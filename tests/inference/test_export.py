@@ -24,8 +24,8 @@ from torch import nn
 
 import harness
 from harness.config import Config, ConfigError
-from harness.inference import export as module
-from harness.inference.export import export
+from harness.inference import loaded as module
+from harness.inference.loaded import export
 from harness.training.checkpoint import Saved
 from harness.training.models import small
 

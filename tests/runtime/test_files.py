@@ -141,13 +141,14 @@ def test_what_lies_in_the_way_is_set_aside(
     """It goes, with one warning; what a link leads to and what a folder holds stay."""
     path = tmp_path / "file"
     oddities.put(plant, path)
-    files.make_way(path)
-    assert not os.path.lexists(path) and oddities.untouched(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+    os.close(files.open_regular(path, flags, makes_way=True))
+    assert path.read_bytes() == b"" and oddities.untouched(path)
     assert [record.getMessage() for record in caplog.records] == [
         f"{path}: not a regular file: made again"
     ]
     path.write_text("x")
-    files.make_way(path)
+    os.close(files.open_regular(path, flags, makes_way=True))
     assert path.read_text() == "x" and len(caplog.records) == 1
 
 

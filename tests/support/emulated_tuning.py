@@ -18,7 +18,7 @@ from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.feed.order import Cursor
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
-from harness.training.state import state_of
+from harness.training.state import make_state
 from harness.training.step import Step, StepTrials
 
 LIMITS = Limits(cores=64.0, memory_bytes=10**12, shm_bytes=10**11, open_files=10**6)
@@ -189,5 +189,5 @@ def trials(
     config.loader.device_prefetch = ahead
     config.data.mean = (0.5, 0.5, 0.5)
     config.data.std = (0.5, 0.5, 0.5)
-    step = Step(state_of(network, config, device.device, 100), config, world)
-    return step, StepTrials(step, config, world)
+    step = Step(make_state(config, 0, world, 100, network=network))
+    return step, StepTrials(step)

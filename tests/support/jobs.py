@@ -202,7 +202,7 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
 
     from harness.feed.interface import HostBatch
     from harness.runtime.distributed import joined
-    from harness.training.state import state_of
+    from harness.training.state import make_state
     from harness.training.step import Step, StepTrials
 
     config, folder, broken = job
@@ -211,8 +211,8 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
         network = nn.Sequential(
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)
         )
-        state = state_of(network, config, world.device, 9)
-        step = Step(state, config, world)
+        state = make_state(config, 0, world, 9, network=network)
+        step = Step(state)
         steps = 0
         batch = HostBatch(
             torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.arange(4), torch.arange(4)
@@ -224,7 +224,7 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
 
         network.register_forward_pre_hook(count)
         before = [tensor.clone() for tensor in (*network.parameters(), *network.buffers())]
-        trials = StepTrials(step, config, world)
+        trials = StepTrials(step)
         error = None
         measured = 0
         with trials.kept():
@@ -249,7 +249,7 @@ def thaw(local_rank: int, job: tuple[Config, Path]) -> None:
     from torch import nn
 
     from harness.runtime.distributed import World, joined
-    from harness.training.state import state_of
+    from harness.training.state import make_state
     from harness.training.step import Step
 
     config, folder = job
@@ -259,7 +259,7 @@ def thaw(local_rank: int, job: tuple[Config, Path]) -> None:
         return nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 5))
 
     with joined(local_rank, config) as world:
-        step = Step(state_of(network(), config, world.device, 3), config, world, 5)
+        step = Step(make_state(config, 0, world, 3, network=network()), 5)
         first = [p.detach().clone() for p in step.state.network[0].parameters()]
         images = torch.arange(48.0).reshape(8, 6).sin()
         own = slice(4 * world.rank, 4 * world.rank + 4)
@@ -270,9 +270,8 @@ def thaw(local_rank: int, job: tuple[Config, Path]) -> None:
                 step(images[own], torch.arange(8)[own] % 5)
             if epoch == 0:
                 frozen = all(map(torch.equal, first, step.state.network[0].parameters()))
-        alone = Step(
-            state_of(network(), config, world.device, 3), config, World(0, 1, 0, 1, world.device), 5
-        )
+        one = World(0, 1, 0, 1, world.device)
+        alone = Step(make_state(config, 0, one, 3, network=network()), 5)
         for epoch in range(2):
             alone.state.epoch = epoch
             alone.begin_epoch()

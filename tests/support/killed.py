@@ -107,22 +107,22 @@ def save(folder: Path, step: int, top1: float | None = None) -> None:
 
 def look(folder: Path, step: int) -> None:
     """Checks the newest checkpoint, both pointers, and that a start and the next save clear up."""
-    found = checkpoint.newest(folder)
-    assert found is not None and found[0].step in (30, step), found
-    last = found[0].path
+    found = checkpoint.read(folder)
+    record = found.record
+    assert record is not None and record.step in (30, step), found
+    last = record.path
     newest = max(folder.glob("step-*.json"), key=checkpoint.order)
     assert last == newest.with_suffix(".pt"), found
-    assert found[1]["w"][0] == found[0].step
-    best = last if found[0].top1 == 0.95 else folder / "step-10.pt"
+    assert found.state["w"][0] == record.step
+    best = last if record.top1 == 0.95 else folder / "step-10.pt"
     pointers = {"last.pt": last, "best.pt": best}
     for name, path in pointers.items():
         # whatever the link says until a run starts here
-        assert checkpoint.read(folder / name)[0].path == path
+        assert checkpoint.read(folder / name).record.path == path
     # all that is asked of a state at a start
-    state: Any = SimpleNamespace(step=0, pending=False)
     world = World(0, 1, 0, 1, torch.device("cpu"))
-    place = saving.Place(folder.parent, ())
-    saving.Saves(Config(), world, state, Order(10, 10), place).close()
+    state: Any = SimpleNamespace(step=0, pending=False, config=Config(), world=world)
+    saving.Saves(state, Order(10, 10), folder.parent, ()).close()
     for name, path in pointers.items():
         assert os.readlink(folder / name) == path.name
     committed = {record.path for record in checkpoint.records(folder)}
@@ -206,7 +206,7 @@ def kill_last_saves(base: Path) -> None:
     """Kills at each call of the last save, until the run comes through."""
     first, whole, folder, other = (base / name for name in ("first", "whole", "killed", "other"))
     saves = False
-    real = checkpoint.commit
+    real = saving.commit
 
     def told(*given: Any) -> Any:
         nonlocal saves
@@ -215,7 +215,7 @@ def kill_last_saves(base: Path) -> None:
         saves = False
         return found
 
-    checkpoint.commit = told
+    saving.commit = told
 
     def dies(config: Config, run_folder: Path, number: int = 0) -> bool:
         work = lambda: run(config, run_folder)
@@ -244,7 +244,10 @@ def kill_last_saves(base: Path) -> None:
         newest = ALL if (folder / f"checkpoints/step-{ALL}.json").exists() else BEFORE
         assert evaluated(folder) == expected[newest], number
         for name in ("last.pt", "best.pt"):
-            assert checkpoint.read(folder / "checkpoints" / name)[0].step == newest, (number, name)
+            assert checkpoint.read(folder / "checkpoints" / name).record.step == newest, (
+                number,
+                name,
+            )
         assert not dies(long(), folder)
         assert pointers(folder) == pointers(whole), (number, pointers(folder))
         assert digest(folder) == digest(whole), number

@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.config import Config, ConfigError, Precision, to_plain
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
-from harness.training import checkpoint
 from harness.training.average import Average
 from harness.training.checkpoint import Saved
 from harness.training.optimizer import lr_factor
-from harness.training.state import TrainState, state_of
+from harness.training.state import TrainState, make_state
 from harness.training.step import Step, StepTrials
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -57,7 +56,7 @@ def settled(**optim: Any) -> Config:
 
 def make(config: Config) -> Step:
     """A step over a fresh network."""
-    return Step(state_of(network(), config, CPU.device, 50), config, CPU, 5)
+    return Step(make_state(config, 0, CPU, 50, network=network()), 5)
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -137,7 +136,7 @@ def test_trials_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
     step = make(settled())
     step(*next(batches(1)))
     before = averaged(step)
-    with StepTrials(step, settled(), CPU).kept():
+    with StepTrials(step).kept():
         step(*next(batches(1)))
     assert same(averaged(step), before)
 
@@ -166,17 +165,17 @@ def test_the_host_does_not_wait_for_it() -> None:
 
 
 def test_it_is_what_is_evaluated_and_loaded() -> None:
-    """Evaluation and weights_of take the average; without one they take the weights."""
+    """Evaluation and what loads a network take the average; without one they take the weights."""
     step = make(settled())
     for batch in batches(3):
         step(*batch)
     assert step.state.average is not None
     assert step.state.evaluated is step.state.average.module
-    held = checkpoint.weights_of(step.state.to_dict({}), "x")
+    held = Saved("x", step.state.to_dict({})).weights
     assert same(held, step.state.average.module.state_dict())
     plain = make(settled(ema_decay=None)).state
     assert plain.evaluated is plain.network
-    assert same(checkpoint.weights_of(plain.to_dict({}), "x"), plain.network.state_dict())
+    assert same(Saved("x", plain.to_dict({})).weights, plain.network.state_dict())
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -202,8 +201,8 @@ def broken(change: Callable[[dict[str, Any]], None]) -> tuple[TrainState, dict[s
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda s: s.update(ema=5), "cannot be used"),
-        (lambda s: s["ema"].update(n_averaged=1), "cannot be used"),
+        (lambda s: s.update(ema=5), "n_averaged is missing"),
+        (lambda s: s["ema"].update(n_averaged=1), "n_averaged is no dense tensor"),
         (lambda s: s["ema"].pop("n_averaged"), "n_averaged is missing"),
         (lambda s: s["ema"].pop("module.0.weight"), "module.0.weight is missing"),
     ],
@@ -223,4 +222,4 @@ def test_a_network_that_cannot_be_copied_is_named() -> None:
     model = network()
     model.register_buffer("kept", model[0].weight * 2, persistent=False)
     with pytest.raises(ConfigError, match=r"optim.ema_decay=0.9: model.name=small cannot be"):
-        state_of(model, settled(), CPU.device, 50)
+        make_state(settled(), 0, CPU, 50, network=model)

@@ -244,7 +244,7 @@ def test_weights_that_are_not_finite_are_warned_of(caplog: pytest.LogCaptureFixt
     saved["model"]["0.weight"][0] = math.nan
     state.load(Saved("step-3.pt", saved))
     assert [record.getMessage() for record in caplog.records] == [
-        "step-3.pt: 0.weight holds NaN or infinity"
+        "step-3.pt: model.0.weight holds NaN or infinity"
     ]
 
 

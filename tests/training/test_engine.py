@@ -21,8 +21,8 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import NonFiniteError
 from harness.training import checkpoint
 from harness.training.engine import Engine
-from harness.training.saving import Place, Saves
-from harness.training.state import state_of
+from harness.training.saving import Saves
+from harness.training.state import make_state
 from harness.training.step import Step
 from harness.watch.clock import StepClock
 from harness.watch.report import Course
@@ -84,16 +84,15 @@ def make_engine(tmp_path: Path) -> MakeEngine:
         for name, value in trainer.items():
             setattr(config.trainer, name, value)
         network = nn.Sequential(nn.Flatten(), nn.Linear(48, 10))
-        state = state_of(network, config, CPU.device, len(feed))
-        step = Step(state, config, CPU, 10)
+        state = make_state(config, 0, CPU, len(feed), network=network)
+        step = Step(state, 10)
         return Engine(
-            config,
-            CPU,
             step,
             feed,
             val_feed,
             Watch(StepClock(), Course(0.0)),
-            Place(tmp_path, ("a",)),
+            tmp_path,
+            ("a",),
         )
 
     return make
@@ -235,7 +234,7 @@ def test_an_error_in_an_evaluation_loses_no_step(
     log: list[str] = []
     engine = make_engine(Recorded("train", 3, log), Recorded("val", 1, log))
     engine.config.checkpoint.enabled = True
-    engine.saves = Saves(engine.config, CPU, engine.state, engine.order, engine.place)
+    engine.saves = Saves(engine.state, engine.order, tmp_path, ("a",))
 
     def fails(*_: object) -> None:
         raise error

@@ -18,7 +18,7 @@ from harness.runtime.distributed import World, launch
 from harness.training import models
 from harness.training.checkpoint import Saved
 from harness.training.optimizer import frozen_names
-from harness.training.state import state_of
+from harness.training.state import make_state
 from harness.training.step import Step, StepTrials
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -51,7 +51,7 @@ def settled(**optim: Any) -> Config:
 
 
 def make(config: Config, model: nn.Module | None = None) -> Step:
-    return Step(state_of(model or network(), config, CPU.device, 2), config, CPU, 5)
+    return Step(make_state(config, 0, CPU, 2, network=model or network()), 5)
 
 
 def epoch(step: Step, number: int, batches: int = 2) -> None:
@@ -121,7 +121,7 @@ def test_a_thaw_is_that_of_a_loop_written_out(name: OptimName, stop: int | None)
             step = make(config)
             step.state.load(Saved("x", saved))
             # as where the step is made after the checkpoint was taken over
-            step = Step(step.state, config, CPU, 5)
+            step = Step(step.state, 5)
         epoch(step, number)
 
     model = network()
@@ -165,7 +165,7 @@ def test_trials_leave_what_is_frozen() -> None:
     """Timed steps train what the epoch trains, and change nothing."""
     step = make(settled())
     before = kept(step)
-    with StepTrials(step, settled(), CPU).kept():
+    with StepTrials(step).kept():
         step(*batch(0))
         assert not step.state.network[1].training and step.state.network.training
         assert len(step.state.optimizer.state) == 2

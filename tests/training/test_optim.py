@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from harness.config import (
     ScheduleConfig,
     ScheduleName,
 )
+from harness.feed.feeds import Feeds
 from harness.runtime.distributed import World
 from harness.training import models
 from harness.training.optimizer import depths, lr_factor, make_optimizer
-from harness.training.state import make_state, state_of
+from harness.training.state import make_state
 
 
 def network() -> nn.Module:
@@ -116,12 +118,8 @@ def test_layer_decay_lowers_the_rate_from_block_to_block() -> None:
         (0.2, 1), (0.2, 1), (0.1, 1), (0.1, 3),
     ]  # fmt: skip
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.1, 0.0]
-    state = state_of(
-        model,
-        Config(optim=config, schedule=ScheduleConfig(name=ScheduleName.cosine)),
-        torch.device("cpu"),
-        4,
-    )
+    whole = Config(optim=config, schedule=ScheduleConfig(name=ScheduleName.cosine))
+    state = make_state(whole, 0, World(0, 1, 0, 1, torch.device("cpu")), 4, network=model)
     state.optimizer.step()
     for _ in range(20):
         state.schedule.step()
@@ -135,7 +133,9 @@ def test_the_rate_may_be_for_a_number_of_images(capsys: pytest.CaptureFixture[st
     config.loader.batch_size = 64
     config.trainer.accumulate_steps = 2
     world = World(0, 4, 0, 4, torch.device("cpu"))
-    state = make_state(config, 3, world, 4)
+    nothing: Any = None
+    images = Feeds(nothing, config, world).update_images()
+    state = make_state(config, 3, world, 4, images=images)
     assert state.schedule.base_lrs == pytest.approx([0.2, 0.2])
     assert config.optim.lr == 0.1
     said = capsys.readouterr().out

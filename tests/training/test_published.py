@@ -13,13 +13,13 @@ from torchvision import models as zoo
 
 from harness import job
 from harness.config import Config, ConfigError, Interpolation
-from harness.training import models
+from harness.training import models, resume
 
 Composed = Callable[..., Config]
 
 
 def followed(composed: Composed, *typed: str) -> Config:
-    return models.published_settings(composed(*typed), typed)
+    return resume.settings(composed(*typed), None, typed)
 
 
 def test_images_are_those_that_the_weights_expect(
@@ -109,10 +109,10 @@ def test_every_classifier_of_torchvision_says_what_it_expects() -> None:
     """Of a size that was typed, the same share is cut out."""
     for name in models.names()[1:]:
         made = zoo.get_model_weights(name).DEFAULT.transforms()
-        size, short, squash, interpolation, mean, std = models._torchvisions(name, None)
+        size, short, squash, interpolation, mean, std = models.expected(name, None).values()
         assert ([size], [short], squash) == (made.crop_size, made.resize_size, False)
         assert (interpolation, [*mean], [*std]) == (made.interpolation.value, made.mean, made.std)
-        assert models._torchvisions(name, 2 * size)[:2] == (2 * size, 2 * short)
+        assert tuple(models.expected(name, 2 * size).values())[:2] == (2 * size, 2 * short)
 
 
 def test_every_rank_follows_them_before_it_opens_anything(
@@ -159,11 +159,9 @@ def test_what_they_expect_is_what_a_run_evaluates_with(
     composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size of a transformer is followed before it is checked."""
-    from harness.training import resume
-
     monkeypatch.setattr(models, "_published", lambda model, size: {"size": torch.tensor(size)})
     typed = ("model.name=vit_b_16", "model.weights=DEFAULT", "mode=evaluate")
-    config = models.published_settings(composed(*typed), typed)
+    config = resume.settings(composed(*typed), None, typed)
     saved = resume.find(config, tmp_path)
     assert saved is not None and int(saved.state["model"]["size"]) == 224
     assert resume.settings(config, saved, typed) == config

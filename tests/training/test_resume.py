@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,18 +263,20 @@ def take(
     composed: Composed,
     weights: dict[str, Any],
     classes: Any = list(CLASSES),  # noqa: B006
-) -> int | None:
+) -> None:
     """Evaluate what a checkpoint with these weights and classes holds."""
     saved = Saved(
         "best.pt", {"model": weights, "classes": classes, "settings": {}, "epoch": 3, "step": 30}
     )
-    return resume.take_over(state, saved, composed("mode=evaluate", "resume=x"), ALONE, CLASSES)
+    state.config = composed("mode=evaluate", "resume=x")
+    resume.take_over(state, saved, CLASSES, 0)
 
 
 def test_evaluation_takes_the_network_alone(state: TrainState, composed: Composed) -> None:
     """A checkpoint of another optimizer is evaluated; its step is that of the logged result."""
     weights = {key: torch.ones_like(value) for key, value in state.network.state_dict().items()}
-    assert take(state, composed, weights) == 30
+    take(state, composed, weights)
+    assert state.step == 30
     assert all(
         torch.equal(value, weights[key]) for key, value in state.network.state_dict().items()
     )
@@ -283,9 +286,10 @@ def test_evaluation_takes_the_network_alone(state: TrainState, composed: Compose
 def test_other_classes_name_both(state: TrainState, composed: Composed, mode: str) -> None:
     """The error has the checkpoint's classes, the data set's, and the way out."""
     saved = Saved("best.pt", {"model": {}, "classes": ["x\x1b[31m", "y"]})
+    state.config = composed(f"mode={mode}", "resume=x")
     text = r"x\\x1b\[31m, y, not ant, bee; choose its data set with data= and data.root=$"
     with pytest.raises(CheckpointError, match=text):
-        resume.take_over(state, saved, composed(f"mode={mode}", "resume=x"), ALONE, CLASSES)
+        resume.take_over(state, saved, CLASSES, 0)
 
 
 @pytest.mark.parametrize(
@@ -383,8 +387,8 @@ def test_another_number_of_ranks_keeps_the_update(
     parts: int,
 ) -> None:
     """An update keeps its images where the ranks can share them; a line says which."""
-    config, left = resume.rest(composed(), kept(composed, ranks), world(now), 1000)
-    assert (config.loader.batch_size, config.trainer.accumulate_steps, left) == (batch, parts, None)
+    config = resume.settings(composed(), kept(composed, ranks), (), now)
+    assert (config.loader.batch_size, config.trainer.accumulate_steps) == (batch, parts)
     printed = capsys.readouterr().out
     if ranks == now:
         assert printed == ""
@@ -399,14 +403,18 @@ def test_another_number_of_ranks_keeps_the_update(
 def test_a_batch_size_that_was_chosen_stays(composed: Composed) -> None:
     """Where the command asks for another batch, the number of ranks changes nothing."""
     config = composed("loader.batch_size=16")
-    assert resume.rest(config, kept(composed, 2), world(1), 1000)[0] == config
+    assert resume.settings(config, kept(composed, 2), ()) == config
 
 
 def test_the_rest_of_the_epoch_is_found(composed: Composed) -> None:
     """A checkpoint within an epoch leaves the samples up to where the epoch would end."""
-    assert resume.rest(composed(), kept(composed, 1, 320), ALONE, 1000)[1] == Rest(1, 320, 960)
-    config = composed("mode=evaluate", "resume=x")
-    assert resume.rest(config, kept(composed, 1, 320), ALONE, 1000) == (config, None)
+    saved = kept(composed, 1, 320)
+    assert resume.rest(saved, composed(), ALONE, 1000) == Rest(1, 320, 960)
+    state: Any = SimpleNamespace(step=5, epoch=1, samples=320, load=lambda _: None, world=ALONE)
+    state.config = composed("resume=x")
+    assert resume.take_over(state, saved, CLASSES, 1000) == Rest(1, 320, 960)
+    state.samples = 0
+    assert resume.take_over(state, saved, CLASSES, 1000) is None
 
 
 @pytest.mark.parametrize(
@@ -431,13 +439,13 @@ def test_a_rest_that_cannot_be_had_is_refused(
     state["settings"].update(more.get("settings", {}))
     saved = Saved("last.pt", {**state, **more, "settings": state["settings"]})
     with pytest.raises(CheckpointError, match=text):
-        resume.rest(composed(), saved, world(size), length)
+        resume.rest(saved, composed(), world(size), length)
 
 
 def test_the_rest_of_another_draw_is_refused(composed: Composed) -> None:
     """Within an epoch, another balance of the classes would have other samples left."""
     with pytest.raises(CheckpointError, match="its data.balance is 0.0, this run's 0.5: the rest"):
-        resume.rest(composed("data.balance=0.5"), kept(composed, 1, 320), ALONE, 1000)
+        resume.rest(kept(composed, 1, 320), composed("data.balance=0.5"), ALONE, 1000)
 
 
 @pytest.mark.parametrize(

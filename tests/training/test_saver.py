@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from contextlib import nullcontext, suppress
-from io import BufferedWriter, BytesIO, FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +52,13 @@ def test_what_is_packed_comes_back(tmp_path: Path) -> None:
     model = OrderedDict(a=shared, b=shared[2:4], c=images, d=torch.zeros(0), e=numbers.conj())
     model._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
     given = {"model": model, "numbers": [1, (2, None)], "text": "x", "step": 1, "epoch": 1}
-    written = checkpoint.read(commit(tmp_path, given).path)[1]
+    written = checkpoint.read(commit(tmp_path, given).path).state
     found = written["model"]
     assert list(found) == list(model) and found._metadata == model._metadata
     assert all(torch.equal(found[key], model[key]) for key in model)
     assert found["c"].stride() == images.stride()
     assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
     assert (written["numbers"], written["text"]) == ([1, (2, None)], "x")
-
-
-def test_a_state_is_packed_over_the_one_before() -> None:
-    """A smaller one leaves nothing of it, and later changes of its tensors do not count."""
-    file = BytesIO()
-    for numbers in (5000, 900, 900):
-        given = {"a": torch.randn(numbers)}
-        expected = given["a"].clone()
-        checkpoint.packed(given, file)
-        given["a"].zero_()
-        fresh = checkpoint.packed({"a": expected}, BytesIO())
-        assert file.getvalue() == fresh.getvalue()
 
 
 def test_a_committed_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
@@ -81,8 +69,7 @@ def test_a_committed_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "last.pt").resolve() == paths[-1] and (
         tmp_path / "best.pt"
     ).resolve() == paths[0]
-    found = checkpoint.newest(tmp_path)
-    assert found is not None and found[0].path.name == "step-5.11.pt"
+    assert checkpoint.read(tmp_path).record.path.name == "step-5.11.pt"
     assert save(tmp_path, 6, keep_last=2).path.name == "step-6.pt"
     assert [record.path.name for record in checkpoint.records(tmp_path)] == [
         "step-5.pt",
@@ -137,7 +124,7 @@ def saved(tmp_path: Path) -> Path:
 def whole(folder: Path) -> list[str]:
     """The names of the committed checkpoints, each of which is read."""
     committed = checkpoint.records(folder)
-    assert [checkpoint.read(record.path)[1]["model"]["w"][0] for record in committed] == [
+    assert [checkpoint.read(record.path).state["model"]["w"][0] for record in committed] == [
         r.step for r in committed
     ]
     return [record.path.name for record in committed]
@@ -247,11 +234,11 @@ def test_without_links_pointers_hold_names(
     save(saved, 4)
     for name, step in (("last.pt", 4), ("best.pt", 1)):
         assert (saved / name).read_text() == f"step-{step}.pt" and not (saved / name).is_symlink()
-        assert checkpoint.read(saved / name)[0].path == saved / f"step-{step}.pt"
-        assert checkpoint.read_any(saved / name)["model"]["w"][0] == step
+        assert checkpoint.read(saved / name).record.path == saved / f"step-{step}.pt"
+        assert checkpoint.read(saved / name, foreign=True).state["model"]["w"][0] == step
     monkeypatch.undo()
     save(saved, 5)
-    assert (saved / "last.pt").is_symlink() and checkpoint.read(saved / "last.pt")[0].step == 5
+    assert (saved / "last.pt").is_symlink() and checkpoint.read(saved / "last.pt").record.step == 5
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])

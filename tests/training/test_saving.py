@@ -16,9 +16,9 @@ from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
-from harness.training import checkpoint
-from harness.training.saving import Boundary, Place, Saves
-from harness.training.state import TrainState, state_of
+from harness.training import checkpoint, saving
+from harness.training.saving import Boundary, Saves
+from harness.training.state import TrainState, make_state
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -137,9 +137,9 @@ def test_the_time_of_a_command_is_over_for_all_ranks_at_once(config: Config) -> 
 
 
 @pytest.fixture
-def state() -> TrainState:
+def state(config: Config) -> TrainState:
     """A fresh network and what trains it."""
-    return state_of(nn.Linear(3, 2), Config(), CPU.device, 5)
+    return make_state(config, 0, CPU, 5, network=nn.Linear(3, 2))
 
 
 def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path: Path) -> None:
@@ -158,13 +158,13 @@ def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path:
         checkpoint.records(tmp_path / "checkpoints"), key=lambda record: record.top1 is not None
     )
     assert [(record.step, record.top1) for record in found] == [(5, None), (5, 0.5)]
-    kept = checkpoint.read(tmp_path)[1]
+    kept = checkpoint.read(tmp_path).state
     assert (kept["classes"], kept["ranks"], kept["stop"]) == (["a", "b"], 1, 100)
 
 
 def make_saves(config: Config, state: TrainState, folder: Path) -> Saves:
     """The saves of a run that has classes and images."""
-    return Saves(config, CPU, state, Order(100, 10), Place(folder, ("a", "b")))
+    return Saves(state, Order(100, 10), folder, ("a", "b"))
 
 
 def test_a_state_may_change_while_it_is_saved(
@@ -172,14 +172,16 @@ def test_a_state_may_change_while_it_is_saved(
 ) -> None:
     """What was given is saved, though training goes on meanwhile; a second save waits."""
     go = threading.Event()
-    commit = checkpoint.commit
+    commit = saving.commit
 
-    def later(*given: Any, **facts: Any) -> checkpoint.Record:
+    def later(*given: Any) -> list[checkpoint.Record]:
         assert go.wait(10)
-        return commit(*given, **facts)
+        return commit(*given)
 
-    monkeypatch.setattr(checkpoint, "commit", later)
+    monkeypatch.setattr(saving, "commit", later)
     saves = make_saves(config, state, tmp_path)
+    # of the second save nothing is so large
+    saves._facts["more"] = "x" * 9999
     weight = state.network.get_parameter("weight").detach()
     weight.fill_(1.0)
     state.step = 1
@@ -187,12 +189,13 @@ def test_a_state_may_change_while_it_is_saved(
     weight.fill_(2.0)
     state.step = 2
     saves.check()
+    del saves._facts["more"]
     assert not tmp_path.joinpath("checkpoints").exists()
     go.set()
     saves.save()
     saves.close()
     for step in (1, 2):
-        found = checkpoint.read(tmp_path / "checkpoints" / f"step-{step}.pt")[1]
+        found = checkpoint.read(tmp_path / "checkpoints" / f"step-{step}.pt").state
         assert found["model"]["weight"].eq(step).all()
 
 
@@ -224,7 +227,7 @@ def test_an_error_in_the_background_is_raised_once(
         # the state that was not written
         saves.save()
         saves.close()
-        assert checkpoint.read(folder)[0].step == 1
+        assert checkpoint.read(folder).record.step == 1
 
 
 def test_a_state_that_could_not_be_written_is_tried_again(
@@ -240,7 +243,7 @@ def test_a_state_that_could_not_be_written_is_tried_again(
     assert isinstance(saves._last.exception(10), DiskError)
     folder.unlink()
     saves.save(at_once=True)
-    assert checkpoint.read(folder)[0].step == 3
+    assert checkpoint.read(folder).record.step == 3
     saves.close()
 
 
@@ -251,8 +254,8 @@ def test_only_training_s_first_rank_saves(
     """Nothing is written without checkpoints, in an evaluation, or by another rank."""
     config.checkpoint.enabled = how != "disabled"
     config.mode = Mode.evaluate if how == "evaluation" else Mode.train
-    world = World(1, 2, 1, 2, CPU.device) if how == "second rank" else CPU
-    saves = Saves(config, world, state, Order(100, 10), Place(tmp_path, ()))
+    state.world = World(1, 2, 1, 2, CPU.device) if how == "second rank" else CPU
+    saves = Saves(state, Order(100, 10), tmp_path, ())
     state.step = 3
     saves.save()
     saves.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from harness.config import AugmentConfig, Config, ConfigError, OptimName, Precis
 from harness.data.augment import BatchAugment, Mix
 from harness.feed.interface import HostBatch
 from harness.runtime.distributed import World
-from harness.training.state import state_of
+from harness.training.state import make_state
 from harness.training.step import Step, device_batches
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -49,7 +48,7 @@ def batches(n: int, size: int = 16) -> Iterator[tuple[torch.Tensor, torch.Tensor
 def make(config: Config, model: nn.Module | None = None, classes: int | None = 5) -> Step:
     """A step over a fresh network."""
     model = model or network()
-    return Step(state_of(model, config, CPU.device, 50), config, CPU, classes)
+    return Step(make_state(config, 0, CPU, 50, network=model), classes)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -67,7 +66,7 @@ def test_weighted_classes_have_a_mean_over_images(
     config.optim.label_smoothing = smoothing
     model = nn.Sequential(nn.Flatten(), nn.Linear(432, 5))
     plain = copy.deepcopy(model)
-    step = Step(state_of(model, config, CPU.device, 50), config, CPU, 5, weights)
+    step = Step(make_state(config, 0, CPU, 50, network=model), 5, weights)
     optimizer = torch.optim.SGD(plain.parameters(), lr=step.state.optimizer.param_groups[0]["lr"])
     images, labels = next(batches(1))
     shares = F.one_hot(labels, 5).float()
@@ -266,26 +265,6 @@ def test_every_precision_learns(precision: Precision) -> None:
         step(images.to(memory_format=torch.channels_last), labels)
         losses.append(step.read().loss or 0.0)
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_the_forward_time_is_that_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median pass times the passes of an update; unknown before, and where it was forgotten."""
-    # passes of 90, 2 and 1 seconds
-    ticks = iter([0.0, 90.0, 100.0, 102.0, 110.0, 111.0])
-    monkeypatch.setattr(
-        "harness.training.step.time", SimpleNamespace(perf_counter=lambda: next(ticks))
-    )
-    config = Config()
-    config.trainer.accumulate_steps = 2
-    state = state_of(nn.Linear(1, 1), config, CPU.device, 5)
-    monkeypatch.setattr("harness.training.step.DistributedDataParallel", lambda net, **_: net)
-    step = Step(state, config, World(0, 2, 0, 2, CPU.device))
-    assert step.forward_ms is None
-    for _ in range(3):
-        step.state.network(torch.zeros(1, 1))
-    assert step.forward_ms == 4000.0
-    step.forget()
-    assert step.forward_ms is None
 
 
 def host_batch() -> HostBatch:

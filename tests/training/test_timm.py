@@ -31,9 +31,9 @@ from harness.data.datasets import as_evaluated
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.runtime.seeding import SampleRng
-from harness.training import models, optimizer
+from harness.training import models, optimizer, resume
 from harness.training.optimizer import depths
-from harness.training.state import state_of
+from harness.training.state import make_state
 from harness.training.step import Step, evaluate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -127,7 +127,7 @@ def test_weights_of_a_file_of_timms(weights: Path, composed: Composed) -> None:
     made = models.build(model, 7, image_size=96)
     assert torch.equal(made.get_parameter("conv1.0.weight"), donor.get_parameter("conv1.0.weight"))
     typed = (f"model.name={SMALL}", f"model.weights={weights}")
-    data = models.published_settings(composed(*typed), typed).data
+    data = resume.settings(composed(*typed), None, typed).data
     assert (data.image_size, data.eval_resize, data.interpolation.name) == (160, 168, "bilinear")
     assert (data.mean, data.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
@@ -166,7 +166,7 @@ def test_weights_that_nobody_has_published(composed: Composed) -> None:
     """They are refused before anything is opened."""
     typed = ("model.name=timm/coatnet_0_224", "model.weights=DEFAULT")
     with pytest.raises(ConfigError, match="there are none for model.name=timm/coatnet_0_224; use"):
-        models.published_settings(composed(*typed), typed)
+        resume.settings(composed(*typed), None, typed)
 
 
 def test_positions_go_with_the_size(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ PUBLISHED = (
 def test_evaluation_sees_timms_pixels(name: str, composed: Composed) -> None:
     """Within a grey level in the mean of ``timm.data.create_transform``'s, on photographs."""
     typed = (f"model.name={name}", "model.weights=DEFAULT")
-    data = models.published_settings(composed(*typed), typed).data
+    data = resume.settings(composed(*typed), None, typed).data
     facts = timm.get_pretrained_cfg(name.removeprefix("timm/")).to_dict()
     theirs = create_transform(**resolve_data_config(pretrained_cfg=facts), normalize=False)
     transform = as_evaluated(data)[1]
@@ -212,7 +212,7 @@ def test_all_that_is_published_can_be_followed() -> None:
     """What timm says of each of its weights are settings that can be used."""
     filters = set()
     for name in timm.list_pretrained():
-        size, short, _, interpolation, mean, std = models._timms(f"timm/{name}", None)
+        size, short, _, interpolation, mean, std = models.expected(f"timm/{name}", None).values()
         assert 8 <= size <= short <= 4096 and len(mean) == len(std) == 3
         assert min(std) > 0 and max(mean) <= 1
         filters.add(interpolation)
@@ -267,7 +267,7 @@ def test_a_family_trains_and_evaluates(name: str) -> None:
     assert heads.keys().isdisjoint(optimizer.frozen_names(network, "all_but_head", name))
     before = {key: value.detach().clone() for key, value in network.named_parameters()}
     config = Config()
-    step = Step(state_of(network, config, CPU.device, 10), config, CPU, 5)
+    step = Step(make_state(config, 0, CPU, 10, network=network), 5)
     images = torch.randn(2, 3, size, size)
     labels = torch.tensor([1, 3])
     step(images, labels)

@@ -23,7 +23,7 @@ from harness.runtime.distributed import World, launch
 from harness.runtime.errors import Interrupted, LoaderError
 from harness.runtime.seeding import random_state
 from harness.runtime.snapshot import Snapshot
-from harness.training.state import state_of
+from harness.training.state import make_state
 from harness.training.step import Step, StepTrials, device_batches
 from harness.watch.clock import StepClock
 
@@ -76,7 +76,8 @@ class Endless:
 class TimedStep:
     """Stands in for a ``Step``: notes its batches and takes ``seconds``, at first ``first_s``."""
 
-    def __init__(self, hand: Hand, seconds: float, config: Config) -> None:
+    def __init__(self, hand: Hand, seconds: float, config: Config, world: World) -> None:
+        self.world = world
         self.hand = hand
         self.seconds = seconds
         self.first_s = seconds
@@ -127,10 +128,10 @@ def network() -> nn.Module:
     )
 
 
-def make(config: Config, world: World = CPU, classes: int | None = None) -> Step:
+def make(config: Config, classes: int | None = None) -> Step:
     """A step over a small network with dropout and norm, the same each time."""
     model = network()
-    return Step(state_of(model, config, DEVICE, 50), config, world, classes)
+    return Step(make_state(config, 0, CPU, 50, network=model), classes)
 
 
 def train(step: Step, config: Config, updates: int) -> None:
@@ -224,7 +225,7 @@ def test_all_is_as_before(config: Config, before: int) -> None:
     train(step, config, before)
     # a norm that does not learn
     step.state.network[2].eval()
-    trials = StepTrials(step, config, CPU, now=Hand(0.02))
+    trials = StepTrials(step, now=Hand(0.02))
     was = everything(step)
     where = addresses(step)
     with trials.kept():
@@ -241,7 +242,7 @@ def test_all_is_as_before_after_an_error() -> None:
     step = make(config)
     train(step, config, 1)
     was = everything(step)
-    trials = StepTrials(step, config, CPU, now=Hand(0.02))
+    trials = StepTrials(step, now=Hand(0.02))
     with pytest.raises(LoaderError, match="third"), trials.kept():
         trials.deliver(Endless(batch(), broken_at(3)), 0, 9.0)
     assert everything(step) == was
@@ -251,7 +252,7 @@ def test_weights_stand_still() -> None:
     """In the block the learning rate is 0, so that no batch can make NaNs."""
     step = make(settled("adamw"))
     weights = [parameter.detach().clone() for parameter in step.state.network.parameters()]
-    trials = StepTrials(step, settled("adamw"), CPU, now=Hand(0.02))
+    trials = StepTrials(step, now=Hand(0.02))
     with trials.kept():
         try_out(trials)
         assert step.state.step > 5
@@ -268,8 +269,8 @@ def timed(
     hand = Hand()
     config = settled(parts=parts)
     config.data.image_size = 8
-    step = TimedStep(hand, seconds, config)
-    return StepTrials(step, config, world, now=hand), step, hand  # type: ignore[arg-type]
+    step = TimedStep(hand, seconds, config, world)
+    return StepTrials(step, now=hand), step, hand  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -313,10 +314,10 @@ def test_groups_hold_whole_updates(parts: int, steps: int) -> None:
 def test_a_batch_reaches_the_step_as_in_training() -> None:
     """Demand's images are normalised, cast and laid out for each step, as the engine's."""
     trials, step, _ = timed(2**-4)
-    trials._config.trainer.precision = Precision.bf16
-    trials._config.trainer.channels_last = True
+    trials._step.config.trainer.precision = Precision.bf16
+    trials._step.config.trainer.channels_last = True
     trials.demand(batch(), 1.0)
-    expected = next(device_batches([batch()], trials._config, DEVICE))[0]
+    expected = next(device_batches([batch()], trials._step.config, DEVICE))[0]
     assert torch.equal(step.images[0], expected) and step.images[0].dtype == torch.bfloat16
     assert step.images[0].is_contiguous(memory_format=torch.channels_last)
     assert all(torch.equal(images, expected) for images in step.images)
@@ -331,7 +332,7 @@ def test_augmentation_is_part_of_a_trial() -> None:
     expected = next(step.batches([batch()]))[0]
     seen = []
     step.state.network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    trials = StepTrials(step, config, CPU, now=Hand(0.02))
+    trials = StepTrials(step, now=Hand(0.02))
     with trials.kept():
         trials.demand(batch(), 0.5)
         trials.deliver(Endless(batch()), 1, 0.5)
@@ -468,7 +469,7 @@ def test_a_rank_whose_feed_fails_steps_on_until_all_stop() -> None:
     zeros = next(
         device_batches(
             [batch()._replace(images=torch.zeros(4, 3, 8, 8, dtype=torch.uint8))],
-            trials._config,
+            trials._step.config,
             DEVICE,
         )
     )
@@ -518,7 +519,7 @@ def test_gradients_that_were_there_come_back() -> None:
     step.read()
     was = everything(step)
     where = [parameter.grad for parameter in step.state.network.parameters()]
-    trials = StepTrials(step, config, CPU, now=Hand(0.02))
+    trials = StepTrials(step, now=Hand(0.02))
     with trials.kept():
         try_out(trials)
     assert everything(step) == was

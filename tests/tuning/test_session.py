@@ -57,7 +57,7 @@ def run(composed: Composed, *overrides: str, limits: Limits = LIMITS) -> Tuned:
     config = composed("data=digits", "loader.autotune=true", *overrides)
     splits = datasets.load(config.data, config.augment, config.seed)
     state = make_state(config, len(splits.classes), ALONE, 10)
-    trainee = StepTrials(Step(state, config, ALONE), config, ALONE)
+    trainee = StepTrials(Step(state))
     return tuned(Feeds(splits, config, ALONE), trainee, config, limits, ALONE)
 
 
@@ -292,11 +292,9 @@ def test_tuning_leaves_the_state_as_it_was(composed: Composed, kept_globals: Non
     seeding.seed_everything(3)
     splits = datasets.load(config.data, config.augment, config.seed)
     state = make_state(config, len(splits.classes), ALONE, 10)
-    step = Step(state, config, ALONE)
+    step = Step(state)
     before = digest(state)
-    report = tuned(
-        Feeds(splits, config, ALONE), StepTrials(step, config, ALONE), config, LIMITS, ALONE
-    ).report
+    report = tuned(Feeds(splits, config, ALONE), StepTrials(step), config, LIMITS, ALONE).report
     assert digest(state) == before
     assert report.demand is not None
     assert step.read().loss is None

@@ -20,9 +20,7 @@ import torch
 from oddities import Plant
 from PIL import Image
 
-from harness.config import DataConfig
-from harness.runtime.distributed import World
-from harness.training.replaced import Replaced
+from harness.training.engine import listed
 from harness.watch.board import Board
 from harness.watch.figures import Ledger, Spread, Tag
 from harness.watch.stages import StageCost, StageTotals
@@ -278,8 +276,6 @@ def test_a_folder_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
 
 def test_a_tensor_is_refused(tmp_path: Path) -> None:
     """A tensor among the figures would be a hidden wait for the device."""
-    import torch
-
     with Board(tmp_path, tensorboard=False) as board, pytest.raises(TypeError, match="Tensor"):
         board.scalars(1, {"train/loss": torch.tensor(1.0)})  # type: ignore[dict-item]
 
@@ -331,8 +327,7 @@ def test_an_odd_list_of_bad_samples_gives_way(tmp_path: Path, plant: Plant) -> N
     """No FIFO is waited for, and what a link leads to keeps what it held."""
     path = tmp_path / "bad_samples.jsonl"
     oddities.put(plant, path)
-    listed = Replaced(DataConfig(), World(0, 1, 0, 1, torch.device("cpu")), tmp_path, None, {})
-    assert len(listed._listed) == 0
+    assert not listed(tmp_path)
     with Board(tmp_path, tensorboard=False) as board:
         board.bad_sample("training", 3, "x.jpg", "why")
     (line,) = path.read_text().splitlines()

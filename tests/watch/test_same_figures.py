@@ -74,12 +74,15 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
             meter=None, settings=FeedSettings(8, 0, False, None, False, 60.0, None)
         ),
         memory=SimpleNamespace(peaks=None),
-        place=SimpleNamespace(folder=folder),
+        folder=folder,
+        config=Config(),
     )
     window = clock.total()
     with Board(folder, tensorboard=False, now=lambda: 0.0) as board:
         board.scalars(40, by_tag(window), epoch=1)
-        report = Reporter(Config(), (), None, 2.0, lambda folder: None).figures(engine)
+        report = Reporter((), None, 2.0, lambda folder: None, SimpleNamespace(cache=None)).figures(
+            engine
+        )
         for name in ("environment", "verdict", "loader", "run"):  # of the machine, of other rooms
             report.pop(name)
         board.report(report)
