@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import commands
 import pytest
@@ -102,9 +101,9 @@ def test_threads_that_come_and_go_change_nothing(
     running = set[ThreadFeed]()
     luck = random.Random(0)
 
-    def begun(self: ThreadFeed, epoch: int) -> Any:
+    def begun(self: ThreadFeed, *given: int) -> None:
         running.add(self)
-        return begin(self, epoch)
+        begin(self, *given)
 
     def asked(self: Boundary, step: int) -> tuple[int, bool]:
         for feed in running if step % 22 in (0, 1) or luck.random() < 0.4 else ():
