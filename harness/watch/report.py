@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.watch.board import plain
 from harness.watch.figures import Tag, Window, told
 from harness.watch.host import environment
 from harness.watch.verdict import FED, HARM, Bottleneck, Change, Evidence, Verdict, WorkerCost
@@ -294,7 +295,8 @@ def report(
         "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
         "sampled": sampled or None,
         "ranks": evidence.ranks or None,
-        "loader": evidence.settings,
+        # without workers there are none to keep
+        "loader": {"persistent_workers": False, **plain(evidence.settings)},
         "verdict": verdict,
         "environment": environment(gpu),
     }
