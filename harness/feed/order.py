@@ -121,14 +121,10 @@ class Order:
         own = [size * self.rank // self.world_size for size in sizes]
         return sum(begin + first < places[-1] for begin, first in zip(places, own, strict=False))
 
-    def stop(self, epoch: int) -> int:
-        """Returns the place in its order where ``epoch`` ends."""
-        return _plan(self, epoch)[0][-1]
-
-    def taken(self, epoch: int, batches: int) -> int:
-        """Returns the place in the order of ``epoch`` after ``batches`` of every rank."""
+    def taken(self, epoch: int, batches: int | None = None) -> int:
+        """Returns the place in the order of ``epoch`` after ``batches`` of every rank, or all."""
         places, _ = _plan(self, epoch)
-        return places[min(batches, len(places) - 1)]
+        return places[-1 if batches is None else min(batches, len(places) - 1)]
 
     def indices(self, epoch: int) -> np.ndarray:
         """Returns the order of the whole data set in ``epoch``, int64 ``[length]``.

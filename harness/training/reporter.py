@@ -187,7 +187,7 @@ class Reporter:
         folder = os.path.relpath(engine.folder)
         within = ""
         if state.samples:
-            images = engine.order.stop(state.epoch)
+            images = engine.order.taken(state.epoch)
             within = f", and {state.samples} of {images} images of the next"
         epochs = config.trainer.epochs
         say(f"stopped after step {state.step}; epochs done: {state.epoch} of {epochs}{within}")

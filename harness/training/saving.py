@@ -155,7 +155,7 @@ class Saves:
         file.seek(0)
         # the digest of the whole file makes torch's checksums needless, and they take longer
         with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-            torch.save(state.to_dict({**self._facts, "stop": self._order.stop(state.epoch)}), file)
+            torch.save(state.to_dict({**self._facts, "stop": self._order.taken(state.epoch)}), file)
         file.truncate()
         facts = state.step, state.epoch, top1, state.config.checkpoint.keep_last
         self._last = self._thread.submit(commit, self._folder, self._past, file, *facts)

@@ -75,11 +75,11 @@ class Board:
 
             self._summary: Any = summary
             self._events = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
-            # goes before the first event
-            self._head = _record(file_version="brain.Event:2")
+            # go before the first event
+            self._heads: list[dict[str, Any]] = [{"file_version": "brain.Event:2"}]
             if resumed_step is not None:
                 # TensorBoard hides what the folder's older files have from this step on
-                self._head += _record(step=resumed_step + 1, session_log={"status": "START"})
+                self._heads.append({"step": resumed_step + 1, "session_log": {"status": "START"}})
 
     def __enter__(self) -> Self:
         return self
@@ -206,9 +206,34 @@ class Board:
             write_whole(path, whole)
 
     def _event(self, **content: Any) -> None:
-        """Append an event, if there is an event file."""
-        if self._events and self._append(self._events, self._head + _record(**content)):
-            self._head = b""
+        """Append an event of now, if there is an event file, as a record of TensorBoard's file.
+
+        A record is length and data, each with a checksum: the CRC-32C of four bytes or more, masked
+        as TensorFlow does it. The CRC is linear: a block's is the sum of what each byte gives by
+        its place. What comes before the block, at the beginning 32 ones, is added to its first four
+        bytes; zeros before all of it add nothing.
+        """
+        if not self._events:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+
+        records = b""
+        for event in (*self._heads, content):
+            data = Event(wall_time=time.time(), **event).SerializeToString()
+            for part in (struct.pack("<Q", len(data)), data):
+                padded = np.zeros(-(-len(part) // _BLOCK) * _BLOCK, np.uint8)
+                own = padded[-len(part) :]
+                own[:] = np.frombuffer(part, np.uint8)
+                own[:4] ^= 255
+                crc = 0
+                for block in padded.reshape(-1, _BLOCK):
+                    block[:4] ^= np.frombuffer(struct.pack("<I", crc), np.uint8)
+                    crc = int(np.bitwise_xor.reduce(_table()[np.arange(_BLOCK), block]))
+                crc ^= 0xFFFFFFFF
+                masked = (crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF
+                records += part + struct.pack("<I", masked)
+        if self._append(self._events, records):
+            self._heads.clear()
 
     def _append(self, name: str, data: bytes) -> bool:
         """Append a record in one write; where it does not fit, the file stays as it was."""
@@ -233,32 +258,6 @@ class Board:
                 error.strerror or error,
             )
         self.dropped += 1
-
-
-def _record(**content: Any) -> bytes:
-    """Returns an event of now as a record of TensorBoard's file: length and data, each checked.
-
-    A checksum is the CRC-32C of four bytes or more, masked as TensorFlow does it. The CRC is
-    linear: a block's is the sum of what each byte gives by its place. What comes before the block,
-    at the beginning 32 ones, is added to its first four bytes; zeros before all of it add nothing.
-    """
-    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-
-    data = Event(wall_time=time.time(), **content).SerializeToString()
-    record = b""
-    for part in (struct.pack("<Q", len(data)), data):
-        padded = np.zeros(-(-len(part) // _BLOCK) * _BLOCK, np.uint8)
-        own = padded[-len(part) :]
-        own[:] = np.frombuffer(part, np.uint8)
-        own[:4] ^= 255
-        crc = 0
-        for block in padded.reshape(-1, _BLOCK):
-            block[:4] ^= np.frombuffer(struct.pack("<I", crc), np.uint8)
-            crc = int(np.bitwise_xor.reduce(_table()[np.arange(_BLOCK), block]))
-        crc ^= 0xFFFFFFFF
-        masked = (crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF
-        record += part + struct.pack("<I", masked)
-    return record
 
 
 @functools.cache

@@ -84,14 +84,14 @@ def test_of_a_whole_epoch_batches_take_one_global_batch_after_the_other() -> Non
     order = ranks(29, 6, 2)[1]
     dropped = ranks(29, 6, 2, drop_last=True)[1]
     assert [order.taken(3, batches) for batches in range(6)] == [0, 6, 12, 18, 24, 29]
-    assert (order.stop(3), dropped.stop(3), dropped.taken(3, dropped.count(3))) == (29, 24, 24)
+    assert (order.taken(3), dropped.taken(3), dropped.taken(3, dropped.count(3))) == (29, 24, 24)
 
 
 def resting(order: Order, start: int, stop: int | None = None, epoch: int = 1) -> Order:
     """``order`` with nothing of ``epoch`` but what lies between ``start`` and ``stop``, or the
     epoch's end.
     """
-    return replace(order, rest=Rest(epoch, start, order.stop(epoch) if stop is None else stop))
+    return replace(order, rest=Rest(epoch, start, order.taken(epoch) if stop is None else stop))
 
 
 @pytest.mark.parametrize(("world_size", "drop_last"), [(1, False), (1, True), (2, True), (3, True)])
@@ -150,7 +150,7 @@ def test_a_rest_is_shared_out_evenly(seed: int) -> None:
         assert sum(sizes) == size * world_size or position >= len(shares[0]) - 1
         behind += sum(sizes)
         assert {order.taken(1, position) for order in orders} == {behind}
-    assert {order.stop(1) for order in orders} == {behind} == {start + left}
+    assert {order.taken(1) for order in orders} == {behind} == {start + left}
 
 
 @pytest.mark.parametrize(

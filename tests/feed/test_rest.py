@@ -87,7 +87,7 @@ def test_a_rest_gives_what_an_uninterrupted_pass_gives_from_there(
     make_feed: MakeFeed, position: int, primed: bool
 ) -> None:
     """Images, labels and indices are bitwise the same, also of the next epoch, which is whole."""
-    rest = Rest(EPOCH, ORDER.taken(EPOCH, position), ORDER.stop(EPOCH))
+    rest = Rest(EPOCH, ORDER.taken(EPOCH, position), ORDER.taken(EPOCH))
     whole = make_feed(ORDER)
     feed = make_feed(replace(ORDER, rest=rest))
     samples.assert_same(passed(feed, EPOCH, primed), passed(whole, EPOCH)[position:])
