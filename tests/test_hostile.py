@@ -113,6 +113,7 @@ def test_odd_variables_of_a_launcher(name: str, tmp_path: Path) -> None:
     assert f"{name}=x: not a number" in refused(done.stderr, done.returncode)
 
 
+@pytest.mark.slow
 def test_a_rank_that_another_launcher_left_is_not_ours(tmp_path: Path) -> None:
     """A variable alone makes no second rank: the run owns its folder, and is not trained over."""
     left = {"RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}

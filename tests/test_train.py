@@ -533,7 +533,7 @@ def test_every_experiment_runs_a_step(
     needs = {
         "cifar10_resnet18": cifar_overrides(cifar, tmp_path),
         "cifar10_long": cifar_overrides(cifar, tmp_path),
-        "imagenet_resnet50": imagenet,
+        "imagenet_resnet50": (*imagenet, "data.image_size=64"),
         "imagenet_resnet50_v2": (*imagenet, "data.image_size=64"),
         # no weights are fetched
         "finetune": ("data=digits", "model=small", "model.weights=null"),

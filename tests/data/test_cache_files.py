@@ -92,7 +92,7 @@ def images(splits: Splits) -> int:
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     """The content of the files that are decoded."""
-    from harness.data import images as module
+    from harness.data import datasets as module
 
     found: list[bytes] = []
     real = module.decode
