@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Sequence
 
 import yaml  # type: ignore[import-untyped]
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 _LOGGERS = (
@@ -119,6 +120,15 @@ def explain(error: BaseException | None) -> str | None:
     keys = re.findall(r"full_key: (\S+)", str(error))
     if not keys and not isinstance(error, HydraException | OmegaConfBaseException):
         return None
+    # Hydra's grammar reads a comma, an equals sign or a parenthesis as more than text
+    several = re.match(r"Ambiguous value for argument '(.*)'", str(error))
+    override = several[1] if several else getattr(error, "override", None)
+    if isinstance(error, HydraException) and override and "=" in override:
+        name, _, value = override.partition("=")
+        quoted = f"\"{name}='{value}'\""
+        if re.search(r"""['"$`\\]""", value):
+            quoted = shlex.quote(f'{name}="{value}"')
+        return f"{override}: the value cannot be read; as plain text, write {quoted}"
     # what Hydra wraps says more
     if isinstance(error, HydraException) and (wrapped := explain(error.__cause__)):
         return wrapped
@@ -131,10 +141,9 @@ def explain(error: BaseException | None) -> str | None:
     # any other text, without the lines that name Python's types
     text = re.sub(r"(?m)^\s*(full_key|object_type|reference_type)\b.*", "", str(error))
     said = " ".join(text.split())
-    if isinstance(error, OverrideParseException):
-        name = error.override
-        if "=" not in name:
-            said += _hint(name)
+    if override:
+        name = override
+        said += _hint(name)
     if mistyped := re.search(r"Invalid value '([^']+)', expected one of \[(.*?)\]", said):
         said += nearest(mistyped[1], mistyped[2].split(", "))
     elif name.startswith("loader.") and "'auto'" in said:

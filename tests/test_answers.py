@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from commands import trained
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from torchvision import models as zoo
 
 from harness import answers, job
@@ -253,3 +256,19 @@ def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
         assert text in plain.stdout
     for text in ("  data.name=cifar10\n", "  data.image_size=32\n", "  augment.crop=pad ["):
         assert text in cifar.stdout
+
+
+@pytest.mark.parametrize("value", ["a=b", "Fotos (Kopie)", "C#", "名前", "it's", "$x (1)", "a, b"])
+def test_text_that_the_grammar_reads_otherwise_can_be_typed(value: str) -> None:
+    """The advice, pasted into a shell, gives Hydra the same text."""
+    parser = OverridesParser.create()
+    # what Hydra says of several values in place of one
+    error = HydraException(f"Ambiguous value for argument 'data.root={value}'\n1. To use it")
+    if value != "a, b":
+        with pytest.raises(HydraException) as caught:
+            parser.parse_overrides([f"data.root={value}"])
+        error = caught.value
+    said = answers.explain(error)
+    assert said is not None
+    (typed,) = shlex.split(said.partition("write ")[2])
+    assert parser.parse_override(typed).value() == value

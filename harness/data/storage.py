@@ -275,10 +275,14 @@ def open_folder_splits(
         val = FolderSource(held_out, base)
     except DataError as error:
         raise DataError(f"{error}, or {instead}") from error
-    if different := sorted({*train.classes} ^ {*val.classes}):
+    only = [
+        f"only in {own.root}: {', '.join(map(repr, names))}"
+        for own, other in ((train, val), (val, train))
+        if (names := sorted({*own.classes} - {*other.classes})[:5])
+    ]
+    if only:
         raise DataError(
-            "the training and the validation set have different classes: only one of "
-            f"{kept} and {held_out} has {listed(different)}"
+            f"the training and the validation set have different classes: {'; '.join(only)}"
         )
     return train, val
 

@@ -368,7 +368,7 @@ UNCLEAR: dict[str, Any] = {
         ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg"],
         None,
         DataError,
-        "different classes: only one of .*/train and .*/val has b, c",
+        "different classes: only in .*/train: 'b'; only in .*/val: 'c'",
     ),
 }
 
