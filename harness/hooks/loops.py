@@ -93,6 +93,7 @@ class Loops:
         clock: of the training; None before the first update.
         followed: the loaders, in the order in which they were first used.
         updates: steps of optimizers.
+        forward_s: host seconds from a batch to ``backward``, and how many were seen.
         evaluated_s: of passes without an update.
         own: where the network's weights are.
         rank, world_size: of this process, as torch.distributed has them.
@@ -103,6 +104,8 @@ class Loops:
     window_s = 1.0
     clock: StepClock | None = None
     updates = 0
+    forward_s = 0.0
+    forwards = 0
     evaluated_s = 0.0
     rank = 0
     world_size = 1
@@ -111,6 +114,8 @@ class Loops:
     _main: _Pass | None = None
     # since the last update
     _samples = 0
+    # when the batch was handed out whose gradients are to come
+    _handed_s: float | None = None
     # since the last request for a batch that the clock was told of
     _updated = False
     _closed_s = _settled_s = 0.0
@@ -208,7 +213,7 @@ class Loops:
                 self._undecided.append(own)
         else:
             self._block.enter_context(clock.computing())
-        own.last_s = self._now()
+        self._handed_s = own.last_s = self._now()
 
     def lack(self, own: _Pass, *, is_end: bool) -> None:
         """Take note that there is no batch: the pass is at its end, or has failed."""
@@ -277,6 +282,21 @@ class Loops:
             self.world_size = dist.get_world_size()
         self.on_start()
         self._closed_s = self._now()
+
+    def backward(self) -> None:
+        """Take note that gradients are about to be computed."""
+        # the first one takes longer
+        if self.clock and self._handed_s is not None:
+            self.forward_s += self._now() - self._handed_s
+            self.forwards += 1
+            self._handed_s = None
+
+    @property
+    def forward_ms(self) -> float | None:
+        """Mean host time from a batch to ``backward``; None: unknown, or the device's affair."""
+        if not self.forwards or self.own.kind != "cpu":
+            return None
+        return 1e3 * self.forward_s / self.forwards
 
     def copying(self, tensor: Tensor) -> Any:
         """Returns what ``copied`` takes, where a tensor may go to the device."""

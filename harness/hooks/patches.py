@@ -39,6 +39,7 @@ def installed(loops: Loops) -> Iterator[None]:
             (dataloader._BaseDataLoaderIter, "__next__", fetch),
             (torch.Tensor, "to", _copy),
             (torch.Tensor, "cuda", _copy),
+            (torch.autograd, "backward", _backward),
         ):
             original = getattr(owner, name)
             stack.callback(setattr, owner, name, original)
@@ -139,3 +140,8 @@ def _copy(copy: Callable[..., Any], tensor: torch.Tensor, *args: Any, **named: A
     if start is not None:
         _tell(Loops.copied, made, start)
     return made
+
+
+def _backward(backward: Callable[..., None], *args: Any, **named: Any) -> None:
+    _tell(Loops.backward)
+    backward(*args, **named)

@@ -267,7 +267,7 @@ class Session(Loops):
                 _say(f"no training was seen: {self._why_not()}")
             return
         if self.rank:
-            _write_rank(RankFigures.of(self.rank, clock.total()))
+            _write_rank(RankFigures.of(self.rank, clock.total(), self.forward_ms))
             return
         if self._board is None or self._place is None:
             # there is no folder for it
@@ -314,7 +314,7 @@ class Session(Loops):
         evidence = self._evidence(total)
         if self.world_size > 1:
             others = _read_ranks(self.world_size, self._began)
-            evidence = replace(evidence, ranks=(RankFigures.of(0, total), *others))
+            evidence = replace(evidence, ranks=(RankFigures.of(0, total, self.forward_ms), *others))
         verdict = judge(evidence)
         change = None
         expected: list[str] = []

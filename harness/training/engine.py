@@ -150,7 +150,7 @@ class Engine:
             if self.world.size > 1:
                 # what tells this rank from the others
                 total = self.watch.clock.total()
-                own = verdict.RankFigures.of(self.world.rank, total, None)
+                own = verdict.RankFigures.of(self.world.rank, total, self.step.forward_ms)
                 self.ranks = tuple(self.world.gathered(own))
             self.status = "completed"
 

@@ -12,6 +12,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.runtime import accelerator
+from harness.runtime.folder import log
 from harness.watch import spans
 from harness.watch.console import say
 
@@ -21,7 +22,8 @@ class Trace:
 
     What the run does between two of these steps is recorded too, in every Python thread, so that a
     prefetcher's work can be seen beside the step. The file is named after the steps that it holds:
-    a run may begin or end among those asked for.
+    a run may begin or end among those asked for. A profiler that fails, or a full disk, costs the
+    trace and not the run.
 
     Args:
         steps: first and last step, counted from 1, as in ``10-20``; None records nothing.
@@ -46,34 +48,59 @@ class Trace:
             yield
             return
         if not self._made:
-            activities = [ProfilerActivity.CPU]
-            if accelerator.count():
-                activities.append(ProfilerActivity.CUDA)
-            else:
-                # it would complain that there is no GPU
-                os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            every_thread = _ExperimentalConfig(profile_all_threads=True)
-            with self._pause("profile"):
-                self._profiler = profile(activities=activities, experimental_config=every_thread)
-                self._profiler.start()
-            spans.record(record_function)
+            with self._optional():
+                self._start()
         self._made.append(number)
         with spans.named(f"step {number}"):
             yield
         if number == self._last:
             self.close()
 
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if accelerator.count():
+            activities.append(ProfilerActivity.CUDA)
+        else:
+            # it would complain that there is no GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        every_thread = _ExperimentalConfig(profile_all_threads=True)
+        profiler = profile(activities=activities, experimental_config=every_thread)
+        profiler.start()
+        self._profiler = profiler
+        spans.record(record_function)
+
     def close(self) -> None:
-        """Ends the recording and writes it."""
+        """Ends the recording and writes it; warns where none of the steps was trained."""
+        if self._first <= self._last and not self._made:
+            text = "profile.steps=%d-%d: none of these steps was trained, there is no trace"
+            log.warning(text, self._first, self._last)
+        self._last = 0
         profiler = self._profiler
         self._profiler = None
-        self._last = 0
         if profiler is None:
             return
         spans.record(None)
         path = self._folder / f"steps-{self._made[0]}-{self._made[-1]}.json"
-        with self._pause("profile"):
-            profiler.stop()
-            self._folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(path))
-        say(f"trace: open {os.path.relpath(path)} in https://ui.perfetto.dev")
+        temporary = path.with_suffix(".tmp")
+        with self._optional():
+            try:
+                profiler.stop()
+                self._folder.mkdir(exist_ok=True)
+                profiler.export_chrome_trace(str(temporary))
+                # the exporter raises nothing when it cannot write
+                if not temporary.read_bytes().rstrip().endswith(b"}"):
+                    raise OSError(f"{path} is not whole; free some space")
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            say(f"trace: open {os.path.relpath(path)} in https://ui.perfetto.dev")
+
+    @contextmanager
+    def _optional(self) -> Iterator[None]:
+        """A block whose time is not the steps', and whose failure costs the trace alone."""
+        try:
+            with self._pause("profile"):
+                yield
+        except Exception as error:
+            self._last = 0
+            log.warning("profile.steps: no trace: %s", error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from harness.data.datasets import Splits
 from harness.runtime import accelerator, launch
 from harness.runtime.distributed import again
 from harness.runtime.errors import described, words
+from harness.runtime.folder import log
 from harness.training import pictures
 from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
-from harness.watch.board import BAD_SAMPLES
+from harness.watch.board import BAD_SAMPLES, Board
 from harness.watch.console import say
 from harness.watch.report import Statement, closing, report, stated
 from harness.watch.verdict import Evidence, judge
@@ -55,9 +56,7 @@ class Reporter:
         except BaseException as error:
             known = described(error)
             text = known[0] if known else f"{type(error).__name__}: {words(error)}"
-            # how the run ended is not up to its report
-            with suppress(Exception):
-                self._report(engine, {"error": text})
+            self._report(engine, {"error": text})
             raise
         self._report(engine, {})
 
@@ -68,6 +67,14 @@ class Reporter:
             return
         # a device that has failed answers nothing more
         board.report({**_progress(engine), **ending})
+        try:
+            self._publish(engine, board, ending)
+        except Exception as error:
+            # how the run ended is not up to its report
+            log.warning("report.json: %s: %s", type(error).__name__, words(error))
+
+    def _publish(self, engine: Engine, board: Board, ending: Mapping[str, str]) -> None:
+        """Writes all that there is to say of the run, and its last words."""
         found = self.figures(engine)
         board.report({**found, **ending})
         verdict: Statement = found["verdict"]

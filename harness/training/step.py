@@ -6,6 +6,8 @@ import functools
 import itertools
 import math
 import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -79,6 +81,12 @@ class Step:
         self.autocast = autocast_of(config.trainer.precision, world.device)
         self.model: Any = state.network
         self.begin_epoch()
+        # of the latest forward passes of the network inside DDP: the ranks' waits are not in them
+        self._passes_s: deque[float] = deque(maxlen=1000)
+        is_cpu = accelerator.of(world.device).kind == "cpu"
+        if world.size > 1 and is_cpu and not config.trainer.compile:
+            state.network.register_forward_pre_hook(self._begin_pass)
+            state.network.register_forward_hook(self._end_pass)
         # on the device, until they are read together
         self._losses: list[Tensor] = []
         self._found_inf: list[Tensor] = []
@@ -163,6 +171,23 @@ class Step:
             feed, self.config, self.world.device, clock, augment=self._augment, mix=self._mix
         )
 
+    @property
+    def forward_ms(self) -> float | None:
+        """Median time of the network's own forward passes of an update; tells a slow rank.
+
+        None: unknown, but where several ranks train on CPUs.
+        """
+        if not self._passes_s:
+            return None
+        return 1e3 * statistics.median(self._passes_s) * self.config.trainer.accumulate_steps
+
+    def _begin_pass(self, *_: Any) -> None:
+        self._began_s = time.perf_counter()
+
+    def _end_pass(self, network: nn.Module, *_: Any) -> None:
+        if network.training:
+            self._passes_s.append(time.perf_counter() - self._began_s)
+
     def read(self) -> StepFigures:
         """Returns the figures since the last call.
 
@@ -170,7 +195,8 @@ class Step:
         """
         count = len(self._losses)
         values = torch.stack([*self._losses, *self._found_inf]).tolist() if count else []
-        self.forget()
+        self._losses = []
+        self._found_inf = []
         finite = [loss for loss in values[:count] if math.isfinite(loss)]
         skipped = worst = 0
         for found in values[count:]:
@@ -183,6 +209,7 @@ class Step:
         """Drops all unread figures; the host does not wait for the device."""
         self._losses = []
         self._found_inf = []
+        self._passes_s.clear()
 
 
 class StepTrials(TimedSteps):

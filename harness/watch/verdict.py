@@ -71,7 +71,7 @@ class RankFigures:
     forward_ms: float | None
 
     @classmethod
-    def of(cls, rank: int, total: Window, forward_ms: float | None = None) -> RankFigures:
+    def of(cls, rank: int, total: Window, forward_ms: float | None) -> RankFigures:
         """Returns the figures of a rank's whole run."""
         mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
         host = total.shares.get("host")

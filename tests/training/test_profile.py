@@ -1,8 +1,9 @@
-"""The trace: its steps and names."""
+"""The trace: its steps and names; a full disk, a short run."""
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,11 +102,36 @@ def test_a_step_that_fails_is_written_too(tmp_path: Path) -> None:
     assert not names_are_made()
 
 
-def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
-    """Without profile.steps there is no file and no pause."""
+def test_nothing_is_recorded_unasked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without profile.steps there is no file, no pause and no word."""
     pauses = Pauses()
     go(Trace(None, tmp_path, pauses), 1, 3)
-    assert not [*tmp_path.iterdir()] and not pauses.names
+    assert not [*tmp_path.iterdir()] and not pauses.names and not caplog.records
+
+
+def test_a_run_too_short_for_the_trace_says_so(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    """Steps that never came leave a warning, once."""
+    trace = Trace("10-20", tmp_path, Pauses())
+    go(trace, 1, 3)
+    trace.close()
+    assert [record.getMessage() for record in logged.records] == [
+        "profile.steps=10-20: none of these steps was trained, there is no trace"
+    ]
+
+
+def test_half_a_trace_is_not_left(
+    tmp_path: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exporter tells no error on a full disk: half a file is removed."""
+    monkeypatch.setattr(
+        "torch.profiler.profile.export_chrome_trace",
+        lambda _, path: Path(path).write_text('{"traceEvents": [{'),
+    )
+    go(Trace("1-1", tmp_path, Pauses()), 1, 2)
+    assert "steps-1-1.json is not whole" in logged.text
+    assert not [*(tmp_path / "trace").iterdir()]
 
 
 def test_a_run_names_what_it_does(
@@ -140,6 +166,33 @@ def test_a_run_names_what_it_does(
     assert json.loads((tmp_path / "report.json").read_text())["pauses_s"]["profile"] > 0
 
 
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The project's log, as pytest sees it."""
+    logger = logging.getLogger("wellfed")
+    former = logger.propagate
+    logger.propagate = True
+    yield caplog
+    logger.propagate = former
+
+
 def names_are_made() -> bool:
     """Whether a recording is still told of names."""
     return spans.named("a") is not spans.named("b")
+
+
+@pytest.mark.parametrize("failing", ["start", "stop", "export_chrome_trace"])
+def test_a_profiler_that_fails_costs_the_trace_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
+) -> None:
+    """Whatever a profiler raises is one warning; every step is made, no file is left."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no CUPTI")
+
+    monkeypatch.setattr(torch.profiler.profile, failing, fail)
+    with caplog.at_level(logging.WARNING, "wellfed"):
+        go(Trace("2-3", tmp_path, Pauses()), 1, 4)
+    assert [record.getMessage() for record in caplog.records if "no CUPTI" in record.getMessage()]
+    assert len(caplog.records) == 1
+    assert not list(tmp_path.rglob("*.json"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +28,11 @@ class Board:
         self.reported = json.loads(json.dumps(report))
 
 
-def test_figures_that_cannot_be_had_hide_no_error(tmp_path: Path) -> None:
-    """Where the device answers nothing more, the run's own error is raised and reported."""
+@pytest.mark.parametrize("fails", [True, False])
+def test_figures_that_cannot_be_had_hide_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """Where the device answers nothing more, the run ends as it did, with a warning."""
 
     class Clock:
         def total(self) -> None:
@@ -37,7 +41,7 @@ def test_figures_that_cannot_be_had_hide_no_error(tmp_path: Path) -> None:
     board = Board()
     engine: Any = SimpleNamespace(
         watch=SimpleNamespace(board=board, clock=Clock(), sampler=None),
-        status="failed",
+        status="failed" if fails else "completed",
         evaluation=None,
         state=SimpleNamespace(epoch=1, step=30),
         world=None,
@@ -45,14 +49,13 @@ def test_figures_that_cannot_be_had_hide_no_error(tmp_path: Path) -> None:
         config=Config(),
     )
     reporter = Reporter((), None, 2.0, lambda folder: None, SimpleNamespace(labels=None))
-    with pytest.raises(ValueError, match="the first error"), reporter.reporting(engine):
-        raise ValueError("the first error")
-    assert board.reported == {
-        "status": "failed",
-        "epochs": 1,
-        "steps": 30,
-        "error": "ValueError: the first error",
-    }
+    ends = pytest.raises(ValueError, match="the first error") if fails else nullcontext()
+    with ends, reporter.reporting(engine):
+        if fails:
+            raise ValueError("the first error")
+    error = {"error": "ValueError: the first error"} if fails else {}
+    assert board.reported == {"status": engine.status, "epochs": 1, "steps": 30, **error}
+    assert "RuntimeError: CUDA error" in caplog.text
 
 
 @pytest.mark.parametrize(("worker_s", "more"), [(0.0, {}), (4.0, {"busy_fraction": 0.5})])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +266,26 @@ def test_every_precision_learns(precision: Precision) -> None:
         step(images.to(memory_format=torch.channels_last), labels)
         losses.append(step.read().loss or 0.0)
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_forward_time_is_that_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median pass times the passes of an update; unknown before, and where it was forgotten."""
+    # passes of 90, 2 and 1 seconds
+    ticks = iter([0.0, 90.0, 100.0, 102.0, 110.0, 111.0])
+    monkeypatch.setattr(
+        "harness.training.step.time", SimpleNamespace(perf_counter=lambda: next(ticks))
+    )
+    config = Config()
+    config.trainer.accumulate_steps = 2
+    world = World(0, 2, 0, 2, CPU.device)
+    monkeypatch.setattr("harness.training.step.DistributedDataParallel", lambda net, **_: net)
+    step = Step(make_state(config, 1, world, 5, network=nn.Linear(1, 1)))
+    assert step.forward_ms is None
+    for _ in range(3):
+        step.state.network(torch.zeros(1, 1))
+    assert step.forward_ms == 4000.0
+    step.forget()
+    assert step.forward_ms is None
 
 
 def host_batch() -> HostBatch:
