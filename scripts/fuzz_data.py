@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
+from typing import Literal
 
 import numpy as np
 
 from harness import config as schema
 from harness.config import DataCache, DataConfig, GenerateConfig
-from harness.data import cache, index, shapes
+from harness.data import cache, cifar, index, shapes
 from harness.data.cache import PixelCache
 from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
@@ -19,7 +24,7 @@ from harness.data.storage import FolderSource
 from harness.data.transforms import TrainTransform
 from harness.runtime.errors import BadSample, DataError
 from scripts import fuzz_images
-from scripts.fuzz_changes import mutated_json, png_sealed
+from scripts.fuzz_changes import mutated, mutated_json, png_sealed
 from scripts.fuzz_reader import Reader, Told
 
 _FACTS = "f" * 64
@@ -59,6 +64,69 @@ def images(kind: str, place: Path) -> Reader:
         return ""
 
     return Reader(fuzz_images.seeds()[kind], read, seal=png_sealed if kind == "PNG" else None)
+
+
+def _batches() -> dict[str, bytes]:
+    published = cifar._PUBLISHED["cifar10"]
+    rng = np.random.default_rng(0)
+    members = {published.meta: pickle.dumps({"label_names": [*published.classes]}, 2)}
+    for number, name in enumerate((*published.train, *published.val)):
+        rows = {"data": rng.integers(0, 256, (2, 3072), np.uint8), "labels": [1, 2]}
+        members[name] = pickle.dumps(rows, 2 + number % 4)
+    return {f"{published.folder}/{name}": content for name, content in members.items()}
+
+
+def _tar(members: Mapping[str, bytes], mode: Literal["w", "w:gz"]) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return file.getvalue()
+
+
+def archive(place: Path) -> Reader:
+    import gzip
+
+    whole = _tar(_batches(), "w")
+    path = place / "cifar.tar.gz"
+
+    def read(data: bytes) -> str:
+        path.write_bytes(data)
+        try:
+            for name, content in cifar.read_members(path, [*_batches()]).items():
+                (place / name.rpartition("/")[2]).write_bytes(content)
+            cifar._sources("cifar10", place)
+        except DataError as error:
+            return f"DataError, {'member' if 'is not as published' in str(error) else 'archive'}"
+        return ""
+
+    # half of the time it is the tar inside that is changed
+    zipped = gzip.compress(whole, 1)
+
+    def mutate(seeds: Sequence[bytes], rng: Random) -> bytes:
+        if rng.random() < 0.5:
+            return mutated([zipped], rng)
+        return gzip.compress(mutated(seeds, rng), 1)
+
+    return Reader([whole], read, mutate)
+
+
+def batch(place: Path) -> Reader:
+    inner = archive(place)
+    members = _batches()
+    names = [*members]
+
+    def read(data: bytes) -> str:
+        at = data[0] % len(names)
+        return inner.read(_tar({**members, names[at]: data[1:]}, "w:gz"))
+
+    def mutate(seeds: Sequence[bytes], rng: Random) -> bytes:
+        at = rng.randrange(len(names))
+        return bytes([at]) + mutated([members[names[at]]], rng)
+
+    return Reader([b""], read, mutate)
 
 
 def _tree(place: Path) -> FolderSource:

@@ -1,14 +1,20 @@
-"""CIFAR-10 and CIFAR-100, by torchvision: the published archive, checked and unpacked once."""
+"""CIFAR-10 and CIFAR-100: the published archive, checked and unpacked once."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import math
 import os
+import pickletools
+import re
 import tarfile
 import weakref
+from collections.abc import Collection
 from functools import partial
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,9 +23,60 @@ from harness.data.download import fetch, make_once, md5_of
 from harness.data.mapped import memory
 from harness.data.storage import ArraySource, cache_root
 from harness.runtime.errors import DataError
+from harness.runtime.files import open_regular, read_regular
 
-# of a published file: they have 150 MB at most
+# of an archive, unpacked: they have 186 MB
 _MOST_BYTES = 256 << 20
+
+_CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
+_CIFAR100_CLASSES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus
+    butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch
+    crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo
+    keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain
+    mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain
+    plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+    skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+    television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+
+
+class _Published(NamedTuple):
+    """An archive as https://www.cs.toronto.edu/~kriz/cifar.html describes it."""
+
+    archive: str
+    md5: str
+    folder: str
+    train: tuple[str, ...]
+    val: tuple[str, ...]
+    meta: str
+    # of the keys of labels and their names
+    prefix: str
+    classes: tuple[str, ...]
+
+
+_PUBLISHED = {
+    "cifar10": _Published(
+        archive="cifar-10-python.tar.gz",
+        md5="c58f30108f718f92721af3b95e74349a",
+        folder="cifar-10-batches-py",
+        train=tuple(f"data_batch_{i}" for i in range(1, 6)),
+        val=("test_batch",),
+        meta="batches.meta",
+        prefix="",
+        classes=tuple(_CIFAR10_CLASSES.split()),
+    ),
+    "cifar100": _Published(
+        archive="cifar-100-python.tar.gz",
+        md5="eb9058c3a382ffc7106e4002c42a8d85",
+        folder="cifar-100-python",
+        train=("train",),
+        val=("test",),
+        meta="meta",
+        prefix="fine_",
+        classes=tuple(_CIFAR100_CLASSES.split()),
+    ),
+}
 
 
 def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
@@ -27,69 +84,38 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
 
     CIFAR-100 comes with its 100 fine labels.
 
-    The archive, or what torchvision unpacked of it, is looked for in ``data.root``; else the
+    The archive, or what other programs unpacked of it, is looked for in ``data.root``; else the
     archive is fetched to there, and stays. Its files are unpacked once, beside it or in the user's
-    cache. Then the archive may be deleted. No file is unpickled whose digest, or whose archive's,
-    is not the publisher's or ``data.md5``.
+    cache. Then the archive may be deleted.
 
     Raises:
         DataError: the archive cannot be had, or is not what the publisher describes.
         DiskError: ``data.root`` cannot be written.
     """
-    # takes a while to import
-    from torchvision.datasets import CIFAR10, CIFAR100
-
-    kind: Any = {"cifar10": CIFAR10, "cifar100": CIFAR100}[data.name]
+    published = _PUBLISHED[data.name]
     root = Path(data.root or cache_root() / data.name).expanduser()
-    archive = root / kind.filename
-    md5 = (data.md5 or kind.tgz_md5).lower()
-    beside, cached = (place / f"{data.name}-{md5[:16]}" for place in (root, cache_root()))
-    places = [beside, cached]
-    if data.md5:
-        # the archive's digest stands for its files'
-        unchecked = {
-            part: [(name, None) for name, _ in getattr(kind, part)]
-            for part in ("train_list", "test_list")
-        }
-        kind = type(kind.__name__, (kind,), {**unchecked, "meta": {**kind.meta, "md5": None}})
-    else:
-        places.append(root)
-    place = next((place for place in places if (place / kind.base_folder).is_dir()), None)
-    if place is None:
+    archive = root / published.archive
+    md5 = (data.md5 or published.md5).lower()
+    kept = [place / f"{data.name}-{md5[:16]}" for place in (root, cache_root())]
+    # what torchvision unpacked
+    known = kept if archive.exists() else [*kept, root / published.folder]
+    folder = next(filter(Path.is_dir, known), None)
+    if folder is None:
         if not (root.exists() or data.download):
             # refused before anything is written
             _fetch(archive, root, data)
-        place = beside if os.access(root, os.W_OK) or not root.exists() else cached
-        make_once(place, place.is_dir, partial(_unpack, data, kind, archive, md5))
-    try:
-        train, val = kind(place, train=True), kind(place, train=False)
-        return _source(train, f"{data.name} train"), _source(val, f"{data.name} val")
-    except Exception as error:
-        # a damaged pickle may raise anything
-        raise DataError(
-            f"{place / kind.base_folder}: its files are not as published: {error!r}; delete the "
-            f"folder, and put {archive.name} into {root}"
-        ) from error
+        beside, cached = kept
+        folder = beside if os.access(root, os.W_OK) or not root.exists() else cached
+        make_once(folder, folder.is_dir, partial(_unpack, data, archive, md5))
+    return _sources(data.name, folder)
 
 
-def _source(found: Any, name: str) -> ArraySource:
-    """Returns torchvision's data set as a source, its pixels in memory that workers map."""
-    labels = np.array(found.targets)
-    if not {*labels.tolist()} <= {*range(len(found.classes))} or found.data.dtype != np.uint8:
-        raise ValueError("a label is no class, or pixels are not bytes")
-    fd = memory(math.prod(found.data.shape))
-    place = f"/proc/{os.getpid()}/fd/{fd}"
-    images = np.memmap(place, np.uint8, "r+", shape=found.data.shape)
-    weakref.finalize(images, os.close, fd)
-    images[...] = found.data
-    return ArraySource(images, labels, found.classes, name)
-
-
-def _unpack(data: DataConfig, kind: Any, archive: Path, md5: str, part: Path) -> None:
-    """Writes the published files into the folder ``part``.
+def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
+    """Writes the published files into the folder ``part``, if all are as published.
 
     A fetched archive lies there too until its digest is known.
     """
+    published = _PUBLISHED[data.name]
     found = archive
     if not archive.is_file():
         found = part / archive.name
@@ -101,22 +127,13 @@ def _unpack(data: DataConfig, kind: Any, archive: Path, md5: str, part: Path) ->
     if digest != md5:
         raise DataError(
             f"{archive}: the md5 digest differs: expected {md5}, got {digest}; get it from its "
-            f"publisher, or set data.md5={digest} if this archive is meant and trusted"
+            f"publisher, or set data.md5={digest} if this archive is meant"
         )
-    names = [kind.meta["filename"], *(name for name, _ in (*kind.train_list, *kind.test_list))]
-    try:
-        with tarfile.open(found) as tar:
-            # only compared: an archive's names and links lead nowhere
-            members = [tar.getmember(f"{kind.base_folder}/{name}") for name in names]
-            if any(not member.isreg() or member.size > _MOST_BYTES for member in members):
-                raise ValueError("not all are files of the published size")
-            contents = [tar.extractfile(member).read() for member in members]  # type: ignore
-    except Exception as error:
-        # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError
-        raise DataError(f"{archive}: damaged: {error!r}; get it from its publisher") from error
-    (part / kind.base_folder).mkdir()
-    for name, content in zip(names, contents, strict=True):
-        (part / kind.base_folder / name).write_bytes(content)
+    names = published.meta, *published.train, *published.val
+    members = read_members(found, [f"{published.folder}/{name}" for name in names])
+    for name, content in members.items():
+        (part / os.path.basename(name)).write_bytes(content)
+    _sources(data.name, part)
     if found != archive and os.access(archive.parent, os.W_OK):
         os.replace(found, archive)
 
@@ -135,3 +152,115 @@ def _fetch(archive: Path, target: Path, data: DataConfig) -> None:
         fetch(f"{mirror.rstrip('/')}/{archive.name}", target)
     except DataError as error:
         raise DataError(f"{error}; or {way_out}") from error
+
+
+def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
+    """Returns the sets of the published files in ``folder``: images uint8 ``[N, 32, 32, 3]``."""
+    published = _PUBLISHED[name]
+    sources = []
+    part = published.meta
+    try:
+        values = _values(read_regular(folder / part, _MOST_BYTES))
+        begin = values.index(f"{published.prefix}label_names") + 1
+        if values[begin : begin + len(published.classes)] != [*published.classes]:
+            raise ValueError(f"other classes than those of {name}, or another order")
+        for split, batches in (("train", published.train), ("val", published.val)):
+            images = []
+            labels: list[int] = []
+            for part in batches:
+                content = read_regular(folder / part, _MOST_BYTES)
+                pixels, given = _batch(content, f"{published.prefix}labels")
+                if not {*given} <= {*range(len(published.classes))}:
+                    raise ValueError("a label is no class")
+                # A row holds the red plane, the green one and the blue one.
+                images.append(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+                labels += given
+            shape = len(labels), 32, 32, 3
+            # a map, so that workers share it
+            fd = memory(math.prod(shape))
+            shared = np.memmap(f"/proc/{os.getpid()}/fd/{fd}", np.uint8, "r+", shape=shape)
+            weakref.finalize(shared, os.close, fd)
+            np.concatenate(images, out=shared)
+            source = ArraySource(shared, np.array(labels), published.classes, f"{name} {split}")
+            sources.append(source)
+    except OSError as error:
+        raise DataError(
+            f"{folder / part}: cannot be read: {error}; mend it or delete it"
+        ) from error
+    except Exception as error:
+        # a damaged pickle may raise anything
+        raise DataError(
+            f"{name}: member {part} is not as published: {error!r}; get the archive from its "
+            "publisher"
+        ) from error
+    return sources[0], sources[1]
+
+
+def read_members(
+    archive: Path, wanted: Collection[str], most_bytes: int = _MOST_BYTES
+) -> dict[str, bytes]:
+    """Returns the bytes of the members of a ``.tar.gz`` whose names are ``wanted``.
+
+    tarfile's extract methods stay unused, also with ``filter="data"``: a chain of links longer than
+    PATH_MAX leads that filter out of its folder (CVE-2025-4517). Here a member's name is only
+    compared, never used as a path. Members that are not wanted are passed over, links and devices
+    among them.
+
+    Raises:
+        DataError: the archive is damaged, unpacks to more than ``most_bytes``, or lacks a
+            wanted one as a plain file.
+    """
+    found: dict[str, bytes] = {}
+    try:
+        with open(open_regular(archive), "rb") as file, gzip.open(file) as stream:
+            # to the very end, where gzip keeps its checksum
+            content = stream.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise ValueError(f"unpacks to more than {most_bytes} bytes")
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            for member in tar:
+                # a sparse file may claim any size
+                if member.name in wanted and member.isreg() and not member.issparse():
+                    part = tar.extractfile(member)
+                    assert part is not None
+                    found[member.name] = part.read()
+        if missing := sorted({*wanted} - found.keys()):
+            raise ValueError(f"has no file {', '.join(missing)}")
+    except Exception as error:
+        # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
+        raise DataError(
+            f"{archive}: damaged: {error!r}; delete the file and get it from its publisher"
+        ) from error
+    return found
+
+
+def _values(content: bytes) -> list[Any]:
+    """Returns the texts and numbers in a pickle of any protocol, in their order.
+
+    Nothing is unpickled: pickletools lists the operations, so that a pickle calls nothing and takes
+    no more memory than it has bytes. Bytes become texts. Of truth values there is ``True`` alone.
+    """
+    values: list[Any] = []
+    for operation, argument, _ in pickletools.genops(content):
+        if operation.name == "NEWTRUE":
+            values.append(True)
+        elif isinstance(argument, bytes | bytearray):
+            values.append(argument.decode("latin-1"))
+        # not the numbers of places in the memo and the like
+        elif argument is not None and not re.search("GET|PUT|PROTO|FRAME|GLOBAL", operation.name):
+            values.append(argument)
+    return values
+
+
+def _batch(content: bytes, key: str) -> tuple[np.ndarray, list[int]]:
+    """Returns the rows, uint8 ``[N, 3072]``, and the labels behind ``key`` of a pickled batch."""
+    values = _values(content)
+    labels = [*takewhile(lambda value: type(value) is int, values[values.index(key) + 1 :])]
+    rows = len(labels), 3072
+    text = max((value for value in values if isinstance(value, str)), key=len)
+    pixels = np.frombuffer(text.encode("latin-1"), np.uint8)
+    if pixels.size != 3072 * len(labels) or "u1" not in values or rows not in pairwise(values):
+        raise ValueError("data is not a row of 3072 bytes for each label, a whole number")
+    # column by column, say a flag before the bytes or, since protocol 5, a letter
+    by_columns = values[values.index(text) - 1] is True or "F" in values
+    return pixels.reshape(rows, order="F" if by_columns else "C"), labels
