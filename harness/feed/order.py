@@ -165,7 +165,7 @@ def _plan(order: Order, epoch: int) -> tuple[list[int], list[int]]:
         return [*begins, stop], [step] * len(begins)
     places = [*range(rest.start, rest.stop, step), rest.stop]
     short = (rest.stop - rest.start) % step
-    if 0 < short < order.world_size:
+    if len(places) > 1 and 0 < short < order.world_size:
         places[-2] -= (step - short) // 2
     return places, [end - begin for begin, end in itertools.pairwise(places)]
 

@@ -118,6 +118,8 @@ class ThreadFeed(Backend):
             # the consumer holds two: one in use or on its way, and the one that it is given
             size = self._batch_size * math.prod(self._shape)
             self._memory = BufferPool(self._ahead + 2, size, self._pin_memory)
+            # the system may have had no more the last time
+            self._wanted = self.settings.num_workers
             self._own = self._filler(0)
         with self._work:
             self._more = True
@@ -215,10 +217,13 @@ class ThreadFeed(Backend):
         _dismiss(self._threads, self._work)
 
     def _fail(self, error: BaseException) -> None:
-        """Begins no further batch, and has ``error`` raised after those that were begun."""
+        """Begins no further batch; ``error`` is raised in place of the first one to be made."""
         none = np.empty(0, np.int64)
+        pending = self._pending
         with self._work:
-            self._pending.append(_Batch(0, none, none, none, 0, errors=[error]))
+            if not pending or pending[-1].handed == len(pending[-1].indices):
+                pending.append(_Batch(0, none, none, none, 0))
+            _spoil(pending[-1], error)
             self._more = False
             self._done.notify_all()
 
@@ -228,18 +233,23 @@ class ThreadFeed(Backend):
         if not pending or pending[-1].handed == len(pending[-1].indices):
             if len(pending) == self._ahead or not self._more:
                 return None
-            epoch, indices = next(self._coming, (0, None))
-            if indices is None:
-                self._more = False
-                self._done.notify_all()
+            try:
+                epoch, indices = next(self._coming, (0, None))
+                if indices is None:
+                    self._more = False
+                    self._done.notify_all()
+                    return None
+                # a new batch, in a buffer that no tensor views any more
+                assert self._memory is not None
+                count = len(indices)
+                images = self._memory.acquire(count * math.prod(self._shape))
+                images = images.view(count, *self._shape).permute(0, 3, 1, 2)
+                labels = torch.empty(count, dtype=torch.int64, pin_memory=self._pin_memory)
+                pending.append(_Batch(epoch, indices, images.numpy(), labels.numpy(), count))
+            except BaseException as error:
+                # before another thread begins the batch after it
+                self._fail(error)
                 return None
-            # a new batch, in a buffer that no tensor views any more
-            assert self._memory is not None
-            count = len(indices)
-            images = self._memory.acquire(count * math.prod(self._shape)).view(count, *self._shape)
-            labels = torch.empty(count, dtype=torch.int64, pin_memory=self._pin_memory)
-            images = images.permute(0, 3, 1, 2)
-            pending.append(_Batch(epoch, indices, images.numpy(), labels.numpy(), count))
         batch = pending[-1]
         # Several chunks for each thread, so that threads end a batch together. At most 8 samples:
         # between two chunks a thread looks whether it is still needed.
@@ -261,17 +271,23 @@ def _fill(filler: Filler, batch: _Batch, rows: slice, done: threading.Condition)
             batch.labels[rows],
         )
     except BaseException as error:
-        # raised by the consumer in the batch's place; nobody need fill the rest
-        batch.errors.append(error)
+        with done:
+            _spoil(batch, error)
+            done.notify_all()
+        return
     with done:
-        if batch.errors:
-            batch.handed = len(batch.indices)
-            batch.coming = 0
-        else:
-            batch.chunks.append((rows.start, *chunk))
-            batch.coming -= count
+        batch.chunks.append((rows.start, *chunk))
+        # of a batch with an error nothing is awaited
+        batch.coming -= count if batch.coming else 0
         if not batch.coming:
             done.notify_all()
+
+
+def _spoil(batch: _Batch, error: BaseException) -> None:
+    """Has the consumer raise ``error`` in the batch's place; nobody need fill the rest."""
+    batch.errors.append(error)
+    batch.handed = len(batch.indices)
+    batch.coming = 0
 
 
 def _serve(
@@ -310,9 +326,10 @@ def _serve(
             # or the last batch of this thread would never be free
             del chunk
     except BaseException as error:
-        # handed to the consumer, who raises it
-        if (feed := owner()) is not None:
-            feed._fail(error)
+        # handed to the consumer, who raises it, unless the pass of this thread is over
+        with work:
+            if threads.get(slot) is own and (feed := owner()) is not None:
+                feed._fail(error)
 
 
 def _dismiss(threads: dict[int, threading.Thread], work: threading.Condition) -> None:

@@ -67,6 +67,34 @@ def reference(dataset: samples.Noise, batch_size: int = 4) -> list[HostBatch]:
     return list(ProcessFeed(dataset, Order(len(dataset), batch_size, seed=3), settings))
 
 
+def test_an_error_of_a_thread_is_raised_in_the_place_of_its_batch(
+    make_feed: MakeFeed, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another thread is amid that batch; the next pass is whole."""
+
+    class Waiting(samples.Noise):
+        def fill(self, *args: Any, **named: Any) -> int:
+            gate.wait()
+            return super().fill(*args, **named)
+
+    real = ThreadFeed._filler
+
+    def filler(feed: ThreadFeed, slot: int) -> Any:
+        if slot == 1:
+            raise RuntimeError("no second one")
+        return real(feed, slot)
+
+    dataset = Waiting(8)
+    feed = make_feed(2, dataset, timeout_s=20.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(ThreadFeed, "_filler", filler)
+        with pytest.raises(RuntimeError, match="no second one"):
+            next(iter(feed))
+    gate.set()
+    feed.close()
+    assert_same(list(feed), reference(dataset))
+
+
 class Together(samples.Noise):
     """No sample of the first batch is done before each of ``threads`` threads is at one."""
 
