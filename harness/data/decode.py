@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image, ImageChops, ImageOps
+from PIL import ExifTags, Image, ImageChops
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
@@ -37,6 +37,16 @@ _LOSS = re.compile(
 # Arithmetic coding, which never warns of a bad code: what it leaves over are pixels.
 _ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 
+# By the EXIF orientation.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 # By the kind of a WebP file's first chunk: the first bit of width and height, their mask, and what
 # is to be added.
 _WEBP_SIDES = {
@@ -200,13 +210,12 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
 
 def _turned(rgb: Image.Image, image: Image.Image, options: DecodeOptions) -> Image.Image:
     """Returns ``rgb`` as the EXIF block of ``image`` says, if it is to be asked."""
+    turn = None
     if options.exif_orientation:
         # A damaged EXIF block just says nothing of the orientation: the pixels are whole.
         with suppress(Exception):
-            if (turn := image.getexif()[ExifTags.Base.Orientation]) > 1:
-                rgb.getexif()[ExifTags.Base.Orientation] = turn
-                return ImageOps.exif_transpose(rgb)
-    return rgb
+            turn = _TURNS[image.getexif()[ExifTags.Base.Orientation]]
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 def _check_size(width: int, height: int, options: DecodeOptions) -> None:

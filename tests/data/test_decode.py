@@ -308,6 +308,27 @@ def test_exif_orientation_is_an_option(orientation: int, kind: str) -> None:
     assert np.array_equal(pixels(data, DecodeOptions(exif_orientation=True)), upright)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_an_odd_tag_beside_the_orientation_does_not_count(kind: str) -> None:
+    """A text in place of the resolution leaves the orientation as it is."""
+    # the orientation, and a resolution of the kind of a text
+    tags = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0), struct.pack("<HHI4s", 0x011A, 2, 4, b"abc")
+    plain, odd = (
+        encoded(
+            photo(),
+            kind,
+            exif=b"Exif\0\0II*\0"
+            + struct.pack("<IH", 8, count)
+            + b"".join(tags[:count])
+            + bytes(4),
+        )
+        for count in (1, 2)
+    )
+    option = DecodeOptions(exif_orientation=True)
+    assert np.array_equal(pixels(odd, option), pixels(plain, option))
+    assert pixels(odd, option).shape != pixels(odd).shape
+
+
 def test_an_orientation_in_xmp_counts() -> None:
     """A JPEG that says in XMP alone how it is to be turned is turned as Pillow turns it."""
     xmp = b'<rdf:Description tiff:Orientation="6"/>'
