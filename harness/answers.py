@@ -6,6 +6,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 
 import yaml  # type: ignore[import-untyped]
 from hydra.errors import HydraException, MissingConfigException
@@ -120,18 +121,12 @@ def explain(error: BaseException | None) -> str | None:
     keys = re.findall(r"full_key: (\S+)", str(error))
     if not keys and not isinstance(error, HydraException | OmegaConfBaseException):
         return None
-    # Hydra's grammar reads a comma, an equals sign or a parenthesis as more than text
-    several = re.match(r"Ambiguous value for argument '(.*)'", str(error))
-    override = several[1] if several else getattr(error, "override", None)
-    if isinstance(error, HydraException) and override and "=" in override:
-        name, _, value = override.partition("=")
-        quoted = f"\"{name}='{value}'\""
-        if re.search(r"""['"$`\\]""", value):
-            quoted = shlex.quote(f'{name}="{value}"')
-        return f"{override}: the value cannot be read; as plain text, write {quoted}"
+    if several := re.match(r"Ambiguous value for argument '(.*)'", str(error)):
+        return f"{several[1]}: -m makes a run of each value{_as_text(several[1])}"
+    override = getattr(error, "override", "")
     # what Hydra wraps says more
     if isinstance(error, HydraException) and (wrapped := explain(error.__cause__)):
-        return wrapped
+        return wrapped + _as_text(override)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, value = str(error.missing_cfg_file).rpartition("/")
         return no_choice(group, value, error.options)
@@ -143,12 +138,29 @@ def explain(error: BaseException | None) -> str | None:
     said = " ".join(text.split())
     if override:
         name = override
-        said += _hint(name)
+        said += _as_text(name) if "=" in name else _hint(name)
     if mistyped := re.search(r"Invalid value '([^']+)', expected one of \[(.*?)\]", said):
         said += nearest(mistyped[1], mistyped[2].split(", "))
     elif name.startswith("loader.") and "'auto'" in said:
         said += "; to have it found, write loader.autotune=true"
     return said if name in said else f"{name}: {said}"
+
+
+def _as_text(override: str) -> str:
+    """Returns how to type an ``override`` whose value is plain text; nothing if that is no way.
+
+    Hydra's grammar reads a comma, an equals sign or a parenthesis as more than text.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    name, _, value = override.partition("=")
+    for mark in "'", '"':
+        plain = f"{name}={mark}{value}{mark}"
+        with suppress(HydraException):
+            if OverridesParser.create().parse_override(plain).value() == value:
+                shells = shlex.quote(plain) if re.search(r'["$`\\]', plain) else f'"{plain}"'
+                return f"; as plain text, write {shells}"
+    return ""
 
 
 def no_choice(group: str, value: str, options: Sequence[str]) -> str:

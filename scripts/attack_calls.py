@@ -12,7 +12,6 @@ is told. A process of its own makes the calls, so that a crash or a hang is a re
 from __future__ import annotations
 
 import json
-import logging
 import os
 import resource
 import signal
@@ -86,7 +85,6 @@ def call_all(name: str, cases: range, seed: int, results: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    logging.raiseExceptions = True
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)

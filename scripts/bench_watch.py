@@ -344,8 +344,8 @@ its whole output of {day}:
 "Caches cold" is a step after {_COLD_BYTES >> 20} MiB were read: a training has better to do than to
 watch itself. The events cost next to nothing here; CUDA's have a row of their own where there is a
 GPU. What memory there is more are buckets of quantiles, which fill up as rarer times occur: a
-figure has 1,383 at most. One batch in several times its samples: the workers' share is the
-mean over batches that do and that do not, each by its median. Intervals are those of order
+figure has 1,383 at most. The samples of one batch in several are timed: the workers' share is the
+mean over batches with and without, each by its median. Intervals are those of order
 statistics.
 """
 

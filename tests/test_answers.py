@@ -39,7 +39,7 @@ GUESSES = [
     ("trainer.foo=1", "trainer.foo"),
     ("trainer.max_epochs=3", "trainer.epochs"),
     ("augment.color_jitter=0.4", "augment.color_jitter"),
-    ("optim.lr=0.1,0.2", "optim.lr=0.1,0.2"),
+    ("optim.lr=0.1,0.2", "-m"),
     ("epochs=3", "trainer.epochs"),
     ("batch_size=32", "loader.batch_size"),
     ("root=/x", "data.root"),
@@ -270,5 +270,5 @@ def test_text_that_the_grammar_reads_otherwise_can_be_typed(value: str) -> None:
         error = caught.value
     said = answers.explain(error)
     assert said is not None
-    (typed,) = shlex.split(said.partition("write ")[2])
+    (typed,) = shlex.split(said.partition("as plain text, write ")[2])
     assert parser.parse_override(typed).value() == value

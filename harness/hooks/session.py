@@ -29,7 +29,7 @@ from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.figures import Window, by_tag, told
 from harness.watch.host import Sampler
-from harness.watch.report import Course, Statement, closing, report, stated, typed
+from harness.watch.report import Course, Statement, closing, report, stated, typed, used
 from harness.watch.stages import GROUPS
 from harness.watch.station import sampling
 from harness.watch.verdict import Change, Evidence, RankFigures, Verdict, judge
@@ -334,7 +334,7 @@ class Session(Loops):
             goodput=self._course.goodput(total),
             loader=main and main.settings,
             loaders=[
-                asdict(each.settings) | {name: getattr(each, name) for name in _TOLD}
+                {name: getattr(each, name) for name in _TOLD} | used(each.settings)
                 for each in self.followed
             ],
             change=change,

@@ -138,9 +138,11 @@ def _fetcher(
             timer.mark(stage)
 
     def collated(made: Any) -> Any:
+        global _lap
         lap(SAMPLE)
-        # what follows is putting together
+        # what follows is putting together, whatever it decodes
         lap(START)
+        _lap = None
         return collate_fn(made)
 
     given = _Samples(dataset) if one_by_one else dataset

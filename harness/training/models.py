@@ -93,9 +93,10 @@ def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
     """Refuses what cannot be trained or saved; a pass of two images sizes lazy layers.
 
     Raises:
-        ConfigError: it cannot be trained, or gives anything but a number for each class.
-        AttributeError: it is no network.
+        ConfigError: it is no network, or gives anything but a number for each class.
     """
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"{where}: returned {type(network).__name__}, not a torch.nn.Module")
     first = next(network.parameters(), None)
     if first is None:
         raise ConfigError(f"{where}: the network has no parameters to train")

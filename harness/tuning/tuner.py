@@ -1,11 +1,11 @@
 """Tuning as a stage of a run: recalled or measured before training, then checked and followed.
 
 How many threads load follows the run's own meters. A number of threads is changed in place, which
-changes no batch. Two rules, on the model of the search (7 and 8 in docs/tuning.md):
+changes no batch. Two rules, on the model of the search, as numbered in docs/tuning.md:
 
-1. Where steps wait for data, the threads are at work, and the run has processors left, as many
+7. Where steps wait for data, the threads are at work, and the run has processors left, as many
    threads are tried as the model asks for.
-2. Where a sample takes less than half of what it took when the number was set, fewer are tried: as
+8. Where a sample takes less than half of what it took when the number was set, fewer are tried: as
    many as the model asks for, or where that is no fewer, the fewest, for threads may wait for each
    other.
 
@@ -468,6 +468,8 @@ class Live:
             self._most = self.threads
         self._asked = threads
         self._sample_s = sample_s
+        if self.threads == before:
+            return
         self.changes.append(Change(self._step, self.threads, before, period.images_per_s, reason))
         say(f"Step {self._step}: {self.threads} threads load instead of {before}. {reason}.")
 

@@ -295,8 +295,7 @@ def report(
         "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
         "sampled": sampled or None,
         "ranks": evidence.ranks or None,
-        # without workers there are none to keep
-        "loader": {"persistent_workers": False, **plain(evidence.settings)},
+        "loader": used(evidence.settings),
         "verdict": verdict,
         "environment": environment(gpu),
     }
@@ -307,6 +306,12 @@ def report(
         if worker_s:
             found["workers"]["busy_fraction"] = min(1.0, worked.busy_s / worker_s)
     return {key: value for key, value in (own | found | own).items() if value is not None}
+
+
+def used(settings: Any) -> dict[str, Any]:
+    """Returns a loader's settings as ``report.json`` has them."""
+    # without workers there are none to keep
+    return {"persistent_workers": False, **plain(settings)}
 
 
 def closing(report: Mapping[str, Any], unit: str) -> Iterator[str]:

@@ -93,6 +93,11 @@ def test_a_folder_of_images(
     stages = found["stages"]
     assert [stage["name"] for stage in stages][:2] == ["read", "decode"]
     cpu_ms, wall_ms = (sum(stage[name] for stage in stages) for name in ("cpu_ms", "wall_ms"))
+    assert found["what_ifs"]
+    got = {row["images_per_s"] / row["speedup"] for row in found["what_ifs"]}
+    # each over what steps get
+    assert max(got) == pytest.approx(min(got))
+    assert None not in found["runs"].values()
     # then a first reading is reckoned with
     assert found["measured"] or (cpu_ms <= 0.5 * wall_ms and workers == 0)
     assert "fetch" in found["runs"] or "F was not measured" in found["notes"][-1]

@@ -382,8 +382,18 @@ def test_a_newer_record_is_not_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("layout", ["sparse", "meta", "beyond its storage", "list"])
-def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ("sparse", "w is no dense tensor"),
+        ("meta", "w is no dense tensor"),
+        ("beyond its storage", "w is no dense tensor"),
+        ("list", "holds no weights"),
+    ],
+)
+def test_weights_that_are_no_plain_tensors_are_refused(
+    tmp_path: Path, layout: str, text: str
+) -> None:
     """A tensor without numbers, or larger than its file, is refused before it is used."""
     odd = {
         "sparse": torch.eye(3).to_sparse(),
@@ -392,10 +402,7 @@ def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path, layout: s
         "list": [1.0],
     }[layout]
     torch.save({"model": {"a": torch.zeros(3), "w": odd}}, tmp_path / "x.pt")
-    with pytest.raises(
-        CheckpointError,
-        match="x.pt: .*(holds no weights|w is no dense tensor)",
-    ):
+    with pytest.raises(CheckpointError, match=f"x.pt: .*{text}"):
         read_weights(tmp_path / "x.pt")
 
 

@@ -293,12 +293,16 @@ def test_processors_that_the_step_takes_are_not_there_for_threads(run: Run) -> N
     assert run.feeds[0].settings.num_workers == 2
 
 
-def test_where_no_thread_can_be_started_there_are_those_that_are(run: Run) -> None:
+@pytest.mark.parametrize(("limit", "changes"), [(5, [(2, 5)]), (2, [])])
+def test_where_no_thread_can_be_started_there_are_those_that_are(
+    run: Run, limit: int, changes: list[tuple[int, int]]
+) -> None:
     """The report tells what there is, and no more are tried."""
-    run.feeds[0].limit = run.feeds[1].limit = 5
+    run.feeds[0].limit = run.feeds[1].limit = limit
     run.windows(LATE, 100)
-    assert [(change.before, change.threads) for change in run.live.changes] == [(2, 5)]
-    assert run.live.settled == 5
+    assert [(change.before, change.threads) for change in run.live.changes] == changes
+    assert run.feeds[0].settings.num_workers == limit
+    assert run.live.settled == limit
 
 
 def test_threads_are_no_more_than_samples_in_the_making(run: Run) -> None:
