@@ -135,6 +135,7 @@ def test_words_stay_as_they_were_typed(tmp_path: Path) -> None:
         assert line in done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
     """A run whose streams are closed, or read by something that ended, trains and ends with 0."""
     short = "data=digits device=cpu trainer.max_steps=2 watch.tensorboard=false"

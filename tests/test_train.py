@@ -620,6 +620,7 @@ def test_a_job_returns_its_best_top1(tmp_path: Path) -> None:
     assert app._best_top1(tmp_path) == 0.75
 
 
+@pytest.mark.slow
 def test_a_sweep_loses_no_job(tmp_path: Path) -> None:
     """A failing job leaves the others whole; each has its folder and a row of its own with the same
     columns.
@@ -759,6 +760,7 @@ def test_a_closed_terminal_ends_only_what_is_shown(tmp_path: Path) -> None:
     assert (report["status"], report["steps"]) == ("completed", 44)
 
 
+@pytest.mark.slow
 def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
     """A run that dies of it prints where its threads were."""
     small = ("data.generate.train_images=1000", "data.generate.val_images=100")

@@ -235,6 +235,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_make_it_once(tmp_path: Path) -> None:
     """Of two processes that start together, one draws and both end well."""
     runs = [start_run(tmp_path / "tree", 600) for _ in range(2)]

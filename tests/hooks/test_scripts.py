@@ -61,6 +61,7 @@ def line_of(name: str, text: str) -> str:
     return f"{name}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
 
 
+@pytest.mark.slow
 def test_imagenet(run: Start, tree: Path) -> None:
     """Transforms are stages; the evaluation has time of its own, and its loader does not train."""
     report = run("imagenet.py", tree).equal()
