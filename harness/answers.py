@@ -153,8 +153,8 @@ def _as_text(override: str) -> str:
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    name, _, value = override.partition("=")
-    for mark in "'", '"':
+    name, equals, value = override.partition("=")
+    for mark in "'\"" if equals else "":
         plain = f"{name}={mark}{value}{mark}"
         with suppress(HydraException):
             if OverridesParser.create().parse_override(plain).value() == value:
