@@ -30,23 +30,32 @@ Tuning knows the step by what times it (``harness.feed.timed.TimedSteps``), whic
 and job passes on.
 
 For a loop of your own: ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock`` and
-``tune``, and ``load`` for what a run has trained, from here or from the module ``wellfed``. Each is
-imported when it is asked for.
+``tune``, and ``load`` for what a run has trained. Each is imported when it is asked for.
+
+The package's name is ``wellfed``. ``harness``, its folder in a checkout and its name in earlier
+versions, is the same package, so that no class exists twice and earlier pickles open.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.feed.prefetcher import DataPrefetcher
-    from harness.hooks.faster import faster
-    from harness.hooks.own import watched, watching
-    from harness.inference.loaded import load
-    from harness.tuning.library import tune
-    from harness.watch.clock import StepClock
+    from .feed.prefetcher import DataPrefetcher
+    from .hooks.faster import faster
+    from .hooks.own import watched, watching
+    from .inference.loaded import load
+    from .tuning.library import tune
+    from .watch.clock import StepClock
 
 __all__ = ["DataPrefetcher", "StepClock", "faster", "load", "tune", "watched", "watching"]
 __version__ = "0.1.0"
@@ -66,5 +75,43 @@ _ROOMS = {
 
 def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
-        raise AttributeError(f"module 'harness' has no attribute {name!r}")
-    return getattr(import_module(f"harness.{_ROOMS[name]}"), name)
+        raise AttributeError(f"module 'wellfed' has no attribute {name!r}")
+    return getattr(import_module(f".{_ROOMS[name]}", __name__), name)
+
+
+class _Folder(MetaPathFinder, Loader):
+    """Imports ``harness.x`` as ``wellfed.x``, unless another package has the name ``harness``."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # python -m runs a __main__, and imports none
+        if name.partition(".")[0] != "harness" or name.endswith(".__main__"):
+            return None
+        if path is None:
+            other = PathFinder.find_spec(name)
+            is_ours = other is None or (other.origin and os.path.samefile(other.origin, __file__))
+        else:
+            is_ours = sys.modules["harness"] is sys.modules[__name__]
+        return ModuleSpec(name, self) if is_ours else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(__name__ + spec.name.removeprefix("harness"))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # the import system has put that of the other name there
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+if __name__ == "harness":
+    _spec = spec_from_file_location("wellfed", __file__, submodule_search_locations=__path__)
+    assert _spec is not None and _spec.loader is not None
+    sys.modules["harness"] = sys.modules["wellfed"] = module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["wellfed"])
+else:
+    # the editable installation has a link in its place
+    __path__ = [os.path.realpath(folder) for folder in __path__]
+    sys.meta_path.insert(0, _Folder())

@@ -1,6 +1,6 @@
-"""``python -m harness`` and ``torchrun -m harness`` are the command ``wellfed``."""
+"""``python -m wellfed`` and ``torchrun -m wellfed`` are the command ``wellfed``."""
 
-from harness.app import command
+from .app import command
 
 if __name__ == "__main__":
     command()

@@ -19,12 +19,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from harness import BEGAN_S, __version__, job
-from harness import config as schema
-from harness.runtime import folder, launch, signals
-from harness.runtime.errors import described, tell, tell_crashes, told
-from harness.runtime.files import read_regular, typed
-from harness.watch.figures import Tag
+from . import BEGAN_S, __version__, job
+from . import config as schema
+from .runtime import folder, launch, signals
+from .runtime.errors import described, tell, tell_crashes, told
+from .runtime.files import read_regular, typed
+from .watch.figures import Tag
 
 # of the jobs in this process
 _failed: list[BaseException] = []
@@ -56,7 +56,7 @@ def command() -> NoReturn:
             if name != "watch":
                 # whoever reads may stop, as head does
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            sys.exit(import_module(f"harness.{room}.__main__").main(arguments[1:]))
+            sys.exit(import_module(f".{room}.__main__", __package__).main(arguments[1:]))
     with signals.caught(grace_s=0):
         signals.leave(cli())
 

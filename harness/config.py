@@ -29,7 +29,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness import answers
+from . import answers
 
 
 class ConfigError(ValueError):

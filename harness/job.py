@@ -11,8 +11,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness import config as schema
-from harness.config import (
+from . import config as schema
+from .config import (
     BackendName,
     Config,
     ConfigError,
@@ -22,13 +22,13 @@ from harness.config import (
     StartMethod,
     Wandb,
 )
-from harness.runtime import folder, parts, signals, workers
-from harness.runtime.errors import CheckpointError, printable
+from .runtime import folder, parts, signals, workers
+from .runtime.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
-    from harness.data.datasets import Splits
-    from harness.runtime.distributed import World
-    from harness.training.checkpoint import Saved
+    from .data.datasets import Splits
+    from .runtime.distributed import World
+    from .training.checkpoint import Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def run(index: int, job: Job) -> None:
         with suppress(OSError):
             name = printable(os.path.relpath(job.folder))
             print(f"run folder: {name}\nloading torch ...", flush=True)
-    from harness.runtime import distributed
+    from .runtime import distributed
 
     with folder.logging_failure(job.folder):
         distributed.launch(main_worker, job, job.config)
@@ -124,14 +124,14 @@ def main_worker(local_rank: int, job: Job) -> None:
     is_own = parts.is_own(config.data.name)
     # for the fork server, whenever it starts; the transforms of a user's data set need torchvision,
     # which each worker would import, the next epoch's too
-    preload = ["hydra", "harness.feed.processes", "harness.data.datasets"]
+    preload = ["hydra", "wellfed.feed.processes", "wellfed.data.datasets"]
     forkserver.set_forkserver_preload(preload + ["torchvision"] * is_own)
     processes = is_own or schema.named_backend(config) is BackendName.processes
     if processes and loader.num_workers != 0 and loader.start_method is StartMethod.forkserver:
         # while torch is imported here
         workers.start_server()
-    from harness.runtime import distributed
-    from harness.watch import console, station
+    from .runtime import distributed
+    from .watch import console, station
 
     joined = distributed.joined(local_rank, config)
     with (
@@ -143,8 +143,8 @@ def main_worker(local_rank: int, job: Job) -> None:
         if config.mode is Mode.verify:
             _verify(world, job)
             return
-        from harness.runtime import seeding
-        from harness.training import resume
+        from .runtime import seeding
+        from .training import resume
 
         # before anything reads the settings, and the same on every rank
         if config.model.weights is not None:
@@ -159,7 +159,7 @@ def main_worker(local_rank: int, job: Job) -> None:
 
 def _splits(config: Config, saved: Saved | None, world: World) -> Splits:
     """Opens the data set, or what is evaluated."""
-    from harness.data import datasets
+    from .data import datasets
 
     if config.mode is Mode.evaluate and saved is not None:
         return datasets.load_evaluated(config.data, config.seed, saved.classes)
@@ -168,10 +168,10 @@ def _splits(config: Config, saved: Saved | None, world: World) -> Splits:
 
 def _verify(world: World, job: Job) -> None:
     """Reads every image of the data set."""
-    from harness.data import datasets
-    from harness.diagnose.verify import verify
-    from harness.feed.feeds import Feeds
-    from harness.runtime import limits
+    from .data import datasets
+    from .diagnose.verify import verify
+    from .feed.feeds import Feeds
+    from .runtime import limits
 
     config = job.config
     signals.set_grace(config.checkpoint.grace_s)
@@ -184,8 +184,8 @@ def _verify(world: World, job: Job) -> None:
 
 def _apply(world: World, job: Job, saved: Saved | None) -> None:
     """Predicts with the network of a checkpoint, or exports it."""
-    from harness.inference.loaded import export
-    from harness.inference.predict import predict
+    from .inference.loaded import export
+    from .inference.predict import predict
 
     # resume.find raises where there is nothing
     assert saved is not None
@@ -198,17 +198,17 @@ def _apply(world: World, job: Job, saved: Saved | None) -> None:
 
 def _wire(world: World, job: Job, saved: Saved | None) -> None:
     """Wires the rooms in the order of the data, from the disk to the report."""
-    from harness.diagnose.diagnosis import diagnose
-    from harness.feed.feeds import Feeds
-    from harness.page.document import write_report
-    from harness.runtime import accelerator, limits
-    from harness.training import resume
-    from harness.training.engine import Engine
-    from harness.training.reporter import Reporter
-    from harness.training.state import make_state
-    from harness.training.step import Step, StepTrials
-    from harness.tuning.tuner import tuned
-    from harness.watch import station
+    from .diagnose.diagnosis import diagnose
+    from .feed.feeds import Feeds
+    from .page.document import write_report
+    from .runtime import accelerator, limits
+    from .training import resume
+    from .training.engine import Engine
+    from .training.reporter import Reporter
+    from .training.state import make_state
+    from .training.step import Step, StepTrials
+    from .tuning.tuner import tuned
+    from .watch import station
 
     config = job.config
     # all is imported, and what follows looks for signals

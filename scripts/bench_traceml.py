@@ -84,7 +84,7 @@ def command(side: str, plant: str, folder: Path, *more: str) -> list[str]:
     """The command line of one run; TraceML's is the one that its documentation gives."""
     own = ["--side", side, "--plant", plant, "--folder", str(folder), *more]
     if side == "watch":
-        watch = ("-m", "harness", "watch", "--out", str(folder / "watched"))
+        watch = ("-m", "wellfed", "watch", "--out", str(folder / "watched"))
         return [sys.executable, *watch, str(LOOP), *own]
     if not side.startswith("traceml"):
         return [sys.executable, str(LOOP), *own]

@@ -48,7 +48,7 @@ SUPPORT = ROOT / "tests" / "support"
 DATA = Path(tempfile.gettempdir(), "wellfed-watched")
 PARTS = ("planted", "gain")
 # what runs a script watched: arguments of Python
-WATCH = ("-m", "harness", "watch")
+WATCH = ("-m", "wellfed", "watch")
 # cores that other programs may take beside a run
 BUSY = 0.2
 # for a run to end

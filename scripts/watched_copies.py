@@ -108,7 +108,7 @@ def train(where: str, non_blocking: bool) -> None:
 def watched(where: str, how: str) -> dict[str, float]:
     """Returns the shares that ``wellfed watch`` reports, in points."""
     with tempfile.TemporaryDirectory() as out:
-        words = ["-m", "harness.hooks", "--out", out, "--no-tensorboard", __file__]
+        words = ["-m", "wellfed.hooks", "--out", out, "--no-tensorboard", __file__]
         subprocess.run([sys.executable, *words, where, how], check=True, capture_output=True)
         report = json.loads((Path(out) / "report.json").read_text())
     shares = {name: 100 * share for name, share in report["shares"].items()}

@@ -20,9 +20,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from harness.compare.folders import FIGURES, Run, find, settings_that_differ, text
-from harness.config import ConfigError
-from harness.runtime.errors import printable, tell
+from ..config import ConfigError
+from ..runtime.errors import printable, tell
+from .folders import FIGURES, Run, find, settings_that_differ, text
 
 # as it was typed, the figure's key, and how far it may be from the first run's
 Limit = tuple[str, str, float]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import config
-from harness.runtime.files import natural, number, read_inside, read_written
+from .. import config
+from ..runtime.files import natural, number, read_inside, read_written
 
 
 class Figure(NamedTuple):

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.config import AugmentConfig
-from harness.runtime import accelerator
-from harness.runtime.seeding import BATCH, order_rng, uniforms
+from ..config import AugmentConfig
+from ..runtime import accelerator
+from ..runtime.seeding import BATCH, order_rng, uniforms
 
 # as torchvision's ColorJitter numbers them
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)

@@ -23,15 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from harness.config import ConfigError, DataCache, DataConfig
-from harness.data.decode import DecodeOptions
-from harness.data.mapped import MappedFile, checksum, memory
-from harness.data.storage import FolderSource, Source, Subset, cache_root
-from harness.data.transforms import resized
-from harness.runtime import limits
-from harness.runtime.files import open_regular
-from harness.runtime.folder import log
-from harness.watch.console import say
+from ..config import ConfigError, DataCache, DataConfig
+from ..runtime import limits
+from ..runtime.files import open_regular
+from ..runtime.folder import log
+from ..watch.console import say
+from .decode import DecodeOptions
+from .mapped import MappedFile, checksum, memory
+from .storage import FolderSource, Source, Subset, cache_root
+from .transforms import resized
 
 # every rank's value in the order of the ranks, on every rank
 Gathered = Callable[[Any], list[Any]]

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.config import DataConfig
-from harness.data.download import fetch, make_once, md5_of
-from harness.data.mapped import memory
-from harness.data.storage import ArraySource, cache_root
-from harness.runtime.errors import DataError
-from harness.runtime.files import open_regular, read_regular
+from ..config import DataConfig
+from ..runtime.errors import DataError
+from ..runtime.files import open_regular, read_regular
+from .download import fetch, make_once, md5_of
+from .mapped import memory
+from .storage import ArraySource, cache_root
 
 # of an archive, unpacked: they have 186 MB
 _MOST_BYTES = 256 << 20

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.config import (
+from ..config import (
     AugmentConfig,
     ConfigError,
     Crop,
@@ -25,11 +25,16 @@ from harness.config import (
     OnError,
     OptimConfig,
 )
-from harness.data import cifar, shapes
-from harness.data.cache import Gathered, PixelCache, open_caches
-from harness.data.decode import DecodeOptions, Undecodable, decode
-from harness.data.own import OwnDataset, open_own
-from harness.data.storage import (
+from ..runtime import parts
+from ..runtime.errors import BadSample, DataError, is_out_of_memory
+from ..runtime.seeding import SampleRng
+from ..watch.console import say
+from ..watch.stages import Lap
+from . import cifar, shapes
+from .cache import Gathered, PixelCache, open_caches
+from .decode import DecodeOptions, Undecodable, decode
+from .own import OwnDataset, open_own
+from .storage import (
     ArraySource,
     FolderSource,
     Source,
@@ -40,12 +45,7 @@ from harness.data.storage import (
     split,
     spread,
 )
-from harness.data.transforms import TrainTransform
-from harness.runtime import parts
-from harness.runtime.errors import BadSample, DataError, is_out_of_memory
-from harness.runtime.seeding import SampleRng
-from harness.watch.console import say
-from harness.watch.stages import Lap
+from .transforms import TrainTransform
 
 # Not the run's: another seed must not move images from training to validation.
 _SPLIT_SEED = 0

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.data.decode import HEAD_BYTES, reader
-from harness.data.mapped import MappedFile, checksum, in_memory
-from harness.runtime import signals
-from harness.runtime.errors import DataError, listed
-from harness.runtime.files import open_regular, write_whole
-from harness.runtime.folder import log
+from ..runtime import signals
+from ..runtime.errors import DataError, listed
+from ..runtime.files import open_regular, write_whole
+from ..runtime.folder import log
+from .decode import HEAD_BYTES, reader
+from .mapped import MappedFile, checksum, in_memory
 
 # Of the file, and of the rules by which a scan chooses and is trusted: raise it with either.
 _FORMAT = 7

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from harness.config import ConfigError, DataConfig, Evaluate, OnError
-from harness.data.storage import ArraySource, FolderSource, Source, Subset
-from harness.runtime import parts
-from harness.runtime.errors import BadSample, is_out_of_memory
-from harness.runtime.folder import log
-from harness.runtime.seeding import seeded
+from ..config import ConfigError, DataConfig, Evaluate, OnError
+from ..runtime import parts
+from ..runtime.errors import BadSample, is_out_of_memory
+from ..runtime.folder import log
+from ..runtime.seeding import seeded
+from .storage import ArraySource, FolderSource, Source, Subset
 
 
 class OwnSource:

@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from harness.config import ConfigError, DataConfig, GenerateConfig
-from harness.data.download import make_once
-from harness.data.storage import Source, cache_root, open_folder_splits
-from harness.runtime import limits, signals, workers
-from harness.runtime.errors import DataError
-from harness.runtime.files import read_json
-from harness.watch.console import progress, say
+from ..config import ConfigError, DataConfig, GenerateConfig
+from ..runtime import limits, signals, workers
+from ..runtime.errors import DataError
+from ..runtime.files import read_json
+from ..watch.console import progress, say
+from .download import make_once
+from .storage import Source, cache_root, open_folder_splits
 
 # Of the tree's form. Trees with earlier pictures are used as they are.
 _VERSION = 2

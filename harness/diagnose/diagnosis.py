@@ -24,28 +24,28 @@ from typing import Any
 
 import psutil
 
-from harness.config import Config, ConfigError
-from harness.data.datasets import ImageDataset
-from harness.data.decode import reader
-from harness.data.storage import FolderSource, Source, Subset, spread
-from harness.feed.feeds import Feeds
-from harness.feed.interface import Backend, FeedSettings
-from harness.feed.timed import TimedSteps
-from harness.runtime import accelerator
-from harness.runtime.distributed import World, again
-from harness.runtime.errors import LoaderError
-from harness.runtime.files import open_regular
-from harness.runtime.folder import log
-from harness.runtime.limits import Limits
-from harness.tuning.measures import Model, Rate, Trial
-from harness.tuning.probe import Lab
-from harness.watch.board import Board, publish
-from harness.watch.console import AddRow, aligned, live_table
-from harness.watch.figures import Ledger, Tag
-from harness.watch.host import Neighbours
-from harness.watch.report import stated, typed
-from harness.watch.stages import SAMPLE, StageCost, StageMeter, StageTotals
-from harness.watch.verdict import Evidence, Verdict, judge, total, worker_cost
+from ..config import Config, ConfigError
+from ..data.datasets import ImageDataset
+from ..data.decode import reader
+from ..data.storage import FolderSource, Source, Subset, spread
+from ..feed.feeds import Feeds
+from ..feed.interface import Backend, FeedSettings
+from ..feed.timed import TimedSteps
+from ..runtime import accelerator
+from ..runtime.distributed import World, again
+from ..runtime.errors import LoaderError
+from ..runtime.files import open_regular
+from ..runtime.folder import log
+from ..runtime.limits import Limits
+from ..tuning.measures import Model, Rate, Trial
+from ..tuning.probe import Lab
+from ..watch.board import Board, publish
+from ..watch.console import AddRow, aligned, live_table
+from ..watch.figures import Ledger, Tag
+from ..watch.host import Neighbours
+from ..watch.report import stated, typed
+from ..watch.stages import SAMPLE, StageCost, StageMeter, StageTotals
+from ..watch.verdict import Evidence, Verdict, judge, total, worker_cost
 
 _ROUNDS = 3
 _LOADING_S = 1.5

@@ -10,15 +10,15 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from harness.data.datasets import AnyDataset, ImageDataset
-from harness.data.own import OwnDataset
-from harness.feed.feeds import Feeds
-from harness.feed.interface import ARRAYS, THREADS, Failure, FeedSettings
-from harness.runtime import signals
-from harness.runtime.errors import DataError
-from harness.watch.board import BAD_SAMPLES as FILE
-from harness.watch.board import Board
-from harness.watch.console import progress, say
+from ..data.datasets import AnyDataset, ImageDataset
+from ..data.own import OwnDataset
+from ..feed.feeds import Feeds
+from ..feed.interface import ARRAYS, THREADS, Failure, FeedSettings
+from ..runtime import signals
+from ..runtime.errors import DataError
+from ..watch.board import BAD_SAMPLES as FILE
+from ..watch.board import Board
+from ..watch.console import progress, say
 
 
 def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:

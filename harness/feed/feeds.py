@@ -12,12 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config import BackendName, Config, ConfigError, Mode, named_backend
-from harness.data.datasets import AnyDataset, FakeDataset, ImageDataset, Splits
-from harness.data.own import OwnDataset
-from harness.data.storage import ArraySource, Subset
-from harness.data.transforms import mirror_into
-from harness.feed.interface import (
+from ..config import BackendName, Config, ConfigError, Mode, named_backend
+from ..data.datasets import AnyDataset, FakeDataset, ImageDataset, Splits
+from ..data.own import OwnDataset
+from ..data.storage import ArraySource, Subset
+from ..data.transforms import mirror_into
+from ..runtime import accelerator, limits
+from ..runtime.distributed import World
+from ..runtime.folder import log
+from ..runtime.limits import Limits
+from ..runtime.seeding import uniforms
+from ..watch.stages import START, StageMeter, StageTimer
+from .interface import (
     ARRAYS,
     PROCESSES,
     THREADS,
@@ -26,15 +32,9 @@ from harness.feed.interface import (
     FeedSettings,
     HostBatch,
 )
-from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder, Rest
-from harness.feed.processes import ProcessFeed
-from harness.feed.threads import ThreadFeed
-from harness.runtime import accelerator, limits
-from harness.runtime.distributed import World
-from harness.runtime.folder import log
-from harness.runtime.limits import Limits
-from harness.runtime.seeding import uniforms
-from harness.watch.stages import START, StageMeter, StageTimer
+from .order import AnyOrder, Cursor, Order, ProbeOrder, Rest
+from .processes import ProcessFeed
+from .threads import ThreadFeed
 
 # the stage of cropping and mirroring a batch
 _GATHER = "gather"

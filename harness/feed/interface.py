@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.feed.order import AnyOrder
-from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory
-from harness.runtime.folder import log
-from harness.runtime.seeding import instead_of
-from harness.watch.stages import COLLATE, SAMPLE, START, Lap, StageMeter, StageTimer, Stamps
+from ..runtime.errors import BadSample, LoaderError, is_out_of_memory
+from ..runtime.folder import log
+from ..runtime.seeding import instead_of
+from ..watch.stages import COLLATE, SAMPLE, START, Lap, StageMeter, StageTimer, Stamps
+from .order import AnyOrder
 
 # the backends that can serve every data set
 PROCESSES = "processes"

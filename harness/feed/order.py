@@ -10,8 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from harness.data.storage import by_class
-from harness.runtime.seeding import order_rng
+from ..data.storage import by_class
+from ..runtime.seeding import order_rng
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.feed.interface import Backend, BufferPool, HostBatch
-from harness.runtime import accelerator
-from harness.runtime.accelerator import Accelerator
-from harness.watch.clock import StepClock
-from harness.watch.spans import named
-from harness.watch.stages import Stamps
+from ..runtime import accelerator
+from ..runtime.accelerator import Accelerator
+from ..watch.clock import StepClock
+from ..watch.spans import named
+from ..watch.stages import Stamps
+from .interface import Backend, BufferPool, HostBatch
 
 _log = logging.getLogger("wellfed")
 Batches = Generator[tuple[Tensor, Tensor], None, None]

@@ -22,8 +22,12 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from harness.config import ConfigError
-from harness.feed.interface import (
+from ..config import ConfigError
+from ..runtime import signals, workers
+from ..runtime.errors import LoaderError
+from ..runtime.workers import Watchdog
+from ..watch.stages import SHARE, StageMeter
+from .interface import (
     PROCESSES,
     Backend,
     FeedSettings,
@@ -33,11 +37,7 @@ from harness.feed.interface import (
     stages_of,
     too_slow,
 )
-from harness.feed.order import AnyOrder
-from harness.runtime import signals, workers
-from harness.runtime.errors import LoaderError
-from harness.runtime.workers import Watchdog
-from harness.watch.stages import SHARE, StageMeter
+from .order import AnyOrder
 
 # how soon a dead worker, or a signal to the trainer, ends a wait
 _POLL_S = 2.0

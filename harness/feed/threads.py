@@ -17,7 +17,11 @@ from itertools import chain
 import numpy as np
 import torch
 
-from harness.feed.interface import (
+from ..runtime import signals, workers
+from ..runtime.errors import LoaderError
+from ..runtime.folder import log
+from ..watch.stages import StageMeter, Stamps
+from .interface import (
     THREADS,
     Backend,
     BufferPool,
@@ -29,11 +33,7 @@ from harness.feed.interface import (
     stages_of,
     too_slow,
 )
-from harness.feed.order import AnyOrder
-from harness.runtime import signals, workers
-from harness.runtime.errors import LoaderError
-from harness.runtime.folder import log
-from harness.watch.stages import StageMeter, Stamps
+from .order import AnyOrder
 
 # rows of the meter, one a thread: the most that loader.num_workers and tuner.max_workers take
 MOST_THREADS = 512

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.config import ConfigError
-from harness.feed.interface import Backend, HostBatch
-from harness.runtime import accelerator, signals
-from harness.runtime.distributed import World
-from harness.watch.clock import StepClock
-from harness.watch.figures import StepRun
+from ..config import ConfigError
+from ..runtime import accelerator, signals
+from ..runtime.distributed import World
+from ..watch.clock import StepClock
+from ..watch.figures import StepRun
+from .interface import Backend, HostBatch
 
 # what a step takes, and the labels, one for each image
 Batches = Generator[tuple[Any, Tensor], None, None]

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
-from harness import BEGAN_S
-from harness.config import ConfigError
-from harness.runtime.errors import printable, tell
+from .. import BEGAN_S
+from ..config import ConfigError
+from ..runtime.errors import printable, tell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, SyntaxError, ImportError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         return tell([ConfigError(f"{printable(typed.script)}: {why}; give a Python script")])
-    from harness.hooks.session import Session
+    from .session import Session
 
     sys.argv = [module.__file__ or typed.script, *typed.rest]
     sys.modules["__main__"] = module

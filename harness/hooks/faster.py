@@ -16,9 +16,9 @@ from torchvision import transforms
 from torchvision.datasets import folder
 from torchvision.transforms import v2
 
-from harness.data.decode import Undecodable, decode_jpeg
-from harness.data.transforms import Box, TrainTransform, resize_into
-from harness.runtime.files import read_regular
+from ..data.decode import Undecodable, decode_jpeg
+from ..data.transforms import Box, TrainTransform, resize_into
+from ..runtime.files import read_regular
 
 _Set = TypeVar("_Set", bound=folder.DatasetFolder)
 

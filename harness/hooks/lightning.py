@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from harness.hooks.own import watching
+from .own import watching
 
 
 class WellfedCallback(Callback):

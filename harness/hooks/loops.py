@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from harness.feed.interface import FeedSettings
-from harness.hooks.workers import Meter
-from harness.runtime import accelerator
-from harness.watch.clock import StepClock
+from ..feed.interface import FeedSettings
+from ..runtime import accelerator
+from ..watch.clock import StepClock
+from .workers import Meter
 
 # the device is let catch up at most so often where an evaluation may begin
 _SETTLE_S = 1.0

@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
-from harness.hooks import patches
-from harness.hooks.session import Session
-from harness.watch.report import Statement
+from ..watch.report import Statement
+from . import patches
+from .session import Session
 
 Batch = TypeVar("Batch")
 

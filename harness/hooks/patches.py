@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 from torch.utils.data._utils import worker as _torch_worker
 
-from harness.config import ConfigError
-from harness.hooks import workers
-from harness.hooks.loops import Followed, Loops
-from harness.runtime.errors import RunError
+from ..config import ConfigError
+from ..runtime.errors import RunError
+from . import workers
+from .loops import Followed, Loops
 
 _worker: Any = _torch_worker
 # those of this process

@@ -18,21 +18,21 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
-from harness.feed.interface import FeedSettings
-from harness.hooks import patches
-from harness.hooks.loops import Followed, Loops
-from harness.page import document
-from harness.runtime import folder, limits
-from harness.runtime.errors import printable
-from harness.runtime.files import read_json, write_whole
-from harness.watch.board import Board
-from harness.watch.clock import StepClock
-from harness.watch.figures import Window, by_tag, told
-from harness.watch.host import Sampler
-from harness.watch.report import Course, Statement, closing, report, stated, typed, used
-from harness.watch.stages import GROUPS
-from harness.watch.station import sampling
-from harness.watch.verdict import Change, Evidence, RankFigures, Verdict, judge
+from ..feed.interface import FeedSettings
+from ..page import document
+from ..runtime import folder, limits
+from ..runtime.errors import printable
+from ..runtime.files import read_json, write_whole
+from ..watch.board import Board
+from ..watch.clock import StepClock
+from ..watch.figures import Window, by_tag, told
+from ..watch.host import Sampler
+from ..watch.report import Course, Statement, closing, report, stated, typed, used
+from ..watch.stages import GROUPS
+from ..watch.station import sampling
+from ..watch.verdict import Change, Evidence, RankFigures, Verdict, judge
+from . import patches
+from .loops import Followed, Loops
 
 # our settings, some with their value, and what somebody's loop has in their place
 _WORDS: Mapping[str, str] = {
@@ -107,7 +107,7 @@ def offered(followed: Followed) -> list[str]:
     if followed.images is None:
         return []
     # imports torchvision
-    from harness.hooks.faster import faster
+    from .faster import faster
 
     try:
         faster(followed.images)

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from harness.hooks.own import watching
+from .own import watching
 
 
 class WellfedCallback(TrainerCallback):

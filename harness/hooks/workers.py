@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import dataloader
 from torch.utils.data._utils.worker import _worker_loop
 
-from harness.watch.stages import (
+from ..watch.stages import (
     DECODE,
     READ,
     SAMPLE,

@@ -15,18 +15,18 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from harness.config import Config, ConfigError, DataConfig, Format, Mode, ModelConfig
-from harness.data.datasets import as_evaluated
-from harness.data.decode import decode, decode_opened
-from harness.feed.prefetcher import Normalise
-from harness.runtime import parts
-from harness.runtime.errors import CheckpointError, printable
-from harness.runtime.files import read_regular, write_whole
-from harness.runtime.folder import log
-from harness.runtime.seeding import SampleRng
-from harness.training import checkpoint, models, resume
-from harness.watch.board import plain
-from harness.watch.console import say
+from ..config import Config, ConfigError, DataConfig, Format, Mode, ModelConfig
+from ..data.datasets import as_evaluated
+from ..data.decode import decode, decode_opened
+from ..feed.prefetcher import Normalise
+from ..runtime import parts
+from ..runtime.errors import CheckpointError, printable
+from ..runtime.files import read_regular, write_whole
+from ..runtime.folder import log
+from ..runtime.seeding import SampleRng
+from ..training import checkpoint, models, resume
+from ..watch.board import plain
+from ..watch.console import say
 
 # images that a file is checked on
 _CHECKED = 16

@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.config import Config
-from harness.data.datasets import ImageDataset, Splits, as_evaluated
-from harness.data.storage import FolderSource
-from harness.feed.feeds import Feeds
-from harness.feed.interface import Failure
-from harness.inference.loaded import network
-from harness.runtime import limits, signals
-from harness.runtime.distributed import World
-from harness.runtime.errors import DataError
-from harness.runtime.files import write_whole
-from harness.training.checkpoint import Saved
-from harness.training.step import autocast_of, device_batches
-from harness.watch.board import BAD_SAMPLES, Board, plain
-from harness.watch.console import progress, say
+from ..config import Config
+from ..data.datasets import ImageDataset, Splits, as_evaluated
+from ..data.storage import FolderSource
+from ..feed.feeds import Feeds
+from ..feed.interface import Failure
+from ..runtime import limits, signals
+from ..runtime.distributed import World
+from ..runtime.errors import DataError
+from ..runtime.files import write_whole
+from ..training.checkpoint import Saved
+from ..training.step import autocast_of, device_batches
+from ..watch.board import BAD_SAMPLES, Board, plain
+from ..watch.console import progress, say
+from .loaded import network
 
 
 def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:

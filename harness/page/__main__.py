@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.config import ConfigError
-from harness.page.document import write_sweep
-from harness.runtime.errors import printable, tell
+from ..config import ConfigError
+from ..runtime.errors import printable, tell
+from .document import write_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

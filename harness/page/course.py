@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from harness.runtime.files import number, open_regular
-from harness.watch.figures import FIGURES, STEP_FIGURES, Metric, Tag
+from ..runtime.files import number, open_regular
+from ..watch.figures import FIGURES, STEP_FIGURES, Metric, Tag
 
 SPREAD = ("median", "p95", "max")
 # of a step

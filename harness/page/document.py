@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from string import Template
 
-from harness.page.course import declared
-from harness.page.runs import BUCKETS, find_runs, run_json, told
-from harness.runtime.files import write_whole
+from ..runtime.files import write_whole
+from .course import declared
+from .runs import BUCKETS, find_runs, run_json, told
 
 ASSETS = Path(__file__).parent
 # each imports from those before it

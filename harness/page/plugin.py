@@ -43,7 +43,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def is_active(self) -> bool:
         """Says whether there is, or may be, a run to show, or an error."""
         try:
-            from harness.page.runs import each_run
+            from .runs import each_run
 
             # TensorBoard asks again and again, and waits for the answer
             is_due = time.monotonic() - self._looked_s >= _RECALL_S
@@ -60,7 +60,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         It is the page's files, ``/runs`` with few points of each run, and ``/run?name=`` with as
         many as fit.
         """
-        from harness.page import document, runs
+        from . import document, runs
 
         def found(notes: list[str]) -> dict[str, Path]:
             if self._logdir and "://" not in self._logdir:

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.page.course import Windows, course, latest, read_windows
-from harness.runtime.files import known, natural, number, read_inside, read_written
+from ..runtime.files import known, natural, number, read_inside, read_written
+from .course import Windows, course, latest, read_windows
 
 # points of a chart that has the page's width
 BUCKETS = 400

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from harness.config import Config, ConfigError, DistBackend, DistName
-from harness.runtime import accelerator, limits, signals
-from harness.runtime.launch import command, run_processes, setting
+from ..config import Config, ConfigError, DistBackend, DistName
+from . import accelerator, limits, signals
+from .launch import command, run_processes, setting
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Sequence
 from typing import TextIO
 
-from harness.answers import explain
-from harness.config import ConfigError
+from ..answers import explain
+from ..config import ConfigError
 
 _TOO_SMALL = "data.image_size: too small for the layers of the network; raise it"
 # by what torch and Python say

@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from harness.config import ConfigError, Mode
-from harness.runtime.errors import DiskError, LockedError, RunError, described
-from harness.runtime.files import open_regular, write_whole
+from ..config import ConfigError, Mode
+from .errors import DiskError, LockedError, RunError, described
+from .files import open_regular, write_whole
 
 LOGGER = "wellfed"
 # of every room

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from harness.runtime import signals, workers
-from harness.runtime.errors import LOST_RANK, RunError, tell_crashes, told
+from . import signals, workers
+from .errors import LOST_RANK, RunError, tell_crashes, told
 
 # of the others, once a process has failed
 _GRACE_S = 5.0
@@ -33,9 +33,9 @@ class ProcessError(RunError):
 
 def command(ranks: str | None = None) -> list[str]:
     """Returns the words that start such a run again; ``ranks`` is an option for torchrun."""
-    installed = re.search("(^|/)(wellfed|harness/__main__.py)$", sys.argv[0])
+    installed = re.search(r"(^|/)(wellfed|(wellfed|harness)/__main__\.py)$", sys.argv[0])
     if ranks is not None:
-        return ["torchrun", ranks, *(["-m", "harness"] if installed else ["train.py"])]
+        return ["torchrun", ranks, *(["-m", "wellfed"] if installed else ["train.py"])]
     if installed:
         return ["wellfed"]
     return [*(["uv", "run"] if "UV" in os.environ else ["python"]), "train.py"]

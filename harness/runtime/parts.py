@@ -16,8 +16,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from harness.config import ConfigError
-from harness.runtime.errors import RunError, is_out_of_memory, printable, words
+from ..config import ConfigError
+from .errors import RunError, is_out_of_memory, printable, words
 
 _PACKAGE = str(Path(__file__).parents[1])
 

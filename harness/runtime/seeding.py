@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.runtime import accelerator
+from . import accelerator
 
 # Streams: two uses of one (seed, epoch) must not share random numbers. Stream 1 is the order's;
 # what is done to a sample alone and what is done to whole batches have one each.

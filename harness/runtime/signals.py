@@ -19,7 +19,7 @@ from multiprocessing import connection
 from types import FrameType
 from typing import NoReturn
 
-from harness.runtime.errors import Interrupted
+from .errors import Interrupted
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # by SIGQUIT a trainer ends at once, and its workers clear up after it

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from harness.runtime.seeding import random_state, restore_random_state
+from .seeding import random_state, restore_random_state
 
 
 class Snapshot:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from harness.runtime import signals
+from . import signals
 
 # how often a watchdog looks
 _LOOK_S = 0.5

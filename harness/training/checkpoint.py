@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.config import Config, from_plain
-from harness.runtime import parts
-from harness.runtime.errors import CheckpointError, printable
-from harness.runtime.files import open_regular, read_regular, typed
-from harness.runtime.folder import log
+from ..config import Config, from_plain
+from ..runtime import parts
+from ..runtime.errors import CheckpointError, printable
+from ..runtime.files import open_regular, read_regular, typed
+from ..runtime.folder import log
 
 # 1 had no digest of the record itself
 SCHEMA = 2

@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-from harness.config import Mode, OnError
-from harness.feed.interface import Backend, Failure
-from harness.feed.order import Order
-from harness.feed.prefetcher import DataPrefetcher
-from harness.runtime import accelerator
-from harness.runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
-from harness.runtime.files import read_regular
-from harness.runtime.folder import log
-from harness.training import pictures, profile, saving
-from harness.training.step import Evaluation, Step, device_batches, evaluate
-from harness.watch import device, station, verdict
-from harness.watch.board import BAD_SAMPLES, Value
-from harness.watch.console import progress, say
-from harness.watch.figures import Tag, by_tag
-from harness.watch.spans import named
-from harness.watch.stages import StageTotals
+from ..config import Mode, OnError
+from ..feed.interface import Backend, Failure
+from ..feed.order import Order
+from ..feed.prefetcher import DataPrefetcher
+from ..runtime import accelerator
+from ..runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
+from ..runtime.files import read_regular
+from ..runtime.folder import log
+from ..watch import device, station, verdict
+from ..watch.board import BAD_SAMPLES, Value
+from ..watch.console import progress, say
+from ..watch.figures import Tag, by_tag
+from ..watch.spans import named
+from ..watch.stages import StageTotals
+from . import pictures, profile, saving
+from .step import Evaluation, Step, device_batches, evaluate
 
 # seconds in which workers have batches ready
 _WARM_UP_S = 1.5

@@ -14,14 +14,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchvision import models as zoo
 
-from harness.config import TIMM, ConfigError, ModelConfig, check_model, leaves
-from harness.runtime import parts
-from harness.runtime.errors import CheckpointError, listed, printable
-from harness.runtime.files import open_regular
-from harness.runtime.folder import log
-from harness.training import checkpoint
-from harness.training.checkpoint import Saved
-from harness.watch.console import say
+from ..config import TIMM, ConfigError, ModelConfig, check_model, leaves
+from ..runtime import parts
+from ..runtime.errors import CheckpointError, listed, printable
+from ..runtime.files import open_regular
+from ..runtime.folder import log
+from ..watch.console import say
+from . import checkpoint
+from .checkpoint import Saved
 
 # of data.*, what published weights say of images
 EXPECTED = (

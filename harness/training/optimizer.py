@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from harness.config import ConfigError, OptimConfig, OptimName, ScheduleConfig, ScheduleName
-from harness.runtime.errors import CheckpointError, printable
-from harness.training import models
+from ..config import ConfigError, OptimConfig, OptimName, ScheduleConfig, ScheduleName
+from ..runtime.errors import CheckpointError, printable
+from . import models
 
 
 def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:

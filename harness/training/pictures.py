@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from harness.config import DataConfig
-from harness.data.datasets import Splits
-from harness.runtime.distributed import World
-from harness.runtime.errors import BadSample, printable
-from harness.watch.board import Board, plain
+from ..config import DataConfig
+from ..data.datasets import Splits
+from ..runtime.distributed import World
+from ..runtime.errors import BadSample, printable
+from ..watch.board import Board, plain
 
 # pictures of mistakes
 _MOST = 24

@@ -11,10 +11,10 @@ from pathlib import Path
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from harness.runtime import accelerator
-from harness.runtime.folder import log
-from harness.watch import spans
-from harness.watch.console import say
+from ..runtime import accelerator
+from ..runtime.folder import log
+from ..watch import spans
+from ..watch.console import say
 
 
 class Trace:

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config import Mode, shown, walk
-from harness.data.datasets import Splits
-from harness.runtime import accelerator, launch
-from harness.runtime.distributed import again
-from harness.runtime.errors import described, words
-from harness.runtime.folder import log
-from harness.training import pictures
-from harness.training.checkpoint import Record, records
-from harness.training.engine import Engine
-from harness.watch.board import BAD_SAMPLES, Board
-from harness.watch.console import say
-from harness.watch.report import Statement, closing, report, stated
-from harness.watch.verdict import Evidence, judge
+from ..config import Mode, shown, walk
+from ..data.datasets import Splits
+from ..runtime import accelerator, launch
+from ..runtime.distributed import again
+from ..runtime.errors import described, words
+from ..runtime.folder import log
+from ..watch.board import BAD_SAMPLES, Board
+from ..watch.console import say
+from ..watch.report import Statement, closing, report, stated
+from ..watch.verdict import Evidence, judge
+from . import pictures
+from .checkpoint import Record, records
+from .engine import Engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from harness.config import Config, Mode, adopted, shown, walk
-from harness.feed.order import Order, Rest
-from harness.runtime import launch, parts
-from harness.runtime.distributed import World
-from harness.runtime.errors import CheckpointError, listed
-from harness.runtime.folder import log
-from harness.training import checkpoint, models
-from harness.training.checkpoint import NoCheckpoint, Saved
-from harness.training.state import TrainState
-from harness.watch.console import say
+from ..config import Config, Mode, adopted, shown, walk
+from ..feed.order import Order, Rest
+from ..runtime import launch, parts
+from ..runtime.distributed import World
+from ..runtime.errors import CheckpointError, listed
+from ..runtime.folder import log
+from ..watch.console import say
+from . import checkpoint, models
+from .checkpoint import NoCheckpoint, Saved
+from .state import TrainState
 
 _NETWORK = ("model.name", "trainer.precision", "trainer.channels_last")
 # what training goes on by

@@ -20,15 +20,15 @@ from pathlib import Path
 import torch
 from torch.utils.serialization import config as torch_config
 
-from harness.config import Config, Mode, to_plain
-from harness.feed.order import Order
-from harness.runtime import signals
-from harness.runtime.distributed import World
-from harness.runtime.errors import DiskError
-from harness.runtime.files import write_whole
-from harness.runtime.workers import give_way
-from harness.training.checkpoint import UNNAMED, Record, order, pointed, records, sealed
-from harness.training.state import TrainState
+from ..config import Config, Mode, to_plain
+from ..feed.order import Order
+from ..runtime import signals
+from ..runtime.distributed import World
+from ..runtime.errors import DiskError
+from ..runtime.files import write_whole
+from ..runtime.workers import give_way
+from .checkpoint import UNNAMED, Record, order, pointed, records, sealed
+from .state import TrainState
 
 
 class Boundary:

@@ -13,17 +13,17 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from harness.config import Config, Mode, Precision
-from harness.runtime import parts
-from harness.runtime.distributed import World
-from harness.runtime.errors import CheckpointError
-from harness.runtime.files import typed
-from harness.runtime.seeding import random_state, restore_random_state
-from harness.training import models
-from harness.training.average import Average
-from harness.training.checkpoint import COUNTS, Saved
-from harness.training.optimizer import adopt, frozen_names, lr_factor, make_optimizer
-from harness.watch.console import say
+from ..config import Config, Mode, Precision
+from ..runtime import parts
+from ..runtime.distributed import World
+from ..runtime.errors import CheckpointError
+from ..runtime.files import typed
+from ..runtime.seeding import random_state, restore_random_state
+from ..watch.console import say
+from . import models
+from .average import Average
+from .checkpoint import COUNTS, Saved
+from .optimizer import adopt, frozen_names, lr_factor, make_optimizer
 
 
 @dataclass(slots=True)

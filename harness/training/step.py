@@ -18,21 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.config import Config, Precision
-from harness.data.augment import BatchAugment, Mix
-from harness.feed.interface import Backend, HostBatch
-from harness.feed.prefetcher import DataPrefetcher
-from harness.feed.timed import Batches, TimedSteps
-from harness.runtime import accelerator, signals
-from harness.runtime.distributed import World
-from harness.runtime.errors import Interrupted
-from harness.runtime.snapshot import Snapshot
-from harness.training.models import refuse_logits
-from harness.training.optimizer import fill_momentum, skip_nonfinite
-from harness.training.state import TrainState
-from harness.watch.clock import StepClock
-from harness.watch.figures import StepRun
-from harness.watch.spans import named
+from ..config import Config, Precision
+from ..data.augment import BatchAugment, Mix
+from ..feed.interface import Backend, HostBatch
+from ..feed.prefetcher import DataPrefetcher
+from ..feed.timed import Batches, TimedSteps
+from ..runtime import accelerator, signals
+from ..runtime.distributed import World
+from ..runtime.errors import Interrupted
+from ..runtime.snapshot import Snapshot
+from ..watch.clock import StepClock
+from ..watch.figures import StepRun
+from ..watch.spans import named
+from .models import refuse_logits
+from .optimizer import fill_momentum, skip_nonfinite
+from .state import TrainState
 
 DTYPES = {
     Precision.fp32: torch.float32,

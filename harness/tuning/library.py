@@ -16,20 +16,20 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from harness.config import TunerConfig
-from harness.feed.interface import Backend, FeedSettings, HostBatch
-from harness.feed.order import Cursor, Order, ProbeOrder
-from harness.feed.prefetcher import HostLeadLimiter
-from harness.feed.processes import ProcessFeed
-from harness.feed.timed import Batches, TimedSteps
-from harness.runtime import limits, workers
-from harness.runtime.distributed import World
-from harness.runtime.errors import BadSample, LoaderError, words
-from harness.runtime.snapshot import Snapshot
-from harness.tuning.measures import Probes, TuningReport
-from harness.tuning.tuner import tune as tune_probes
-from harness.watch.clock import StepClock
-from harness.watch.stages import StageMeter
+from ..config import TunerConfig
+from ..feed.interface import Backend, FeedSettings, HostBatch
+from ..feed.order import Cursor, Order, ProbeOrder
+from ..feed.prefetcher import HostLeadLimiter
+from ..feed.processes import ProcessFeed
+from ..feed.timed import Batches, TimedSteps
+from ..runtime import limits, workers
+from ..runtime.distributed import World
+from ..runtime.errors import BadSample, LoaderError, words
+from ..runtime.snapshot import Snapshot
+from ..watch.clock import StepClock
+from ..watch.stages import StageMeter
+from .measures import Probes, TuningReport
+from .tuner import tune as tune_probes
 
 Step = Callable[[Any], object]
 _NO_ROOM = (

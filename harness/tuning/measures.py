@@ -14,12 +14,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from harness.feed.interface import ARRAYS, PROCESSES, THREADS, Backend, FeedSettings
-from harness.feed.order import Cursor
-from harness.runtime.limits import Limits
-from harness.watch.board import Board, plain, publish
-from harness.watch.console import aligned
-from harness.watch.verdict import roofline, workers_for
+from ..feed.interface import ARRAYS, PROCESSES, THREADS, Backend, FeedSettings
+from ..feed.order import Cursor
+from ..runtime.limits import Limits
+from ..watch.board import Board, plain, publish
+from ..watch.console import aligned
+from ..watch.verdict import roofline, workers_for
 
 # Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)

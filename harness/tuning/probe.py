@@ -17,19 +17,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from harness.feed.interface import (
+from ..feed.interface import (
     PROCESSES,
     THREADS,
     Backend,
     FeedSettings,
     HostBatch,
 )
-from harness.feed.timed import TimedSteps
-from harness.runtime import accelerator, signals
-from harness.runtime.distributed import World
-from harness.runtime.errors import BadSample, LoaderError, is_out_of_memory, printable
-from harness.runtime.limits import Limits
-from harness.tuning.measures import (
+from ..feed.timed import TimedSteps
+from ..runtime import accelerator, signals
+from ..runtime.distributed import World
+from ..runtime.errors import BadSample, LoaderError, is_out_of_memory, printable
+from ..runtime.limits import Limits
+from ..watch.console import AddRow
+from ..watch.stages import Work
+from .measures import (
     Kind,
     Model,
     Probes,
@@ -41,8 +43,6 @@ from harness.tuning.measures import (
     shown,
     undisturbed,
 )
-from harness.watch.console import AddRow
-from harness.watch.stages import Work
 
 POLL_S = 0.05
 _BLOCKS = 10

@@ -13,12 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.config import TunerConfig
-from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
-from harness.feed.threads import MOST_THREADS
-from harness.runtime.folder import log
-from harness.runtime.limits import Limits
-from harness.tuning.measures import (
+from ..config import TunerConfig
+from ..feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
+from ..feed.threads import MOST_THREADS
+from ..runtime.folder import log
+from ..runtime.limits import Limits
+from .measures import (
     BUSY,
     FED,
     Kind,
@@ -28,7 +28,7 @@ from harness.tuning.measures import (
     TuningReport,
     in_flight,
 )
-from harness.tuning.probe import Lab
+from .probe import Lab
 
 # supply over demand that is aimed at
 MET = 1.05

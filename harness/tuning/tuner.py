@@ -26,18 +26,24 @@ from typing import Any
 
 import numpy as np
 
-from harness.config import Config, TunerConfig, TunerName, shown, walk
-from harness.data.storage import cache_root
-from harness.feed.feeds import Feeds
-from harness.feed.interface import Backend, FeedSettings
-from harness.feed.threads import ThreadFeed
-from harness.feed.timed import TimedSteps
-from harness.runtime import accelerator, parts
-from harness.runtime.distributed import World
-from harness.runtime.files import read_regular, set_aside, typed, write_whole
-from harness.runtime.folder import log
-from harness.runtime.limits import Limits
-from harness.tuning.measures import (
+from ..config import Config, TunerConfig, TunerName, shown, walk
+from ..data.storage import cache_root
+from ..feed.feeds import Feeds
+from ..feed.interface import Backend, FeedSettings
+from ..feed.threads import ThreadFeed
+from ..feed.timed import TimedSteps
+from ..runtime import accelerator, parts
+from ..runtime.distributed import World
+from ..runtime.files import read_regular, set_aside, typed, write_whole
+from ..runtime.folder import log
+from ..runtime.limits import Limits
+from ..watch.clock import StepClock
+from ..watch.console import live_table, say
+from ..watch.figures import Window
+from ..watch.host import Neighbours, environment
+from ..watch.stages import StageTotals
+from ..watch.station import Watch
+from .measures import (
     BUSY,
     FED,
     Model,
@@ -46,14 +52,8 @@ from harness.tuning.measures import (
     TuningReport,
     undisturbed,
 )
-from harness.tuning.probe import Lab
-from harness.tuning.search import MET, AutoSearch, grid, most_workers
-from harness.watch.clock import StepClock
-from harness.watch.console import live_table, say
-from harness.watch.figures import Window
-from harness.watch.host import Neighbours, environment
-from harness.watch.stages import StageTotals
-from harness.watch.station import Watch
+from .probe import Lab
+from .search import MET, AutoSearch, grid, most_workers
 
 _MAX_AGE_S = 30 * 24 * 3600.0
 # settings that decide what a sample or a step costs, and what is searched, besides all of augment

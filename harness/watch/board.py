@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from harness.runtime.errors import printable
-from harness.runtime.files import open_regular, typed, write_whole
-from harness.runtime.folder import log
-from harness.watch.console import say
-from harness.watch.figures import Spread
+from ..runtime.errors import printable
+from ..runtime.files import open_regular, typed, write_whole
+from ..runtime.folder import log
+from .console import say
+from .figures import Spread
 
 if TYPE_CHECKING:
-    from harness.watch.wandb_writer import WandbWriter
+    from .wandb_writer import WandbWriter
 
 BAD_SAMPLES = "bad_samples.jsonl"
 _METRICS = "metrics.jsonl"

@@ -15,14 +15,14 @@ from itertools import pairwise
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.watch.figures import HOST_STEP, Ledger, Sums, Window, add
-from harness.watch.stages import Stamps
-from harness.watch.timeline import Copy, Timeline, TimingEvent
+from .figures import HOST_STEP, Ledger, Sums, Window, add
+from .stages import Stamps
+from .timeline import Copy, Timeline, TimingEvent
 
 if TYPE_CHECKING:
     import torch
 
-    from harness.runtime.accelerator import Accelerator
+    from ..runtime.accelerator import Accelerator
 
 Batch = TypeVar("Batch")
 # of a wait, by where its batch was: until it was made, received, pinned, and here
@@ -81,7 +81,7 @@ class StepClock:
         *,
         now: Callable[[], float] | None = None,
     ) -> None:
-        from harness.runtime import accelerator  # which imports torch
+        from ..runtime import accelerator  # which imports torch
 
         own = accelerator.of(device)
         self.now = now or own.now

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from harness.runtime.errors import draws, printable
-from harness.runtime.folder import log
+from ..runtime.errors import draws, printable
+from ..runtime.folder import log
 
 # to the line's beginning, and the rest of the line away
 _ERASE = "\r\x1b[K"

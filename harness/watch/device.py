@@ -14,12 +14,12 @@ from functools import partial
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from harness.runtime.folder import log
-from harness.watch.figures import Tag
-from harness.watch.tree import Tree
+from ..runtime.folder import log
+from .figures import Tag
+from .tree import Tree
 
 if TYPE_CHECKING:
-    from harness.runtime.accelerator import Accelerator
+    from ..runtime.accelerator import Accelerator
 
 # one for each tag, or none at all this time
 Figures = Sequence[float | None]

@@ -15,10 +15,10 @@ from typing import Self
 
 import psutil
 
-from harness.runtime import limits
-from harness.watch.device import Figures, Sensor, nvml_sees_gpu
-from harness.watch.figures import Tag
-from harness.watch.tree import Tree
+from ..runtime import limits
+from .device import Figures, Sensor, nvml_sees_gpu
+from .figures import Tag
+from .tree import Tree
 
 
 class HostSensor(Sensor):

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.watch.board import plain
-from harness.watch.figures import Tag, Window, told
-from harness.watch.host import environment
-from harness.watch.verdict import FED, HARM, Bottleneck, Change, Evidence, Verdict, WorkerCost
+from .board import plain
+from .figures import Tag, Window, told
+from .host import environment
+from .verdict import FED, HARM, Bottleneck, Change, Evidence, Verdict, WorkerCost
 
 
 @dataclass(slots=True)

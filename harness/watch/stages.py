@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness.watch.figures import Tag
+from .figures import Tag
 
 if TYPE_CHECKING:
     from torch import Tensor

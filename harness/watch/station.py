@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 
-from harness.config import Config, ConfigError, Wandb
-from harness.runtime import accelerator, limits
-from harness.runtime.accelerator import Accelerator
-from harness.runtime.distributed import World
-from harness.watch.board import Board
-from harness.watch.clock import StepClock
-from harness.watch.device import GpuSensor, Sensor, nvml_sees_gpu
-from harness.watch.figures import Window
-from harness.watch.host import HostSensor, Sampler
-from harness.watch.report import Course
-from harness.watch.wandb_writer import WandbWriter
+from ..config import Config, ConfigError, Wandb
+from ..runtime import accelerator, limits
+from ..runtime.accelerator import Accelerator
+from ..runtime.distributed import World
+from .board import Board
+from .clock import StepClock
+from .device import GpuSensor, Sensor, nvml_sees_gpu
+from .figures import Window
+from .host import HostSensor, Sampler
+from .report import Course
+from .wandb_writer import WandbWriter
 
 
 @dataclass(slots=True)

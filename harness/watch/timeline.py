@@ -18,10 +18,10 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness.watch.figures import Ledger, Sums, add
+from .figures import Ledger, Sums, add
 
 if TYPE_CHECKING:
-    from harness.runtime.accelerator import Accelerator
+    from ..runtime.accelerator import Accelerator
 
 # from when to when, in seconds of the host's clock
 Span = tuple[float, float]

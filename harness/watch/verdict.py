@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from harness.config import Precision, TrainerConfig
-from harness.watch.figures import Tag, Window
-from harness.watch.host import SPOILT, taken
-from harness.watch.stages import AUGMENT, GROUPS, SAMPLE, StageCost, StageTotals
+from ..config import Precision, TrainerConfig
+from .figures import Tag, Window
+from .host import SPOILT, taken
+from .stages import AUGMENT, GROUPS, SAMPLE, StageCost, StageTotals
 
 Bottleneck = Literal[
     "storage", "decode", "augment", "collate", "transport", "copy", "workers", "compute", "launch",

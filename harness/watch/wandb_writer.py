@@ -10,9 +10,9 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from harness.config import Config, Wandb, to_plain
-from harness.runtime.folder import log
-from harness.watch.console import say
+from ..config import Config, Wandb, to_plain
+from ..runtime.folder import log
+from .console import say
 
 # the longest waits for the service at the start and at the end
 _BEGIN_S = 30.0
