@@ -26,7 +26,7 @@ never each other)::
     config              every setting; with answers and app the only module that knows Hydra
     answers             what the command line answers to what was mistyped
 
-Tuning knows the step by what times it (``harness.feed.timed.TimedSteps``), which training extends
+Tuning knows the step by what times it (``harness.tuning.steps.TimedSteps``), which training extends
 and job passes on.
 
 For a loop of your own: ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock`` and
@@ -50,12 +50,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .clock.clock import StepClock
     from .feed.prefetcher import DataPrefetcher
     from .hooks.faster import faster
     from .hooks.own import watched, watching
     from .inference.loaded import load
     from .tuning.library import tune
-    from .watch.clock import StepClock
 
 __all__ = ["DataPrefetcher", "StepClock", "faster", "load", "tune", "watched", "watching"]
 __version__ = "0.1.0"

@@ -11,25 +11,18 @@ import dataclasses
 import importlib.util
 import io
 import operator
-import os
 import re
-from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from enum import Enum
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from hydra._internal.utils import get_args_parser
-from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
-from hydra.core.config_store import ConfigStore
-from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from . import answers
+from . import suggestions
 
 
 class ConfigError(ValueError):
@@ -71,8 +64,6 @@ _PART = {"gt": 0.0, "le": 1.0}
 _INNER = {"gt": 0.0, "lt": 1.0}
 _NUMBER = r"\d+(\.\d+)?(e[+-]?\d+)?"
 
-# settings that are paths
-_PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
 # before the names of timm's networks
 TIMM = "timm/"
 
@@ -694,7 +685,7 @@ def load(composed: DictConfig) -> Config:
         ConfigError: a setting is unknown, of the wrong type, out of its range, or contradicts
             another.
     """
-    config = _typed(composed)
+    config = typed_settings(composed)
     settings = list(walk(config))
     # as they are typed: dist= is dist.name=
     held = {f"{path.removesuffix('.name')}={shown(value)}" for path, value, _ in settings}
@@ -774,7 +765,7 @@ class Interpolated(str):
     written: str
 
 
-def _typed(composed: DictConfig) -> Config:
+def typed_settings(composed: DictConfig) -> Config:
     """Returns ``composed`` with the types of the schema, and nothing else checked."""
     try:
         # without Hydra's own part; resolving finds every missing environment variable
@@ -783,7 +774,7 @@ def _typed(composed: DictConfig) -> Config:
         # merged once more: composing lets keys pass that were added with a plus
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
     except (OmegaConfBaseException, OverflowError) as error:
-        raise ConfigError(answers.explain(error)) from error
+        raise ConfigError(suggestions.explain(error)) from error
     assert isinstance(config, Config)
     # without the schema's defaults, alone or within a group that is interpolated
     written = dict(leaves(OmegaConf.to_container(ours)))
@@ -798,21 +789,6 @@ def _typed(composed: DictConfig) -> Config:
             given.written = written[path]
             setattr(group, name, given)
     return config
-
-
-def typed(chosen: HydraConf) -> tuple[str, ...]:
-    """Returns what the command line asked for.
-
-    First the flags that name other folders or files of settings, then the overrides.
-    """
-    places = {source.provider: source.path for source in chosen.runtime.config_sources}
-    flags = {"path": places.get("main"), "name": chosen.job.config_name}
-    flags["dir"] = places.get("command-line")
-    usual = {"path": str(CONF), "name": "config", "dir": None}
-    others = [f"--config-{name}={flags[name]}" for name in flags if flags[name] != usual[name]]
-    # as they were written: an item of the list itself is resolved
-    overrides: Any = OmegaConf.to_container(chosen.overrides.task)
-    return (*others, *overrides)
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -847,7 +823,7 @@ def saved(text: bytes) -> dict[str, Any]:
         plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
     # YAML's own, which has no base that Python has; omegaconf's
     except Exception as error:
-        raise ConfigError(answers.explain(error) or str(error)) from error
+        raise ConfigError(suggestions.explain(error) or str(error)) from error
     # a list, in a file that is not ours
     return plain if isinstance(plain, dict) else {}
 
@@ -863,7 +839,7 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]
             yield path, value, declared
 
 
-answers.SETTINGS += [path for path, _, _ in walk(Config())]
+suggestions.SETTINGS += [path for path, _, _ in walk(Config())]
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -931,58 +907,6 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def prepared(arguments: list[str]) -> Namespace:
-    """Returns the command line's ``arguments`` as Hydra's own parser reads them.
-
-    A ``--config-path`` is in the current folder; Hydra would look beside its caller. Flags may
-    stand anywhere. ``model=`` takes any name that ``model.name=`` takes.
-
-    Raises:
-        ConfigError: a flag that there is not, such as ``--lr 0.1``.
-    """
-    parser = get_args_parser()
-    # its own would print its usage
-    parser.error = _refused  # type: ignore[method-assign]
-    read, unknown = parser.parse_known_intermixed_args(arguments)
-    if read.experimental_rerun:
-        _refused("--experimental-rerun unpickles a file")
-    if unknown:
-        following = arguments[arguments.index(unknown[0]) + 1 :]
-        raise ConfigError(answers.refused_flag(unknown[0], following))
-    # pkg://... is Hydra's
-    if read.config_path and "://" not in read.config_path:
-        read.config_path = str(Path.cwd() / read.config_path)
-    # a folder of the user's may have networks of its own
-    folders = [Path(folder) for folder in (read.config_path, read.config_dir) if folder]
-    networks = [file.stem for at in (CONF, *folders) for file in at.glob("model/*.yaml")]
-    read.overrides = [_as_written(text, networks) for text in read.overrides]
-    return read
-
-
-def _as_written(text: str, networks: Sequence[str]) -> str:
-    """Returns a setting as Hydra takes it; ``model=`` with none of ``networks`` is a name.
-
-    ``~`` is the home folder in paths, which no shell puts there. Text and choices are quoted where
-    Hydra would take them for numbers: 1.50 for 1.5, and ``mode=2`` for the second choice.
-    """
-    name, equals, value = text.partition("=")
-    if value.startswith("~") and name.lstrip("+") in _PATHS:
-        # a sweep lists several
-        value = ",".join(map(os.path.expanduser, value.split(",")))
-    elif name == "model" and not {*value.split(",")} <= {*networks}:
-        name = "model.name"
-    elif re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan", value, re.I):
-        # annotations are text
-        kinds = {path: str(declared.type) for path, _, declared in walk(Config())}
-        if re.match("str|[A-Z]", kinds.get(name.lstrip("+"), "")):
-            value = f"'{value}'"
-    return f"{name}{equals}{value}"
-
-
-def _refused(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see --help")
-
-
 def installed(package: str, wish: str) -> Path:
     """Returns the first file of an extra's package, which is not imported.
 
@@ -1028,7 +952,7 @@ def check_model(model: ModelConfig, known: Sequence[str]) -> None:
         name = name.partition(".")[0]
         known = classifiers("timm") or [name]
     if not is_own and name not in known:
-        hint = answers.nearest(model.name, known)
+        hint = suggestions.nearest(model.name, known)
         hint = hint or "; a network of your own is named module:function"
         raise ConfigError(f"model.name={model.name}: unknown{hint}")
     if (is_own or model.name == "small") and model.weights == "DEFAULT":
@@ -1053,102 +977,10 @@ def check_names(config: Config) -> None:
     if ":" not in name and name not in sets:
         raise ConfigError(
             f"data.name={name}: no such data set; choose from {', '.join(sets)}"
-            f"{answers.nearest(name, sets)}"
+            f"{suggestions.nearest(name, sets)}"
         )
 
 
 def choices(group_name: str) -> list[str]:
     """Returns the names that ``GROUP=`` takes, without their values."""
     return sorted(file.stem for file in (CONF / group_name).glob("*.yaml"))
-
-
-_HELP = """train.py: train an image classifier on a feed that keeps the device busy.
-
-  python train.py loader.autotune=true                  the generated data set, tuned.
-  python train.py data=imagefolder data.root=FOLDER     your own images.
-  python train.py mode=predict resume=RUN data.root=DIR the classes of other images.
-  python train.py mode=export resume=RUN                the network as one file.
-  python train.py -m loader.num_workers=0,1,2           one run for each value.
-  python train.py page multirun/DATE/TIME               one page for all runs of a sweep.
-  python train.py compare outputs/first outputs/second  runs side by side, as a table.
-  python train.py --version                             the versions of wellfed, torch and Python.
-
-Where the project is installed, the command wellfed takes the same words, in any folder.
-
-A run leaves its files in outputs/ in the folder where it is started.
-
-Choices that bring values of their own:
-"""
-_SETTINGS = """
-Every setting with its value as this command line has it; add data=cifar10 to see what that changes.
-"""
-
-
-def help_text(config: Config) -> str:
-    """Returns the page of ``--help``: the calls, the choices, every setting with its value."""
-    lines = []
-    for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
-        values = choices(name)
-        if name == "model":
-            values += [
-                "any classifier of torchvision",
-                "timm/NAME",
-                "or model.name=my_module:build",
-            ]
-        if len(values) > 1:
-            lines.append(f"  {name}= {', '.join(values)}")
-    lines.append(_SETTINGS.rstrip())
-    for section, settings in groupby(
-        walk(config), lambda leaf: leaf[0].rpartition(".")[0] or "run"
-    ):
-        lines += ["", f"{section}:"]
-        for path, value, declared in settings:
-            options = ""
-            if isinstance(value, Enum):
-                options = f" [{' | '.join(member.name for member in type(value))}]"
-            lines.append(f"  {path}={shown(value)}{options}\n      {declared.metadata['text']}")
-    return _HELP + "\n".join(lines)
-
-
-def register(*, helps: bool = False) -> None:
-    """Gives Hydra the schema, the help page where it ``helps``, defaults for folders and sweepers.
-
-    The last replace Hydra's own rather than standing in ``conf/config.yaml``: they also hold for a
-    run that starts from the ``.hydra`` folder of another.
-    """
-
-    def help_page(*, _root_: DictConfig) -> str:
-        # Hydra resolves this for every run, which would cost each 15 ms
-        return help_text(_typed(_root_)).replace("$", "$$") if helps else ""
-
-    # every name that conf/config.yaml and the defaults below refer to
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    OmegaConf.register_new_resolver("wellfed.help", help_page, replace=True)
-    store.store(group="hydra/help", name="wellfed", node={"template": "${wellfed.help:}"})
-    node = HydraConf(
-        defaults=[
-            *HydraConf().defaults,
-            {"override help": "wellfed"},
-            {"override job_logging": "none"},
-            {"override hydra_logging": "none"},
-        ],
-        run=RunDir(dir="${wellfed.run_dir:}"),
-        sweep=SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}"),
-        job=JobConf(name="train", chdir=False),
-        # job.run writes .hydra, once the folder is known to be this run's
-        output_subdir=None,
-    )
-    store.store(group="hydra", name="config", node=node, provider="hydra")
-    ranks = os.environ.get("WORLD_SIZE", "")
-    # not by RANK alone, which another launcher may have left
-    started = ranks.isdecimal() and ("TORCHELASTIC_RUN_ID" in os.environ or int(ranks) > 1)
-    store.store(group="dist", name="default", node={"name": "torchrun" if started else "single"})
-    # plugins store theirs
-    Plugins.instance()
-    for sweeper in store.repo["hydra"]["sweeper"].values():
-        # none in a group of samplers
-        stored = getattr(sweeper, "node", {})
-        if "direction" in stored:
-            # of the best top-1 that a job returns
-            stored["direction"] = "maximize"

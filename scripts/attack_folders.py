@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from harness import job
-from harness.compare.__main__ import main as compare
-from harness.page.__main__ import main as page
-from harness.page.plugin import StallsPlugin
-from harness.training import checkpoint
+from harness.cli import job
+from harness.report.compare.__main__ import main as compare
+from harness.report.page.__main__ import main as page
+from harness.report.page.plugin import StallsPlugin
+from harness.training import checkpoint_read
 from scripts import fuzz_data, fuzz_runs
 from scripts.attack_case import Case, End, inside, quiet
 from scripts.attack_values import checked, register, trained
@@ -235,8 +235,8 @@ def _saved(state: Any) -> bytes:
 def _sealed(path: Path, data: bytes, step: int, epoch: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
-    record = checkpoint.Record(path, step, epoch, None, hashlib.sha256(data).hexdigest())
-    path.with_suffix(".json").write_bytes(checkpoint.sealed(record))
+    record = checkpoint_read.Record(path, step, epoch, None, hashlib.sha256(data).hexdigest())
+    path.with_suffix(".json").write_bytes(checkpoint_read.sealed(record))
 
 
 def _odd_tensors(held: Any, rng: random.Random) -> Any:
@@ -264,7 +264,7 @@ def _at(value: Any, path: Sequence[Any]) -> Any:
 def checkpoints(seed: int, place: Path) -> Iterator[Case]:
     """Checkpoints with the right digest and an odd value in one place, by each way to load them."""
     made = genuine(place)
-    found = checkpoint.read(made)
+    found = checkpoint_read.read(made)
     record = found.record
     whole = found.state
     assert record is not None

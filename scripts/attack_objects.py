@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from harness.clock.clock import StepClock
 from harness.config import TunerConfig
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime.errors import RunError
 from harness.tuning.library import tune
-from harness.watch.clock import StepClock
 from scripts.attack_case import Case, End, quiet
 from scripts.attack_parts import CircleError, OtherEnd, Samples, UnprintableError
 

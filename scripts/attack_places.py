@@ -21,7 +21,7 @@ import psutil
 import torch
 from PIL import Image
 
-from harness.training import checkpoint
+from harness.training import checkpoint_read
 from scripts.chaos_left import digest
 from scripts.chaos_start import ROOT
 
@@ -206,9 +206,9 @@ def same_if_done(place: Path, done: list[Done]) -> list[str]:
     return same(place, done) if done[-1].code == 0 else []
 
 
-def newest(place: Path) -> checkpoint.Record:
+def newest(place: Path) -> checkpoint_read.Record:
     """Returns the newest checkpoint of the run in ``place``."""
-    return checkpoint.records(place / "work/outputs/x/checkpoints")[-1]
+    return checkpoint_read.records(place / "work/outputs/x/checkpoints")[-1]
 
 
 def reseal(place: Path, change: Callable[[dict[str, object]], object]) -> None:
@@ -218,12 +218,12 @@ def reseal(place: Path, change: Callable[[dict[str, object]], object]) -> None:
     state = change(state) or state
     torch.save(state, record.path)
     found = hashlib.sha256(record.path.read_bytes()).hexdigest()
-    record.path.with_suffix(".json").write_bytes(checkpoint.sealed(record_with(record, found)))
+    record.path.with_suffix(".json").write_bytes(checkpoint_read.sealed(record_with(record, found)))
 
 
-def record_with(record: checkpoint.Record, sha256: str) -> checkpoint.Record:
+def record_with(record: checkpoint_read.Record, sha256: str) -> checkpoint_read.Record:
     """Returns ``record`` with another digest."""
-    return checkpoint.Record(record.path, record.step, record.epoch, record.top1, sha256)
+    return checkpoint_read.Record(record.path, record.step, record.epoch, record.top1, sha256)
 
 
 def flip(path: Path, draw: random.Random, count: int = 1) -> None:

@@ -17,8 +17,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from harness import app, job
 from harness import config as schema
+from harness.cli import app, job
+from harness.cli import compose as composing
 from harness.config import Config, DistName, Mode
 from harness.runtime import folder
 from scripts.attack_case import Case, End, inside, quiet, refused
@@ -62,7 +63,7 @@ _PLAIN = re.compile(r"[\w./:-]+")
 
 def register() -> None:
     """Has Hydra compose in this process, as often as is asked."""
-    schema.register()
+    composing.register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "never used", replace=True)
     os.environ |= {"NUMBER": "7", "BYTES": os.fsdecode(b"\xff")}
@@ -81,7 +82,7 @@ def checked(overrides: Sequence[str]) -> Config:
     try:
         with initialize_config_dir(str(schema.CONF), version_base="1.3"):
             config = schema.load(
-                compose("config", overrides=schema.prepared([*overrides]).overrides)
+                compose("config", overrides=composing.prepared([*overrides]).overrides)
             )
         job.check(config)
         folder.own(Path(folder.run_folder(config.run.name, config.resume, config.mode)))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from harness.config import Config
 from harness.feed.order import Order
 from harness.runtime.distributed import World
-from harness.training.saving import Saves
+from harness.training.checkpoint_write import Saves
 from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 from scripts.paired import Estimate
 

@@ -100,7 +100,8 @@ def measure(_: int, work: Work) -> None:
     from harness.feed.feeds import Feeds
     from harness.runtime import distributed, limits, seeding
     from harness.training.state import make_state
-    from harness.training.step import Step, StepTrials
+    from harness.training.step import Step
+    from harness.tuning.training_steps import StepTrials
 
     config = work.config
     # wired as train.py does it, with nothing on the console
@@ -140,9 +141,9 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
     """
     from itertools import islice
 
+    from harness.monitor import monitor
     from harness.runtime import limits
     from harness.training.engine import Engine
-    from harness.watch import station
     from scripts.bench_loop import CachedFeed
 
     feed: Any = feeds.train(feeds.settings(limits.measure()))
@@ -162,7 +163,7 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
     val_feed: Any = CachedFeed([], feed.settings)
     # of an epoch
     images = len(feed) * feed.settings.batch_size
-    with station.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
+    with monitor.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
         engine = Engine(step, feed, val_feed, watch, place, ())
         # not fit(), which adds evaluations: the claim is about the epochs alone
         engine._train_epoch(engine.state.epoch)

@@ -38,16 +38,16 @@ from harness.config import (
     WatchConfig,
 )
 from harness.data.datasets import FakeDataset, Splits
+from harness.feed.base import Backend, FeedSettings, HostBatch
 from harness.feed.feeds import Feeds
-from harness.feed.interface import Backend, FeedSettings, HostBatch
 from harness.feed.order import Order
+from harness.monitor import monitor
 from harness.runtime import distributed, folder, limits, seeding
 from harness.runtime.distributed import World
 from harness.training import models
 from harness.training.engine import Engine
 from harness.training.state import make_state
 from harness.training.step import Step
-from harness.watch import station
 from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 from scripts.paired import Estimate
 
@@ -132,7 +132,7 @@ def harness_engine(
         splits = Splits(FakeDataset(1, 1, CLASSES), FakeDataset(1, 1, CLASSES), (), "fake", "")
         settings = Feeds(splits, config, world).settings(limits.measure())
         state = make_state(config, CLASSES, world, len(batches))
-        with station.watched(config, world, place, time.perf_counter()) as watch:
+        with monitor.watched(config, world, place, time.perf_counter()) as watch:
             feed = CachedFeed(batches, settings)
             val_feed = CachedFeed(batches[:1], settings)
             step = Step(state)

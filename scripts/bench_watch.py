@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.clock.clock import StepClock
+from harness.clock.figures import by_tag
+from harness.clock.stages import StageMeter, Stamps
 from harness.config import WatchConfig
-from harness.watch.board import Board, Value
-from harness.watch.clock import StepClock
-from harness.watch.figures import by_tag
-from harness.watch.host import HostSensor, Sampler
-from harness.watch.stages import StageMeter, Stamps
+from harness.monitor.host import HostSensor, Sampler
+from harness.monitor.writer import Board, Value
 from scripts.differential import Emulated
 from scripts.measured import machine, machine_line, markdown, parser, write
 from scripts.paired import Cost, Estimate, Plan, Work

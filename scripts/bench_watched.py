@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.watch.figures import Tag
+from harness.clock.figures import Tag
 from scripts import control_groups
 from scripts import planted_acts as acts
 from scripts.bench_traceml import RunFailed, environment, theirs

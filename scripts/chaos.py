@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from harness.training import checkpoint
+from harness.training import checkpoint_read
 from scripts.chaos_left import batches, digest, lines, logged, updates, wrong_lines, wrong_samples
 from scripts.chaos_start import NOTED, POLL_S, ROOT, TRAIN, Plan, Run, ended, free_port
 from scripts.measured import listed, machine, machine_line, markdown, parser, write
@@ -114,7 +114,7 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
         place = plan.place(f"{name}/{runs}")
         goes_on = True
         while goes_on:
-            saved = checkpoint.records(place / "outputs/x/checkpoints")
+            saved = checkpoint_read.records(place / "outputs/x/checkpoints")
             with Run(plan, place, [*NOTED, *overrides, "resume=auto"]) as life:
                 goes_on = (
                     life.trains() and killed < plan.n and life.goes_on(draw.uniform(0, most_s))
@@ -250,7 +250,7 @@ def _temporary(life: Run) -> list[Path]:
 def _untold(folder: Path, said: str) -> list[str]:
     """What is wrong with how a run that made a step says where it ended."""
     made = [line["step"] for line in lines(folder) if "train/lr" in line]
-    saved = [record.step for record in checkpoint.records(folder / "checkpoints")]
+    saved = [record.step for record in checkpoint_read.records(folder / "checkpoints")]
     ends = [*made[-1:], *saved[-1:], *map(int, re.findall(r"\nstopped after step (\d+)", said))]
     agree = len(ends) == 3 and len(set(ends)) == 1
     if not (made or saved) or (agree and "\nsaved  " in said and "\ngo on with " in said):

@@ -20,7 +20,7 @@ import torch
 from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 
 from harness.feed.order import Order
-from harness.training import checkpoint
+from harness.training import checkpoint_read
 
 # by step: the epoch, and by rank the samples
 Updates = dict[int, tuple[int, dict[int, list[int]]]]
@@ -32,7 +32,7 @@ _DECIDED = ("step", "epoch", "train/loss", "train/lr", "val/top1", "val/loss")
 
 def digest(folder: Path) -> str:
     """One digest of everything in the newest checkpoint of ``folder`` that a run's past decides."""
-    state = checkpoint.read(folder).state
+    state = checkpoint_read.read(folder).state
     found = hashlib.sha256()
     averaged = {"ema"} & state.keys()
     for part in _leaves({key: state[key] for key in (*_STATE, *averaged)}):

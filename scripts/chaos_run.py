@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from harness import app, job
+from harness.cli import app, job
 from harness.runtime import signals
 
 NOTES = "CHAOS_NOTES"
@@ -39,8 +39,8 @@ class _Noted:
 def main_worker(local_rank: int, job: job.Job) -> None:
     """One rank of a run, noted as the environment says."""
     # not above: worker processes import this file too
+    from harness.training.checkpoint_write import Boundary
     from harness.training.engine import Engine
-    from harness.training.saving import Boundary
 
     make = Engine.__init__
     one_step = Engine._one_step

@@ -2,7 +2,7 @@
 
 import sys
 
-from harness.compare.__main__ import main
+from harness.report.compare.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from harness.clock.clock import StepClock
+from harness.clock.figures import Window
 from harness.runtime.accelerator import Accelerator
-from harness.watch.clock import StepClock
-from harness.watch.figures import Window
 
 LOADS = (
     (0.5, 0.0), (0.9, 0.0), (1.1, 0.0), (1.25, 0.0), (1.5, 0.0), (2.0, 0.0), (3.3, 0.0),

@@ -15,7 +15,7 @@ import numpy as np
 
 from harness import config as schema
 from harness.config import DataCache, DataConfig, GenerateConfig
-from harness.data import cache, cifar, index, shapes
+from harness.data import cache, cifar, folder_index, shapes
 from harness.data.cache import PixelCache
 from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
@@ -135,7 +135,7 @@ def _tree(place: Path) -> FolderSource:
     for i in range(6):
         (place / f"set/{'ab'[i % 2]}/{i:04d}.jpg").write_bytes(b"\xff\xd8\xff" + bytes(i))
     # folders of just now are not trusted
-    index._RACY_NS = -(10**15)
+    folder_index._RACY_NS = -(10**15)
     return FolderSource(place / "set")
 
 
@@ -190,7 +190,7 @@ def index_file(place: Path) -> Reader:
         path.unlink(missing_ok=True)
         path.write_bytes(data)
         told.lines.clear()
-        found = index.open_index(root, os.path.realpath(root), place / "cache/index")
+        found = folder_index.open_index(root, os.path.realpath(root), place / "cache/index")
         paths = [
             (found.names[:end], found.folders[i])
             for end, i in zip(found.ends, found.labels, strict=True)

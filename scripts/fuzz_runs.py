@@ -18,17 +18,18 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from torch import nn
 
-from harness import app
 from harness import config as schema
-from harness.compare import folders
+from harness.cli import app
+from harness.cli.compose import prepared, register
+from harness.clock.figures import Tag
 from harness.config import Config
-from harness.page import course, document, runs
+from harness.monitor.writer import Board
+from harness.report.compare import folders
+from harness.report.page import course, document, runs
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, described
-from harness.training import checkpoint, resume
+from harness.training import checkpoint_read, resume
 from harness.training.state import TrainState, make_state
-from harness.watch.board import Board
-from harness.watch.figures import Tag
 from scripts.fuzz_changes import mutated, mutated_json, mutated_yaml
 from scripts.fuzz_reader import Reader
 
@@ -64,17 +65,17 @@ TUNING: dict[str, Any] = {
 
 
 def record(place: Path) -> Reader:
-    record = checkpoint.Record(place / "step-7.pt", 7, 1, 0.5, "")
+    record = checkpoint_read.Record(place / "step-7.pt", 7, 1, 0.5, "")
     torch.save({"model": {"w": torch.ones(2)}}, record.path)
     digest = hashlib.sha256(record.path.read_bytes()).hexdigest()
     path = place / "step-7.json"
 
     def read(data: bytes) -> str:
         path.write_bytes(data)
-        checkpoint.records(place)
+        checkpoint_read.records(place)
         try:
-            checkpoint.read(record.path)
-            checkpoint.read(place)
+            checkpoint_read.read(record.path)
+            checkpoint_read.read(place)
         except CheckpointError:
             return "CheckpointError"
         return ""
@@ -86,7 +87,7 @@ def record(place: Path) -> Reader:
             '"digest": ""', f'"digest": "{hashlib.sha256(blank.encode()).hexdigest()}"'
         ).encode()
 
-    whole = checkpoint.sealed(checkpoint.Record(record.path, 7, 1, 0.5, digest))
+    whole = checkpoint_read.sealed(checkpoint_read.Record(record.path, 7, 1, 0.5, digest))
     return Reader([whole], read, mutated_json, seal)
 
 
@@ -129,7 +130,7 @@ def checkpoint_file(place: Path, names: Sequence[str] = ("sgd", "adamw")) -> Rea
     seeds = [*map(_saved, wholes)]
 
     def use(found: dict[str, Any], state: TrainState, config: Config) -> None:
-        saved = checkpoint.Saved("step-0.pt", found)
+        saved = checkpoint_read.Saved("step-0.pt", found)
         for mode in (schema.Mode.train, schema.Mode.evaluate):
             config.mode = state.config.mode = mode
             resume.settings(config, saved, ())
@@ -138,18 +139,18 @@ def checkpoint_file(place: Path, names: Sequence[str] = ("sgd", "adamw")) -> Rea
 
     def read(data: bytes) -> str:
         path.write_bytes(data)
-        record = checkpoint.Record(path, 0, 0, None, hashlib.sha256(data).hexdigest())
-        path.with_suffix(".json").write_bytes(checkpoint.sealed(record))
+        record = checkpoint_read.Record(path, 0, 0, None, hashlib.sha256(data).hexdigest())
+        path.with_suffix(".json").write_bytes(checkpoint_read.sealed(record))
         refused = 0
         for each in trained:
             try:
-                use(checkpoint.read(path).state, each.state, each.config)
+                use(checkpoint_read.read(path).state, each.state, each.config)
             except CheckpointError:
                 refused += 1
             finally:
                 each.config.mode = schema.Mode.train
                 whole = pickle.loads(pickle.dumps(each.saved))
-                each.state.load(checkpoint.Saved("step-0.pt", whole))
+                each.state.load(checkpoint_read.Saved("step-0.pt", whole))
         return "CheckpointError" if refused == len(trained) else ""
 
     def mutate(_: Any, rng: Random) -> bytes:
@@ -250,7 +251,7 @@ def settings(place: Path) -> Reader:
     """A file of settings, as the command line reads it."""
     (place / "experiment").mkdir()
     path = place / "experiment/bad.yaml"
-    schema.register()
+    register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "never used", replace=True)
     overrides = [f"hydra.searchpath=[file://{place}]", "experiment=bad"]
@@ -260,7 +261,7 @@ def settings(place: Path) -> Reader:
         former = GlobalHydra.instance().hydra
         GlobalHydra.instance().clear()
         try:
-            schema.prepared([f"--config-dir={place}", "experiment=bad"])
+            prepared([f"--config-dir={place}", "experiment=bad"])
             with initialize_config_dir(str(schema.CONF), version_base="1.3"):
                 schema.load(compose("config", overrides=overrides))
         except Exception as error:

@@ -33,8 +33,8 @@ from harness.config import (
     TrainerConfig,
 )
 from harness.data import datasets
+from harness.feed.base import Backend
 from harness.feed.feeds import Feeds
-from harness.feed.interface import Backend
 from harness.runtime import accelerator, limits
 from harness.runtime.distributed import World
 from harness.training.state import make_state

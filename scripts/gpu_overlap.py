@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness.feed.interface import HostBatch
+from harness.feed.base import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from harness.clock.clock import StepClock
 from harness.config import AugmentConfig, Config, ModelConfig, Precision, TrainerConfig
 from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
@@ -32,7 +33,6 @@ from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.training.state import make_state
 from harness.training.step import Step
-from harness.watch.clock import StepClock
 from scripts import gpu_feeds, gpu_loaders, gpu_unsettled
 from scripts.bench_loop import make_batches
 from scripts.bench_pinned_copy import Work, host_copies, overlap, plain_copies

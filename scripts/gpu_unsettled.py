@@ -20,12 +20,12 @@ import psutil
 import torch
 from torch import Tensor
 
+from harness.clock.clock import StepClock
 from harness.config import AugmentConfig
 from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator, workers
 from harness.runtime.errors import LoaderError
-from harness.watch.clock import StepClock
 from scripts.bench_loop import make_batches
 from scripts.differential import Rig, emulated_rig
 from scripts.gpu_feeds import shapes

@@ -21,17 +21,18 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from harness import config as schema
+from harness.cli.compose import register
 from harness.config import Config
 from harness.data import datasets
 from harness.data.datasets import ImageDataset, Splits
 from harness.data.storage import Source
 from harness.data.transforms import TrainTransform, random_crop_box
+from harness.feed.base import Backend, FeedSettings
 from harness.feed.feeds import Feeds
-from harness.feed.interface import Backend, FeedSettings
+from harness.monitor.tree import Tree
 from harness.runtime import distributed, limits
 from harness.runtime.seeding import SampleRng
 from harness.training.step import device_batches
-from harness.watch.tree import Tree
 from scripts.loader_peers import (
     BATCH_SIZE,
     DECODE,
@@ -95,7 +96,7 @@ def _processor_s(tree: Tree) -> float:
 
 def composed(*overrides: str) -> Config:
     """The settings that ``train.py`` has with these on its command line."""
-    schema.register()
+    register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "", replace=True)
     # there is one in the whole process

@@ -21,14 +21,14 @@ from harness.config import BackendName, TunerConfig
 from harness.data import datasets
 from harness.data.datasets import ImageDataset
 from harness.data.storage import Source
+from harness.feed.base import PROCESSES
 from harness.feed.feeds import Feeds
-from harness.feed.interface import PROCESSES
+from harness.monitor import console
 from harness.runtime import distributed
 from harness.runtime.errors import BadSample
 from harness.training.state import make_state
 from harness.training.step import Step, device_batches
 from harness.tuning.tuner import tune
-from harness.watch import console
 from scripts import loader_measures as measures
 from scripts.bench_tuner import deliver
 from scripts.loader_data import CLASSES

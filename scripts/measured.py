@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.monitor.host import environment
 from harness.runtime import accelerator
-from harness.watch.host import environment
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from harness import config as schema
+from harness.cli.job import Job, main_worker
 from harness.config import Config, ConfigError
-from harness.job import Job, main_worker
 from harness.runtime import distributed
 from scripts import control_groups
 from scripts import planted_acts as acts
@@ -56,7 +56,7 @@ def here(plant: Plant, size: float, job: Job) -> None:
     seen = (
         contextlib.nullcontext()
         if plant.bottleneck == "neighbours"
-        else patch("harness.watch.verdict.taken", lambda _: None)
+        else patch("harness.report.verdict.taken", lambda _: None)
     )
     with seen, plant.act(size):
         main_worker(0, job)

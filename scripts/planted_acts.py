@@ -22,13 +22,13 @@ from unittest.mock import patch
 
 import torch
 
+from harness.clock.clock import StepClock
 from harness.data.datasets import Splits
 from harness.data.transforms import TrainTransform
 from harness.feed.prefetcher import Normalise
+from harness.monitor.writer import Board
 from harness.training.engine import Engine
 from harness.training.step import Step, StepFigures
-from harness.watch.board import Board
-from harness.watch.clock import StepClock
 from scripts.differential import Emulated, EmulatedEvent, EmulatedStream
 from scripts.planted_data import (
     BATCH,
@@ -112,7 +112,7 @@ def asynchronous(
         return read(self)
 
     with (
-        patch("harness.watch.station.StepClock", lambda *_, **__: clock),
+        patch("harness.monitor.monitor.StepClock", lambda *_, **__: clock),
         patch.object(Step, "read", waiting_read),
         stepping(lambda: act(device), data),
     ):

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from harness.clock.stages import Lap
 from harness.data.datasets import ImageDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource, FolderSource, Source
 from harness.data.transforms import TrainTransform
 from harness.runtime.seeding import SampleRng
-from harness.watch.stages import Lap
 
 # of an image in pixels, where its size does not matter
 SIDE = 16

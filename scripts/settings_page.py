@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from harness import config as schema
+from harness.cli.compose import register
 from scripts.measured import write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +38,7 @@ SIGNS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"
 
 def composed() -> tuple[schema.Config, Mapping[str, str | None]]:
     """Returns the settings where nothing is typed, and the choice of each group by its name."""
-    schema.register()
+    register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "", replace=True)
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness import app
+from harness.cli import app
 from harness.data.storage import FolderSource
 from harness.runtime import signals
 from scripts.slept import LARGE, READ, STEP, since_s, sleep

@@ -207,13 +207,13 @@ def _clocked(
     loader: DataLoader[Any], folder: Path, after: Callable[[int], bool], stack: ExitStack
 ) -> tuple[Iterable[Any], Callable[[int], bool]]:
     """Returns ``loader`` and ``after`` with all that watches a run of ours."""
+    from harness.clock.figures import by_tag
     from harness.config import Config
+    from harness.monitor import monitor
     from harness.runtime.distributed import World
-    from harness.watch import station
-    from harness.watch.figures import by_tag
 
     world = World(0, 1, 0, 1, torch.device("cpu"))
-    watch = stack.enter_context(station.watched(Config(), world, folder, time.perf_counter()))
+    watch = stack.enter_context(monitor.watched(Config(), world, folder, time.perf_counter()))
 
     def logged(number: int) -> bool:
         if number % WINDOW == 0 and (window := watch.clock.close_window()) is not None:
@@ -227,10 +227,10 @@ def _clocked(
 
 def run_harness(plant: Plant, folder: Path, steps: int) -> None:
     """Runs ``train.py`` itself on the same data and network."""
-    from harness import job
+    from harness.cli import job
     from harness.config import Config, DataConfig, LoaderConfig, TrainerConfig, WatchConfig
     from harness.data.datasets import Splits
-    from harness.watch.board import Board
+    from harness.monitor.writer import Board
 
     config = Config(
         device="cpu",

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.feed.interface import PROCESSES
+from harness.feed.base import PROCESSES
 
 # share of the best rate that makes a number of workers sufficient
 SUFFICIENT = 0.98

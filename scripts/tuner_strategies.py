@@ -23,25 +23,18 @@ from torch import Tensor, nn
 
 from harness.config import Config, DataConfig, LoaderConfig, ModelConfig, TunerConfig, TunerName
 from harness.data.datasets import ImageDataset, Splits
+from harness.feed.base import ARRAYS, PROCESSES, Backend, FeedSettings, FillableDataset, HostBatch
 from harness.feed.feeds import Feeds
-from harness.feed.interface import (
-    ARRAYS,
-    PROCESSES,
-    Backend,
-    FeedSettings,
-    FillableDataset,
-    HostBatch,
-)
-from harness.feed.timed import TimedSteps
+from harness.monitor import console
 from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training import models
 from harness.training.state import make_state
-from harness.training.step import Step, StepTrials, device_batches
+from harness.training.step import Step, device_batches
+from harness.tuning.steps import StepRun, TimedSteps
+from harness.tuning.training_steps import StepTrials
 from harness.tuning.tuner import tune
-from harness.watch import console
-from harness.watch.figures import StepRun
 from scripts.tuner_score import Setting
 from scripts.tuner_workloads import CLASSES, WORKLOADS, Workload
 

@@ -21,7 +21,7 @@ from harness.data.decode import DecodeOptions
 from harness.data.download import make_once
 from harness.data.storage import ArraySource, FolderSource, Source
 from harness.data.transforms import TrainTransform
-from harness.feed.interface import FillableDataset
+from harness.feed.base import FillableDataset
 
 CLASSES = 10
 # the generator wants a validation set

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.feed.interface import Filler
-from harness.watch.stages import Lap, StageMeter, StageTimer, Stamps
+from harness.clock.stages import Lap, StageMeter, StageTimer, Stamps
+from harness.feed.base import Filler
 from scripts.paired import Cost, Plan
 
 STAGES = ("read", "decode", "crop", "write")

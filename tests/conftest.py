@@ -26,10 +26,11 @@ from omegaconf import OmegaConf
 from samples import start_server
 
 from harness import config as schema
+from harness.cli.compose import register
 from harness.config import Config
+from harness.monitor.host import Neighbours
 from harness.runtime import signals
-from harness.training.saving import Boundary
-from harness.watch.host import Neighbours
+from harness.training.checkpoint_write import Boundary
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,7 +92,7 @@ def no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def composed() -> Iterator[Callable[..., Config]]:
     """Composes overrides, as the command line does, into a checked config."""
-    schema.register()
+    register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "never used", replace=True)
     GlobalHydra.instance().clear()

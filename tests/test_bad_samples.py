@@ -16,7 +16,7 @@ from PIL import Image
 
 from harness.config import Config
 from harness.runtime.errors import BadSample, DataError
-from harness.training.saving import Boundary
+from harness.training.checkpoint_write import Boundary
 from scripts.chaos_left import digest
 
 Composed = Callable[..., Config]

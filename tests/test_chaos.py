@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from harness.feed.order import Order
-from harness.watch.board import Board
+from harness.monitor.writer import Board
 from scripts import chaos
 from scripts.chaos_left import Updates, lines, updates, wrong_lines, wrong_samples
 

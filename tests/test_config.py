@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from harness import config as schema
+from harness.cli.compose import cli_overrides, help_text, register
 from harness.config import Config, ConfigError
 from harness.runtime.errors import described
 
@@ -170,7 +171,7 @@ def test_every_setting_has_a_sentence() -> None:
     """The help page can say of every setting what it is."""
     for path, _, declared in schema.walk(Config()):
         assert declared.metadata["text"].endswith("."), path
-        assert f"  {path}=" in schema.help_text(Config())
+        assert f"  {path}=" in help_text(Config())
 
 
 def test_config_error_is_a_value_error() -> None:
@@ -191,8 +192,8 @@ def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
         overrides = OmegaConf.create({"task": ["data=digits"]})
         return SimpleNamespace(runtime=runtime, job=job, overrides=overrides)
 
-    assert schema.typed(chosen(str(ROOT / "conf"), "config")) == ("data=digits",)
-    found = schema.typed(chosen("/runs/1/.hydra", "other", **{"command-line": "/mine"}))
+    assert cli_overrides(chosen(str(ROOT / "conf"), "config")) == ("data=digits",)
+    found = cli_overrides(chosen("/runs/1/.hydra", "other", **{"command-line": "/mine"}))
     assert found == (
         "--config-path=/runs/1/.hydra",
         "--config-name=other",
@@ -245,7 +246,7 @@ def test_a_sweeper_looks_for_the_highest(
     store.store(group="search", name="wide", node=wide, package="_global_")
     least = {**wide, "hydra": {"sweeper": {"direction": "minimize"}}}
     store.store(group="search", name="least", node=least, package="_global_")
-    schema.register()
+    register()
     found = compose("config", overrides=overrides, return_hydra_config=True)
     assert found.hydra.sweeper.direction == direction
 

@@ -16,15 +16,15 @@ import samples
 from emulator import EmulatedDevice, emulated
 from torch import Tensor, nn
 
-from harness import job
+from harness.cli import job
+from harness.clock.figures import Tag
 from harness.config import Config, ModelConfig
 from harness.data import datasets
+from harness.monitor.host import HostSensor
+from harness.report import verdict
 from harness.training import engine, models
-from harness.training.step import Evaluation
-from harness.training.step import evaluate as engine_evaluate
-from harness.watch import verdict
-from harness.watch.figures import Tag
-from harness.watch.host import HostSensor
+from harness.training.evaluate import Evaluation
+from harness.training.evaluate import evaluate as engine_evaluate
 from scripts import planted_data
 
 BATCH = 64

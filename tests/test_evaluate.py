@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from commands import trained
 from PIL import Image
 
-from harness import job
+from harness.cli import job
 from harness.config import Config, DataConfig, Evaluate
 from harness.data.datasets import load_evaluated
 from harness.inference.loaded import load
 from harness.runtime.errors import DataError
-from harness.training import checkpoint, resume
+from harness.training import checkpoint_read, resume
 
 Composed = Callable[..., Config]
 CLASSES = ("ash", "elm", "oak")
@@ -164,10 +164,10 @@ def test_a_checkpoint_writes_and_fetches_nothing(
 ) -> None:
     """Whatever data the settings in a run's folder name, nothing is generated there or fetched."""
     for name in ("shapes", "cifar10"):
-        state = checkpoint.read(run).state
+        state = checkpoint_read.read(run).state
         theirs = {"name": name, "root": str(tmp_path / name), "mirror": "http://127.0.0.1:9"}
         state["settings"]["data"] |= theirs
-        saved = checkpoint.Saved("best.pt", state, in_run=True)
+        saved = checkpoint_read.Saved("best.pt", state, in_run=True)
         used = resume.settings(composed("mode=evaluate", "resume=best.pt"), saved, ())
         assert (used.data.root, used.data.mirror) == (theirs["root"], None)
         with pytest.raises(DataError, match="data.download=false"):

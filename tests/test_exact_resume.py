@@ -20,8 +20,8 @@ import sklearn.preprocessing  # noqa: F401
 from harness.config import Config
 from harness.feed.threads import ThreadFeed
 from harness.runtime.errors import DiskError
-from harness.training import checkpoint
-from harness.training.saving import Boundary
+from harness.training import checkpoint_read
+from harness.training.checkpoint_write import Boundary
 from scripts.chaos_left import digest, logged, wrong_lines
 
 Composed = Callable[..., Config]
@@ -48,7 +48,7 @@ def test_stops_within_epochs_change_nothing(
     for step, way in ways.items():
         stop_at(step)
         run(composed(*COMMON, "trainer.epochs=3", "resume=auto", way), tmp_path / "parts")
-        assert checkpoint.read(tmp_path / "parts").record.step == step
+        assert checkpoint_read.read(tmp_path / "parts").record.step == step
     stop_at(None)
     run(
         composed(*COMMON, "trainer.epochs=3", "resume=auto", "loader.device_prefetch=false"),
@@ -147,7 +147,7 @@ def test_short_runs_add_up_to_a_long_one(composed: Composed, tmp_path: Path) -> 
     run(composed(*common), tmp_path / "whole")
     for steps in (1, 3, 4, 6):
         run(composed(*common, "resume=auto", f"trainer.max_steps={steps}"), tmp_path / "parts")
-        assert checkpoint.read(tmp_path / "parts").record.step == steps
+        assert checkpoint_read.read(tmp_path / "parts").record.step == steps
     run(composed(*common, "resume=auto"), tmp_path / "parts")
     assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
 
@@ -162,7 +162,7 @@ def test_an_evaluation_that_was_stopped_is_made_again(
         patched.setattr("harness.training.step.signals", SimpleNamespace(received=lambda: 15))
         run(config, tmp_path / "parts")
     assert not any("val/top1" in line for line in logged(tmp_path / "parts"))
-    assert checkpoint.read(tmp_path / "parts").state["pending"]
+    assert checkpoint_read.read(tmp_path / "parts").state["pending"]
     run(
         composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0", "resume=auto"),
         tmp_path / "parts",
@@ -183,7 +183,7 @@ def test_a_disk_that_is_full_ends_the_run(
         calls.append(step)
         raise DiskError(f"{folder}: No space left on device")
 
-    monkeypatch.setattr("harness.training.saving.commit", full)
+    monkeypatch.setattr("harness.training.checkpoint_write.commit", full)
     config = composed(
         *COMMON, "trainer.epochs=1", "loader.num_workers=0", "checkpoint.every_steps=4"
     )

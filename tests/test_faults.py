@@ -25,17 +25,17 @@ from torch import nn
 from harness.config import Config, ConfigError, to_plain
 from harness.data.decode import DecodeOptions, Undecodable, decode
 from harness.data.storage import FolderSource
-from harness.page.course import read_windows
+from harness.monitor.writer import Board
+from harness.report.page.course import read_windows
 from harness.runtime import folder as folder_room
 from harness.runtime.errors import CheckpointError
 from harness.runtime.folder import own
-from harness.training import checkpoint
-from harness.watch.board import Board
+from harness.training import checkpoint_read
 
 OPTIONS = DecodeOptions()
 
 
-def save(folder: Path, step: int) -> checkpoint.Record:
+def save(folder: Path, step: int) -> checkpoint_read.Record:
     """Saves a small state, which holds its step."""
     state = {"model": {"w": torch.full((9,), float(step))}, "step": step, "epoch": 1}
     return commit(folder, state)
@@ -43,7 +43,7 @@ def save(folder: Path, step: int) -> checkpoint.Record:
 
 def held(path: Path) -> int:
     """The step that the weights of a checkpoint are of, which is the record's."""
-    found = checkpoint.read(path)
+    found = checkpoint_read.read(path)
     assert found.record is not None and (found.state["model"]["w"] == found.record.step).all()
     return found.record.step
 
@@ -148,7 +148,7 @@ def test_the_newest_is_told_by_its_step(tmp_path: Path) -> None:
             os.utime(file, (1e9 - step * 1e7,) * 2)
     assert held(tmp_path) == 10
     os.utime(save(tmp_path, 11).path, (0, 0))
-    assert [record.step for record in checkpoint.records(tmp_path)] == [10, 11]
+    assert [record.step for record in checkpoint_read.records(tmp_path)] == [10, 11]
 
 
 @pytest.mark.parametrize("at_s", [-3600.0, 3600.0, 0.0])
@@ -208,7 +208,7 @@ def test_what_is_more_than_weights_is_refused(tmp_path: Path, kind: str) -> None
     else:
         path.write_bytes(gzip.compress(bytes(99)))
     with pytest.raises(CheckpointError, match=r"x.pt: (not a checkpoint|refused: holds more than)"):
-        checkpoint.read(path, foreign=True)
+        checkpoint_read.read(path, foreign=True)
 
 
 @pytest.mark.parametrize("change", [{"extra": 1}, {"sha256": "0" * 64}], ids=["field", "digest"])
@@ -217,7 +217,7 @@ def test_a_changed_record_is_refused(tmp_path: Path, change: dict[str, object]) 
     record = save(tmp_path, 1).path.with_suffix(".json")
     record.write_text(json.dumps(json.loads(record.read_text()) | change))
     with pytest.raises(CheckpointError, match=r"step-1.json: not the record .*changed since"):
-        checkpoint.read(tmp_path / "step-1.pt")
+        checkpoint_read.read(tmp_path / "step-1.pt")
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "PNG"])

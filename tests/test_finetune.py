@@ -10,7 +10,7 @@ import commands
 import pytest
 
 from harness.config import Config
-from harness.training import checkpoint
+from harness.training import checkpoint_read
 from scripts.chaos_left import digest
 
 Composed = Callable[..., Config]
@@ -96,9 +96,9 @@ def test_a_resume_of_fine_tuning_is_exact(
     for step in (3, 7, None):
         stop_at(step)
         run(composed(*common, "resume=auto"), tmp_path / "parts")
-        assert step in (None, checkpoint.read(tmp_path / "parts").record.step)
+        assert step in (None, checkpoint_read.read(tmp_path / "parts").record.step)
     assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
-    assert "ema" in checkpoint.read(tmp_path / "whole").state
+    assert "ema" in checkpoint_read.read(tmp_path / "whole").state
 
 
 def test_what_was_averaged_is_evaluated(
@@ -126,7 +126,7 @@ def test_a_run_that_gets_no_better_stops(
     )  # fmt: skip
     stop_at(16)
     run(composed(*common), tmp_path)
-    assert checkpoint.read(tmp_path).state["stale"] == 1
+    assert checkpoint_read.read(tmp_path).state["stale"] == 1
     stop_at(None)
     report = run(composed(*common), tmp_path)
     assert (report["status"], report["epochs"]) == ("completed", 3)
@@ -150,6 +150,6 @@ def test_a_run_whose_time_is_over_goes_on(
     assert report["stopped"] == "trainer.max_hours=1e-09 are over"
     assert "stopped after step 1; epochs done: 0 of 1, and 200 of 1400 images of the next" in said
     assert "\ngo on with     " in said and " train.py resume=" in said
-    assert checkpoint.read(tmp_path / "parts").record.top1 == report["top1"]
+    assert checkpoint_read.read(tmp_path / "parts").record.top1 == report["top1"]
     run(composed(*common, "resume=auto"), tmp_path / "parts")
     assert digest(tmp_path / "parts") == digest(tmp_path / "whole")

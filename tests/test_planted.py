@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.job import Job, main_worker
+from harness.cli.job import Job, main_worker
+from harness.monitor.host import Neighbours
 from harness.tuning.tuner import TuningCache
-from harness.watch.host import Neighbours
 from scripts import planted_acts
 from scripts.planted import PLANTS, composed
 

@@ -16,9 +16,10 @@ import torch
 from commands import ran
 from hydra import compose
 
-from harness.config import Config, prepared
-from harness.watch.figures import Tag
-from harness.watch.verdict import Bottleneck
+from harness.cli.compose import prepared
+from harness.clock.figures import Tag
+from harness.config import Config
+from harness.report.evidence import Bottleneck
 
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING, OWN_LOOP = (

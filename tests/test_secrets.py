@@ -11,8 +11,9 @@ from hydra import compose
 from pictures import write_tree
 
 from harness import config as schema
+from harness.cli.compose import cli_overrides
 from harness.config import Config
-from harness.training import checkpoint
+from harness.training import checkpoint_read
 
 Composed = Callable[..., Config]
 SECRET = "hunter2hunter2"
@@ -44,7 +45,7 @@ def test_a_secret_is_in_no_file_of_a_run(
     assert {path.suffix for path in files} >= {".pt", ".json", ".html", ".jsonl", ".log"}
     assert [path.name for path in files if SECRET.encode() in path.read_bytes()] == []
     # and a run that goes on finds what it means
-    found = checkpoint.read(folder).state["settings"]
+    found = checkpoint_read.read(folder).state["settings"]
     assert found["data"]["root"] == str(hidden)
     assert schema.from_plain(found) == config
     longer = composed(*typed, "resume=auto", "trainer.epochs=3")
@@ -65,4 +66,4 @@ def test_what_was_typed_is_told_as_it_was_typed(
     plain = schema.to_plain(config)
     assert (plain["run"]["name"], plain["data"]["root"]) == ("${oc.env:TOKEN}", "/data/${run.name}")
     chosen = compose("config", overrides=typed, return_hydra_config=True).hydra
-    assert schema.typed(chosen) == tuple(typed)
+    assert cli_overrides(chosen) == tuple(typed)

@@ -28,16 +28,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
 
-from harness import app, job
 from harness import config as schema
+from harness.cli import app, job
 from harness.config import Config, ConfigError
 from harness.data.datasets import load
 from harness.feed import feeds
 from harness.feed.order import Order
 from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.runtime.limits import Limits
-from harness.training import checkpoint
-from harness.training.step import StepTrials
+from harness.training import checkpoint_read
+from harness.tuning.training_steps import StepTrials
 from scripts.chaos_left import digest, lines
 
 ROOT = Path(__file__).parents[1]
@@ -390,7 +390,7 @@ def test_a_resume_keeps_this_runs_rate(
     """The learning rate is that of this command line, not the checkpoint's."""
     more = ("trainer.epochs=3", "loader.num_workers=0", "optim.lr=0.01", "schedule=constant")
     run_here(composed("data=digits", f"resume={finished[0]}", *more), tmp_path / "run")
-    groups = checkpoint.read(tmp_path / "run").state["optimizer"]["param_groups"]
+    groups = checkpoint_read.read(tmp_path / "run").state["optimizer"]["param_groups"]
     assert {group["lr"] for group in groups} == {0.01}
 
 
@@ -414,7 +414,7 @@ def test_a_run_that_ends_within_a_window_logs_it(composed: Composed, tmp_path: P
     """trainer.max_steps that is no multiple of the window loses no steps, and the run is saved."""
     run_here(composed("data=digits", "trainer.max_steps=13", "loader.num_workers=0"), tmp_path)
     assert [line["step"] for line in lines(tmp_path) if "train/loss" in line] == [10, 13]
-    assert checkpoint.read(tmp_path).record.step == 13
+    assert checkpoint_read.read(tmp_path).record.step == 13
 
 
 @pytest.mark.parametrize("kind", ["run", pytest.param("sweep", marks=pytest.mark.slow)])
@@ -789,7 +789,7 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     assert gone(children, 4)  # torch's own workers look for their trainer every 5 s
     assert process.stdout is not None
     process.stdout.close()
-    before = checkpoint.read(folder).record
+    before = checkpoint_read.read(folder).record
     done = trained(tmp_path, *arguments, "resume=auto")
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "report.json").read_text())
@@ -818,7 +818,7 @@ def test_a_killed_worker_ends_the_run_saved(tmp_path: Path) -> None:
     assert "Traceback" not in output
     report = json.loads((folder / "report.json").read_text())
     assert report["status"] == "failed"
-    saved = checkpoint.read(folder).record
+    saved = checkpoint_read.read(folder).record
     assert saved.step == report["steps"]
 
 

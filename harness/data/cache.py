@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from ..config import ConfigError, DataCache, DataConfig
+from ..monitor.console import say
 from ..runtime import limits
 from ..runtime.files import open_regular
 from ..runtime.folder import log
-from ..watch.console import say
 from .decode import DecodeOptions
 from .mapped import MappedFile, checksum, memory
 from .storage import FolderSource, Source, Subset, cache_root

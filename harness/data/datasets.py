@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..clock.stages import Lap
 from ..config import (
     AugmentConfig,
     ConfigError,
@@ -25,11 +26,10 @@ from ..config import (
     OnError,
     OptimConfig,
 )
-from ..runtime import parts
+from ..monitor.console import say
+from ..runtime import user_code
 from ..runtime.errors import BadSample, DataError, is_out_of_memory
 from ..runtime.seeding import SampleRng
-from ..watch.console import say
-from ..watch.stages import Lap
 from . import cifar, shapes
 from .cache import Gathered, PixelCache, open_caches
 from .decode import DecodeOptions, Undecodable, decode
@@ -120,7 +120,7 @@ class ImageDataset:
             if isinstance(error, BadSample) or is_out_of_memory(error):
                 raise
             # any error: a StopIteration that got out would end a worker's epoch in silence
-            reason = str(error) if isinstance(error, Undecodable) else parts.told(error)
+            reason = str(error) if isinstance(error, Undecodable) else user_code.told(error)
             raise BadSample(self.source.where(place), reason) from error
 
 
@@ -332,7 +332,7 @@ def load(
         train = FakeDataset(made.train_images, size, made.classes)
         return Splits(train, FakeDataset(made.val_images, size, made.classes), names, FAKE, root)
     # storage: two sources, or two data sets of the user's that need nothing else
-    if parts.is_own(data.name):
+    if user_code.is_own(data.name):
         first, second = open_own(data, seed, _SPLIT_SEED)
         if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
             assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
@@ -418,7 +418,7 @@ def _check_settings(data: DataConfig) -> None:
     default = DataConfig()
     every = " ".join(_SETTINGS.values())
     idle = set(every.split()) - set(_SETTINGS.get(data.name, every).split())
-    if parts.is_own(data.name):
+    if user_code.is_own(data.name):
         idle = {"cache"}
     for setting in sorted(idle):
         value = getattr(data, setting)

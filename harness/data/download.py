@@ -14,11 +14,11 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from ..monitor.console import progress, say
 from ..runtime import signals
 from ..runtime.errors import DataError, DiskError
 from ..runtime.files import open_regular, remove
 from ..runtime.folder import log
-from ..watch.console import progress, say
 
 # how often a wait looks for a signal
 _POLL_S = 0.1

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from ..config import ConfigError, DataConfig, Evaluate, OnError
-from ..runtime import parts
+from ..runtime import user_code
 from ..runtime.errors import BadSample, is_out_of_memory
 from ..runtime.folder import log
 from ..runtime.seeding import seeded
@@ -35,7 +35,7 @@ class OwnSource:
     """
 
     def __init__(self, given: Any, where: str) -> None:
-        with parts.explained(f"{where}: a source has classes, labels, length, where and read:"):
+        with user_code.explained(f"{where}: a source has classes, labels, length, where and read:"):
             self.classes = _names(given.classes)
             labels = np.asarray(given.labels)
             length = len(given)
@@ -96,7 +96,7 @@ class OwnDataset:
     skips: bool = False
 
     def __post_init__(self) -> None:
-        with parts.explained(f"{self.where} must be a source, or have __len__ and __getitem__:"):
+        with user_code.explained(f"{self.where} must be a source or have __len__ and __getitem__:"):
             length = len(self.given)
         if not length:
             raise ConfigError(f"{self.where} is empty")
@@ -132,7 +132,7 @@ class OwnDataset:
             # no sample's fault
             if is_out_of_memory(error):
                 raise
-            raise BadSample(where, parts.told(error)) from error
+            raise BadSample(where, user_code.told(error)) from error
         try:
             out[:] = _pixels(image, self.image_size)
             number = int(label)
@@ -170,7 +170,7 @@ def open_own(
     Raises:
         ConfigError: the function failed, or did not give two sources or two data sets alike.
     """
-    splits = parts.call("data.name", data.name, data, split_seed)
+    splits = user_code.call("data.name", data.name, data, split_seed)
     begin = f"data.name={data.name}"
     tests = data.evaluate is Evaluate.test
     pair = _pair(splits, tests, begin)
@@ -178,7 +178,7 @@ def open_own(
     are_sources = [hasattr(part, "read") for part in pair]
     if len({*are_sources}) > 1:
         raise ConfigError(f"{begin}: one set is a source, the other is not; return two of a kind")
-    with parts.explained(f"{begin}: its classes cannot be read:"):
+    with user_code.explained(f"{begin}: its classes cannot be read:"):
         given = [getattr(part, "classes", None) for part in pair]
         of_sets = {_names(classes) for classes in given if classes is not None}
     if len(of_sets) > 1:
@@ -199,7 +199,7 @@ def open_own(
         if not hasattr(named, "dataset"):
             raise ConfigError(f"{wheres[0]} has no classes; give it an attribute classes, a list")
         named = named.dataset
-    with parts.explained(f"{begin}: its classes cannot be read:"):
+    with user_code.explained(f"{begin}: its classes cannot be read:"):
         classes = _names(named.classes)
     first, second = (
         OwnDataset(part, where, classes, data.image_size, seed, data.on_error is OnError.skip)

@@ -26,10 +26,10 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from ..config import ConfigError, DataConfig, GenerateConfig
+from ..monitor.console import progress, say
 from ..runtime import limits, signals, workers
 from ..runtime.errors import DataError
 from ..runtime.files import read_json
-from ..watch.console import progress, say
 from .download import make_once
 from .storage import Source, cache_root, open_folder_splits
 

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..config import ConfigError, Evaluate
+from ..monitor.console import say
 from ..runtime.errors import BadSample, DataError, is_out_of_memory, listed, printable
 from ..runtime.files import read_regular
 from ..runtime.folder import log
 from ..runtime.seeding import order_rng
-from ..watch.console import say
-from .index import listing, open_index
+from .folder_index import listing, open_index
 
 # of one file; larger ones are no images, and would take the run's memory
 _MOST_BYTES = 1 << 30

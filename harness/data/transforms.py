@@ -17,9 +17,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from ..clock.stages import Lap
 from ..config import AugmentConfig, DataConfig
 from ..runtime.seeding import SampleRng
-from ..watch.stages import Lap
 
 # left, top, width and height in pixels
 Box = tuple[int, int, int, int]

@@ -24,28 +24,29 @@ from typing import Any
 
 import psutil
 
+from ..clock.figures import Ledger, Tag
+from ..clock.stages import SAMPLE, StageCost, StageMeter, StageTotals, total
 from ..config import Config, ConfigError
 from ..data.datasets import ImageDataset
 from ..data.decode import reader
 from ..data.storage import FolderSource, Source, Subset, spread
+from ..feed.base import Backend, FeedSettings
 from ..feed.feeds import Feeds
-from ..feed.interface import Backend, FeedSettings
-from ..feed.timed import TimedSteps
+from ..monitor.console import AddRow, aligned, live_table
+from ..monitor.host import Neighbours
+from ..monitor.writer import Board, publish
+from ..report.evidence import Evidence, worker_cost
+from ..report.statement import stated, typed
+from ..report.verdict import Verdict, judge
 from ..runtime import accelerator
 from ..runtime.distributed import World, again
 from ..runtime.errors import LoaderError
 from ..runtime.files import open_regular
 from ..runtime.folder import log
 from ..runtime.limits import Limits
+from ..tuning.lab import Lab
 from ..tuning.measures import Model, Rate, Trial
-from ..tuning.probe import Lab
-from ..watch.board import Board, publish
-from ..watch.console import AddRow, aligned, live_table
-from ..watch.figures import Ledger, Tag
-from ..watch.host import Neighbours
-from ..watch.report import stated, typed
-from ..watch.stages import SAMPLE, StageCost, StageMeter, StageTotals
-from ..watch.verdict import Evidence, Verdict, judge, total, worker_cost
+from ..tuning.steps import TimedSteps
 
 _ROUNDS = 3
 _LOADING_S = 1.5

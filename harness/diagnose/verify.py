@@ -12,13 +12,13 @@ from pathlib import Path
 
 from ..data.datasets import AnyDataset, ImageDataset
 from ..data.own import OwnDataset
+from ..feed.base import ARRAYS, THREADS, Failure, FeedSettings
 from ..feed.feeds import Feeds
-from ..feed.interface import ARRAYS, THREADS, Failure, FeedSettings
+from ..monitor.console import progress, say
+from ..monitor.writer import BAD_SAMPLES as FILE
+from ..monitor.writer import Board
 from ..runtime import signals
 from ..runtime.errors import DataError
-from ..watch.board import BAD_SAMPLES as FILE
-from ..watch.board import Board
-from ..watch.console import progress, say
 
 
 def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:

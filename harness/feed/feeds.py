@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..clock.stages import START, StageMeter, StageTimer
 from ..config import BackendName, Config, ConfigError, Mode, named_backend
 from ..data.datasets import AnyDataset, FakeDataset, ImageDataset, Splits
 from ..data.own import OwnDataset
@@ -22,16 +23,7 @@ from ..runtime.distributed import World
 from ..runtime.folder import log
 from ..runtime.limits import Limits
 from ..runtime.seeding import uniforms
-from ..watch.stages import START, StageMeter, StageTimer
-from .interface import (
-    ARRAYS,
-    PROCESSES,
-    THREADS,
-    Backend,
-    Failure,
-    FeedSettings,
-    HostBatch,
-)
+from .base import ARRAYS, PROCESSES, THREADS, Backend, Failure, FeedSettings, HostBatch
 from .order import AnyOrder, Cursor, Order, ProbeOrder, Rest
 from .processes import ProcessFeed
 from .threads import ThreadFeed

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..clock.clock import StepClock
+from ..clock.spans import named
+from ..clock.stages import Stamps
 from ..runtime import accelerator
 from ..runtime.accelerator import Accelerator
-from ..watch.clock import StepClock
-from ..watch.spans import named
-from ..watch.stages import Stamps
-from .interface import Backend, BufferPool, HostBatch
+from .base import Backend, BufferPool, HostBatch
 
 _log = logging.getLogger("wellfed")
 Batches = Generator[tuple[Tensor, Tensor], None, None]

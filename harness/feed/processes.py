@@ -22,12 +22,12 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from ..clock.stages import SHARE, StageMeter
 from ..config import ConfigError
 from ..runtime import signals, workers
 from ..runtime.errors import LoaderError
 from ..runtime.workers import Watchdog
-from ..watch.stages import SHARE, StageMeter
-from .interface import (
+from .base import (
     PROCESSES,
     Backend,
     FeedSettings,

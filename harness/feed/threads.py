@@ -17,11 +17,11 @@ from itertools import chain
 import numpy as np
 import torch
 
+from ..clock.stages import StageMeter, Stamps
 from ..runtime import signals, workers
 from ..runtime.errors import LoaderError
 from ..runtime.folder import log
-from ..watch.stages import StageMeter, Stamps
-from .interface import (
+from .base import (
     THREADS,
     Backend,
     BufferPool,

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ..feed.interface import FeedSettings
+from ..clock.clock import StepClock
+from ..feed.base import FeedSettings
 from ..runtime import accelerator
-from ..watch.clock import StepClock
 from .workers import Meter
 
 # the device is let catch up at most so often where an evaluation may begin

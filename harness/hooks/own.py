@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ..watch.report import Statement
+from ..report.statement import Statement
 from . import patches
 from .session import Session
 

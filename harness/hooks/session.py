@@ -18,19 +18,22 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..feed.interface import FeedSettings
-from ..page import document
+from ..clock.clock import StepClock
+from ..clock.figures import RankFigures, Window, by_tag, told
+from ..clock.stages import GROUPS
+from ..feed.base import FeedSettings
+from ..monitor.goodput import Course
+from ..monitor.host import Sampler
+from ..monitor.monitor import sampling
+from ..monitor.writer import Board
+from ..report.evidence import Evidence
+from ..report.page import document
+from ..report.run_report import closing, report, used
+from ..report.statement import Statement, stated, typed
+from ..report.verdict import Change, Verdict, judge
 from ..runtime import folder, limits
 from ..runtime.errors import printable
 from ..runtime.files import read_json, write_whole
-from ..watch.board import Board
-from ..watch.clock import StepClock
-from ..watch.figures import Window, by_tag, told
-from ..watch.host import Sampler
-from ..watch.report import Course, Statement, closing, report, stated, typed, used
-from ..watch.stages import GROUPS
-from ..watch.station import sampling
-from ..watch.verdict import Change, Evidence, RankFigures, Verdict, judge
 from . import patches
 from .loops import Followed, Loops
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import dataloader
 from torch.utils.data._utils.worker import _worker_loop
 
-from ..watch.stages import (
+from ..clock.stages import (
     DECODE,
     READ,
     SAMPLE,

@@ -19,14 +19,14 @@ from ..config import Config, ConfigError, DataConfig, Format, Mode, ModelConfig
 from ..data.datasets import as_evaluated
 from ..data.decode import decode, decode_opened
 from ..feed.prefetcher import Normalise
-from ..runtime import parts
+from ..monitor.console import say
+from ..monitor.writer import plain
+from ..runtime import user_code
 from ..runtime.errors import CheckpointError, printable
 from ..runtime.files import read_regular, write_whole
 from ..runtime.folder import log
 from ..runtime.seeding import SampleRng
-from ..training import checkpoint, models, resume
-from ..watch.board import plain
-from ..watch.console import say
+from ..training import checkpoint_read, models, resume
 
 # images that a file is checked on
 _CHECKED = 16
@@ -120,14 +120,14 @@ def load(
     if model_name is not None:
         config.model.name = model_name
         typed = (f"model.name={model_name}",)
-    saved = checkpoint.read(Path(path), foreign=True)
+    saved = checkpoint_read.read(Path(path), foreign=True)
     config = resume.settings(config, saved, typed, tell=log.debug)
     model, classes = network(saved, config)
     place = torch.device(device)
     return Loaded(model.to(place), Transform(config.data, place), classes)
 
 
-def network(saved: checkpoint.Saved, config: Config) -> tuple[nn.Module, tuple[str, ...]]:
+def network(saved: checkpoint_read.Saved, config: Config) -> tuple[nn.Module, tuple[str, ...]]:
     """Returns the network in ``saved`` on the CPU, in evaluation mode, and its classes' names.
 
     Raises:
@@ -158,7 +158,7 @@ class _Whole(nn.Module):
         return self.network((images - self.mean) / self.std)
 
 
-def export(saved: checkpoint.Saved, config: Config, folder: Path) -> None:
+def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
     """Writes the network in ``saved`` into ``folder``, as ``model.pt2`` or ``model.onnx``.
 
     The file is there only if it gives the logits of the network itself, on images of noise.
@@ -207,7 +207,7 @@ def _program(whole: nn.Module, config: Config) -> ExportedProgram:
     size = config.data.image_size
     # made of one image, a program would be for one alone
     images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
-    with parts.explained(
+    with user_code.explained(
         f"model.name={config.model.name}: torch.export can make no program of the network for any "
         "number of images; its code may not depend on that number, nor branch by what is in the "
         "images:"
@@ -233,7 +233,7 @@ def _onnx(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
         '; its packages come by pip install -e ".[onnx]" or uv sync --extra onnx; '
         "export.format=pt2 needs none"
     )
-    with parts.explained("export.format=onnx:", packages):
+    with user_code.explained("export.format=onnx:", packages):
         from onnxruntime import InferenceSession, SessionOptions
 
         names: Any = {"input_names": ["images"], "output_names": ["logits"]}

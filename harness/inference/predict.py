@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from ..config import Config
 from ..data.datasets import ImageDataset, Splits, as_evaluated
 from ..data.storage import FolderSource
+from ..feed.base import Failure
 from ..feed.feeds import Feeds
-from ..feed.interface import Failure
+from ..monitor.console import progress, say
+from ..monitor.writer import BAD_SAMPLES, Board, plain
 from ..runtime import limits, signals
 from ..runtime.distributed import World
 from ..runtime.errors import DataError
 from ..runtime.files import write_whole
-from ..training.checkpoint import Saved
+from ..training.checkpoint_read import Saved
 from ..training.step import autocast_of, device_batches
-from ..watch.board import BAD_SAMPLES, Board, plain
-from ..watch.console import progress, say
 from .loaded import network
 
 

@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Sequence
 from typing import TextIO
 
-from ..answers import explain
 from ..config import ConfigError
+from ..suggestions import explain
 
 _TOO_SMALL = "data.image_size: too small for the layers of the network; raise it"
 # by what torch and Python say

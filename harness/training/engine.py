@@ -14,22 +14,23 @@ from typing import Any
 
 import torch
 
+from ..clock.figures import RankFigures, Tag, by_tag
+from ..clock.spans import named
+from ..clock.stages import StageTotals
 from ..config import Mode, OnError
-from ..feed.interface import Backend, Failure
+from ..feed.base import Backend, Failure
 from ..feed.order import Order
 from ..feed.prefetcher import DataPrefetcher
+from ..monitor import device, monitor
+from ..monitor.console import progress, say
+from ..monitor.writer import BAD_SAMPLES, Value
 from ..runtime import accelerator
 from ..runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
 from ..runtime.files import read_regular
 from ..runtime.folder import log
-from ..watch import device, station, verdict
-from ..watch.board import BAD_SAMPLES, Value
-from ..watch.console import progress, say
-from ..watch.figures import Tag, by_tag
-from ..watch.spans import named
-from ..watch.stages import StageTotals
-from . import pictures, profile, saving
-from .step import Evaluation, Step, device_batches, evaluate
+from . import checkpoint_write, pictures, profile
+from .evaluate import Evaluation, evaluate
+from .step import Step, device_batches
 
 # seconds in which workers have batches ready
 _WARM_UP_S = 1.5
@@ -73,7 +74,7 @@ class Engine:
     step: Step
     feed: Backend
     val_feed: Backend
-    watch: station.Watch
+    watch: monitor.Watch
     folder: Path
     classes: tuple[str, ...]
 
@@ -82,7 +83,7 @@ class Engine:
     evaluation: Evaluation | None = None
     answers: pictures.Answers | None = None
     skipped = 0
-    ranks: tuple[verdict.RankFigures, ...] = ()
+    ranks: tuple[RankFigures, ...] = ()
     worker_s = 0.0
     # no update is under way; no step has ended yet
     _whole = True
@@ -99,7 +100,7 @@ class Engine:
         # a probe has no end
         assert isinstance(self.feed.order, Order)
         self.order = self.feed.order
-        self.saves = saving.Saves(state, self.order, self.folder, self.classes)
+        self.saves = checkpoint_write.Saves(state, self.order, self.folder, self.classes)
         self.train_batches = self.step.batches(self.feed, watch.clock)
         self.val_batches = device_batches(self.val_feed, config, world.device)
         # since the start, by set and number: the list may name what was mended since
@@ -108,7 +109,9 @@ class Engine:
         self.memory = device.MemoryWatch(accelerator.of(world.device))
         # what the feed's workers had done at the last window, and when that was
         self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
-        self._boundary = saving.Boundary(config, world, state.step, began_s=watch.course.began_s)
+        self._boundary = checkpoint_write.Boundary(
+            config, world, state.step, began_s=watch.course.began_s
+        )
         self._logged_step = state.step
         steps = config.profile.steps if world.is_main else None
         self._trace = profile.Trace(steps, self.folder, watch.clock.pause)
@@ -150,7 +153,7 @@ class Engine:
             if self.world.size > 1:
                 # what tells this rank from the others
                 total = self.watch.clock.total()
-                own = verdict.RankFigures.of(self.world.rank, total, self.step.forward_ms)
+                own = RankFigures.of(self.world.rank, total, self.step.forward_ms)
                 self.ranks = tuple(self.world.gathered(own))
             self.status = "completed"
 

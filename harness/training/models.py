@@ -15,13 +15,13 @@ from torch.nn.parameter import is_lazy
 from torchvision import models as zoo
 
 from ..config import TIMM, ConfigError, ModelConfig, check_model, leaves
-from ..runtime import parts
+from ..monitor.console import say
+from ..runtime import user_code
 from ..runtime.errors import CheckpointError, listed, printable
 from ..runtime.files import open_regular
 from ..runtime.folder import log
-from ..watch.console import say
-from . import checkpoint
-from .checkpoint import Saved
+from . import checkpoint_read
+from .checkpoint_read import Saved
 
 # of data.*, what published weights say of images
 EXPECTED = (
@@ -48,9 +48,9 @@ def build(
     """
     check_model(config, names())
     where = f"model.name={config.name}"
-    with parts.explained(f"{where}: for data.image_size={image_size} it failed with"):
+    with user_code.explained(f"{where}: for data.image_size={image_size} it failed with"):
         network: nn.Module = _made(config, num_classes, image_size)
-        if parts.is_own(config.name) or config.name.startswith(TIMM):
+        if user_code.is_own(config.name) or config.name.startswith(TIMM):
             _prove(network, where, num_classes, image_size)
     if config.weights is None or filled:
         return network
@@ -64,8 +64,8 @@ def build(
 def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
     """Returns the network with random weights; what a user's function gave as it is."""
     name = config.name
-    if parts.is_own(name):
-        return parts.call("model.name", name, num_classes, image_size=image_size)
+    if user_code.is_own(name):
+        return user_code.call("model.name", name, num_classes, image_size=image_size)
     if name.startswith(TIMM):
         return _timm(name, image_size, num_classes=num_classes)
     if name == "small":
@@ -141,7 +141,7 @@ def saved(config: ModelConfig, image_size: int) -> Saved:
     if are_published(config):
         where = f"model.weights={printable(str(config.weights))}"
         return Saved(where, {"model": _published(config, image_size)})
-    return checkpoint.read(Path(str(config.weights)), foreign=True)
+    return checkpoint_read.read(Path(str(config.weights)), foreign=True)
 
 
 def take_over(
@@ -312,7 +312,7 @@ def _facts(name: str) -> Any:
     """
     import timm
 
-    with parts.explained(f"model.name={name}: no such weights:"):
+    with user_code.explained(f"model.name={name}: no such weights:"):
         return timm.get_pretrained_cfg(name.removeprefix(TIMM))
 
 
@@ -351,7 +351,7 @@ def _published(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:
         way_out = f"; use null, or put {url} into {torch.hub.get_dir()}/checkpoints"
     begin = f"model.weights={printable(source)}: cannot be loaded for {name}:"
     kind = ConfigError if source == "DEFAULT" else CheckpointError
-    with parts.explained(begin, way_out, kind):
+    with user_code.explained(begin, way_out, kind):
         if source != "DEFAULT":
             # never a wait for a pipe
             os.close(open_regular(source))

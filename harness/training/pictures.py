@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import base64
-import csv
 import json
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from io import BytesIO, StringIO
-from pathlib import Path
-from typing import Any, NamedTuple
+from io import BytesIO
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,21 +14,12 @@ from PIL import Image
 from torch import Tensor
 
 from ..config import DataConfig
-from ..data.datasets import Splits
+from ..monitor.writer import Board
 from ..runtime.distributed import World
-from ..runtime.errors import BadSample, printable
-from ..watch.board import Board, plain
+from ..runtime.errors import printable
 
-# pictures of mistakes
-_MOST = 24
-# on the page: kinds of mistakes, some 300 kB
-_MOST_KINDS = 20_000
-# the matrix of more would have over 4 million cells
-_MOST_CLASSES = 2_000
 # pixels of a picture's side
 _SIDE = 160
-# classes are uneven if one has so many times the images of another
-_UNEVEN = 10
 
 
 class Answers(NamedTuple):
@@ -101,105 +89,15 @@ def show_batch(
         shares = sorted(zip(mixed, names, strict=True), reverse=True)[:2]
         texts.append(" + ".join(f"{share:.0%} {name}" for share, name in shares if share))
     board.images("train/first_batch", tiles, texts)
-    rows = zip(texts, map(_coded, tiles), strict=True)
+    rows = zip(texts, map(coded, tiles), strict=True)
     found = [{"label": text, "picture": picture} for text, picture in rows]
     board.write("first_batch.json", json.dumps(found))
 
 
-def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:
-    """Writes ``classes.csv``, ``confusion.csv``, ``mistakes.json`` and TensorBoard's pictures.
-
-    If ``read``, the mistaken images are read again, as the network saw them.
-    """
-    names = [*map(printable, splits.classes)]
-    kinds = answers.confused()
-    right = answers.labels[answers.labels == answers.given]
-    images, given, correct = (
-        np.bincount(kind, minlength=len(names)) for kind in (answers.labels, answers.given, right)
-    )
-    columns: dict[str, Any] = {"images": images, "correct": correct, "given": given}
-    # a share of nothing is None
-    with np.errstate(invalid="ignore"):
-        columns |= {"accuracy": correct / images, "precision": correct / given}
-    if splits.labels is not None:
-        columns["train_images"] = np.bincount(splits.labels, minlength=len(names))
-    classes = {"class": names, **{name: plain(each.tolist()) for name, each in columns.items()}}
-    _table(board, "classes.csv", classes, zip(*classes.values(), strict=True))
-    if len(names) <= _MOST_CLASSES:
-        matrix = np.diag(correct)
-        matrix[kinds[:, 0], kinds[:, 1]] = kinds[:, 2]
-        rows = ([name, *row] for name, row in zip(names, matrix.tolist(), strict=True))
-        _table(board, "confusion.csv", ["", *names], rows)
-        # by share of the true class; a root shows what is seldom
-        shares = np.sqrt(matrix / np.maximum(1, images[:, None]))
-        grey = (255 - 255 * shares).astype(np.uint8)
-        board.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
-    found = {
-        "counts": told(splits),
-        "classes": classes,
-        "kinds": kinds[:_MOST_KINDS].tolist(),
-        "mistakes": _mistakes(answers, names, splits, board, read),
-    }
-    board.write("mistakes.json", json.dumps(found))
-
-
-def _mistakes(
-    answers: Answers, names: list[str], splits: Splits, board: Board, read: bool
-) -> list[dict[str, Any]]:
-    """Returns the surest mistakes; shows their pictures in TensorBoard."""
-    rows = []
-    tiles = []
-    texts = []
-    dataset = splits.val
-    # where data lie may be a secret: names are below it
-    root = f"{Path(splits.root).expanduser()}/"
-    # a data set that is made on the device has none, one of the user's may have no source
-    fill = getattr(dataset, "fill", None)
-    source = getattr(dataset, "source", None)
-    for place in answers.surest(_MOST):
-        index, label, given, probability = (each[place].item() for each in answers)
-        where = source.where(index).removeprefix(root) if source else f"sample {index}"
-        row = {
-            "where": printable(where),
-            "label": names[label],
-            "given": names[given],
-            "probability": probability,
-        }
-        rows.append(row)
-        # in place of one that cannot be read there was another
-        with suppress(BadSample):
-            if read and fill:
-                tile = np.empty((3, dataset.image_size, dataset.image_size), np.uint8)
-                fill(0, index, tile)
-                row["picture"] = _coded(tile)
-                tiles.append(tile)
-                texts.append(f"{row['given']}, not {row['label']}")
-    if tiles:
-        board.images("val/mistakes", np.stack(tiles), texts)
-    return rows
-
-
-def told(splits: Splits) -> str | None:
-    """Returns a sentence on the training images of each class, and on very uneven classes."""
-    if splits.labels is None:
-        return None
-    counts = np.bincount(splits.labels, minlength=len(splits.classes))
-    text = f"{len(counts)} classes of {counts.min()} to {counts.max()} training images"
-    if counts.min() * _UNEVEN <= counts.max():
-        text += ", very uneven. Try: data.balance=0.5, or optim.class_weights=balanced"
-    return text
-
-
-def _coded(tile: np.ndarray) -> str:
+def coded(tile: np.ndarray) -> str:
     """Returns uint8 ``[3, S, S]`` as a file of JPEG in base64."""
     picture = Image.fromarray(tile.transpose(1, 2, 0))
     picture.thumbnail((_SIDE, _SIDE))
     file = BytesIO()
     picture.save(file, "JPEG", quality=95, subsampling=0)
     return base64.b64encode(file.getvalue()).decode()
-
-
-def _table(board: Board, name: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    text = StringIO()
-    csv.writer(text, lineterminator="\n").writerows([head, *rows])
-    board.write(name, text.getvalue().rstrip("\n"))

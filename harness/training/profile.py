@@ -11,10 +11,10 @@ from pathlib import Path
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ..clock import spans
+from ..monitor.console import say
 from ..runtime import accelerator
 from ..runtime.folder import log
-from ..watch import spans
-from ..watch.console import say
 
 
 class Trace:

@@ -10,13 +10,13 @@ import torch
 
 from ..config import Config, Mode, adopted, shown, walk
 from ..feed.order import Order, Rest
-from ..runtime import launch, parts
+from ..monitor.console import say
+from ..runtime import launch, user_code
 from ..runtime.distributed import World
 from ..runtime.errors import CheckpointError, listed
 from ..runtime.folder import log
-from ..watch.console import say
-from . import checkpoint, models
-from .checkpoint import NoCheckpoint, Saved
+from . import checkpoint_read, models
+from .checkpoint_read import NoCheckpoint, Saved
 from .state import TrainState
 
 _NETWORK = ("model.name", "trainer.precision", "trainer.channels_last")
@@ -57,7 +57,7 @@ def find(config: Config, folder: Path) -> Saved | None:
             return None
         return models.saved(config.model, config.data.image_size)
     try:
-        return checkpoint.read(folder if config.resume == "auto" else Path(config.resume))
+        return checkpoint_read.read(folder if config.resume == "auto" else Path(config.resume))
     except NoCheckpoint:
         if applies or config.resume != "auto":
             raise
@@ -231,7 +231,7 @@ def rest(saved: Saved, config: Config, world: World, length: int) -> Rest:
     """
     held = saved.state
     trained = saved.trained or config
-    with parts.explained(f"{saved.where}: cannot be used:", kind=CheckpointError):
+    with user_code.explained(f"{saved.where}: cannot be used:", kind=CheckpointError):
         for name, then, now in (
             ("seed", trained.seed, config.seed),
             ("data.balance", trained.data.balance, config.data.balance),

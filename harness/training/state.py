@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import Config, Mode, Precision
-from ..runtime import parts
+from ..monitor.console import say
+from ..runtime import user_code
 from ..runtime.distributed import World
 from ..runtime.errors import CheckpointError
 from ..runtime.files import typed
 from ..runtime.seeding import random_state, restore_random_state
-from ..watch.console import say
 from . import models
 from .average import Average
-from .checkpoint import COUNTS, Saved
+from .checkpoint_read import COUNTS, Saved
 from .optimizer import adopt, frozen_names, lr_factor, make_optimizer
 
 
@@ -95,7 +95,7 @@ class TrainState:
         """
         held = saved.state
         schedule = self.schedule
-        with parts.explained(f"{saved.where}: cannot be used:", kind=CheckpointError):
+        with user_code.explained(f"{saved.where}: cannot be used:", kind=CheckpointError):
             modules: dict[str, nn.Module] = {"model": self.network}
             weights = {"model": held["model"]}
             if self.average is not None:
@@ -183,7 +183,7 @@ def make_state(
         config, world, network, optimizer, schedule, scaler, steps_per_epoch=steps_per_epoch
     )
     if optim.ema_decay is not None and config.mode is Mode.train:
-        with parts.explained(
+        with user_code.explained(
             f"optim.ema_decay={optim.ema_decay}: model.name={name} cannot be copied:"
         ):
             state.average = Average(network, optim.ema_decay)

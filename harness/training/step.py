@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,18 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..clock.clock import StepClock
+from ..clock.spans import named
 from ..config import Config, Precision
 from ..data.augment import BatchAugment, Mix
-from ..feed.interface import Backend, HostBatch
 from ..feed.prefetcher import DataPrefetcher
-from ..feed.timed import Batches, TimedSteps
-from ..runtime import accelerator, signals
-from ..runtime.distributed import World
-from ..runtime.errors import Interrupted
-from ..runtime.snapshot import Snapshot
-from ..watch.clock import StepClock
-from ..watch.figures import StepRun
-from ..watch.spans import named
+from ..runtime import accelerator
 from .models import refuse_logits
 from .optimizer import fill_momentum, skip_nonfinite
 from .state import TrainState
@@ -210,143 +203,6 @@ class Step:
         self._losses = []
         self._found_inf = []
         self._passes_s.clear()
-
-
-class StepTrials(TimedSteps):
-    """The training step as tuning measures it, inside ``kept()``.
-
-    Args:
-        step: the run's own step.
-        now: the clock; None: the device's own.
-    """
-
-    def __init__(self, step: Step, now: Callable[[], float] | None = None) -> None:
-        super().__init__(step.world, step.config.trainer.accumulate_steps, now)
-        self._step = step
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """A block of training mode, before training, at whose end all is as before.
-
-        Learning rates are 0 inside: repeated steps on one batch could diverge to NaN, whose timing
-        is not representative; an update costs the same at any rate. The copy of the state lies in
-        host memory. An average of the weights stands still.
-        """
-        state = self._step.state
-        step = state.step
-        parts = [state.network, state.optimizer, state.schedule]
-        if state.scaler.is_enabled():
-            parts.append(state.scaler)
-        snapshot = Snapshot(parts, self.device)
-        self._made = 0
-        average = state.average
-        state.average = None
-        try:
-            self._step.begin_epoch()
-            # LambdaLR multiplies them
-            state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]
-            for group in state.optimizer.param_groups:
-                group["lr"] = 0.0
-            yield
-        finally:
-            snapshot.restore()
-            state.step = step
-            state.average = average
-            # a step that failed may have left figures
-            self._step.forget()
-
-    def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """As in ``TimedSteps``."""
-        run = super().demand(batch, limit_s)
-        if self._step.config.loader.device_prefetch:
-            # a thread of its own loads while the host launches
-            run = replace(run, launch_s=0.0)
-        return run
-
-    def repeated(self, batch: HostBatch) -> Batches:
-        """As in ``TimedSteps``: the batch's bytes are on the device.
-
-        Each step takes them augmented and normalised as in training, for that is the step's work,
-        not the loader's.
-        """
-        images = self._own.copy(batch.images)
-        placed = batch._replace(images=images, labels=self._own.copy(batch.labels))
-        with closing(self._step.batches(itertools.repeat(placed))) as batches:
-            yield from batches
-
-    def fed(self, feed: Backend, clock: StepClock) -> Batches:
-        """As in ``TimedSteps``; once ``feed`` has failed, black batches, unless a rank is alone."""
-        with closing(self._step.batches(feed, clock)) as batches:
-            try:
-                yield from batches
-            except Exception as error:
-                if self.world.size == 1:
-                    raise
-                self._failed = error
-        size = self._step.config.data.image_size
-        labels = torch.zeros(feed.settings.batch_size, dtype=torch.int64)
-        images = torch.zeros(len(labels), 3, size, size, dtype=torch.uint8)
-        yield from self.repeated(HostBatch(images, labels, labels))
-
-    def train(self, batch: Tensor, labels: Tensor, *, part: int, parts: int) -> None:
-        """As in ``TimedSteps``."""
-        self._step(batch, labels, part=part, parts=parts)
-        # losses would take the device's memory
-        self._step.forget()
-
-
-class Evaluation(NamedTuple):
-    """Result on a set of ``images`` images: fractions 0..1 and the mean cross-entropy."""
-
-    images: int
-    top1: float
-    top5: float
-    loss: float
-
-
-@torch.no_grad()
-def evaluate(
-    network: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    world: World,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    kept: list[tuple[Tensor, ...]] | None = None,
-) -> Evaluation:
-    """Returns the network's accuracy over the ``batches`` of all ranks.
-
-    Every rank sees other samples and only sums meet, so nothing is padded or counted twice. The
-    sums stay on the device until the end, and so does what is ``kept`` of each batch: its labels,
-    the answers, int64 ``[N]``, and their probabilities, float32 ``[N]``.
-
-    Raises:
-        Interrupted: any rank heard a signal; on every rank, once each has stopped.
-    """
-    network.eval()
-    # counts are exact up to 2**53 in float64, which Apple's GPUs do not have
-    dtype = torch.float32 if world.device.type == "mps" else torch.float64
-    # images, top-1, top-5, loss
-    sums = torch.zeros(4, device=world.device, dtype=dtype)
-    for images, labels in batches:
-        with autocast():
-            logits = network(images)
-        scores = logits.float()
-        # the sum is the same however images are put into batches
-        loss = F.cross_entropy(scores, labels, reduction="none").sum(dtype=dtype)
-        # top-1 and top-5 in one
-        answers = logits.topk(min(5, logits.shape[1]), dim=1).indices
-        best = answers == labels.unsqueeze(1)
-        count = torch.full_like(loss, len(labels))
-        sums += torch.stack((count, best[:, 0].sum(), best.sum(), loss))
-        if kept is not None:
-            kept.append((labels.clone(), answers[:, 0], scores.softmax(1).amax(1)))
-        if signals.received():
-            break
-    signum = int(world.largest(signals.received())[0])
-    if signum:
-        raise Interrupted(signum)
-    # the host waits for the device
-    images_seen, *totals = world.total(sums).tolist()
-    return Evaluation(int(images_seen), *(total / images_seen for total in totals))
 
 
 def autocast_of(

@@ -16,19 +16,19 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
+from ..clock.clock import StepClock
+from ..clock.stages import StageMeter
 from ..config import TunerConfig
-from ..feed.interface import Backend, FeedSettings, HostBatch
+from ..feed.base import Backend, FeedSettings, HostBatch
 from ..feed.order import Cursor, Order, ProbeOrder
 from ..feed.prefetcher import HostLeadLimiter
 from ..feed.processes import ProcessFeed
-from ..feed.timed import Batches, TimedSteps
 from ..runtime import limits, workers
 from ..runtime.distributed import World
 from ..runtime.errors import BadSample, LoaderError, words
-from ..runtime.snapshot import Snapshot
-from ..watch.clock import StepClock
-from ..watch.stages import StageMeter
 from .measures import Probes, TuningReport
+from .snapshot import Snapshot
+from .steps import Batches, TimedSteps
 from .tuner import tune as tune_probes
 
 Step = Callable[[Any], object]

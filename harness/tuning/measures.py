@@ -1,6 +1,6 @@
 """What tuning measures, the model of throughput on it, what it needs, and what it reports.
 
-The model serves the diagnosis too. Its laws are in ``harness.watch.verdict``.
+The model serves the diagnosis too. Its laws are in ``harness.report.verdict``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..feed.interface import ARRAYS, PROCESSES, THREADS, Backend, FeedSettings
+from ..clock.stages import roofline, workers_for
+from ..feed.base import ARRAYS, PROCESSES, THREADS, Backend, FeedSettings
 from ..feed.order import Cursor
+from ..monitor.console import aligned
+from ..monitor.writer import Board, plain, publish
 from ..runtime.limits import Limits
-from ..watch.board import Board, plain, publish
-from ..watch.console import aligned
-from ..watch.verdict import roofline, workers_for
 
 # Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)

@@ -26,34 +26,26 @@ from typing import Any
 
 import numpy as np
 
+from ..clock.clock import StepClock
+from ..clock.figures import Window
+from ..clock.stages import StageTotals
 from ..config import Config, TunerConfig, TunerName, shown, walk
 from ..data.storage import cache_root
+from ..feed.base import Backend, FeedSettings
 from ..feed.feeds import Feeds
-from ..feed.interface import Backend, FeedSettings
 from ..feed.threads import ThreadFeed
-from ..feed.timed import TimedSteps
-from ..runtime import accelerator, parts
+from ..monitor.console import live_table, say
+from ..monitor.host import Neighbours, environment
+from ..monitor.monitor import Watch
+from ..runtime import accelerator, user_code
 from ..runtime.distributed import World
 from ..runtime.files import read_regular, set_aside, typed, write_whole
 from ..runtime.folder import log
 from ..runtime.limits import Limits
-from ..watch.clock import StepClock
-from ..watch.console import live_table, say
-from ..watch.figures import Window
-from ..watch.host import Neighbours, environment
-from ..watch.stages import StageTotals
-from ..watch.station import Watch
-from .measures import (
-    BUSY,
-    FED,
-    Model,
-    Probes,
-    SampleCost,
-    TuningReport,
-    undisturbed,
-)
-from .probe import Lab
-from .search import MET, AutoSearch, grid, most_workers
+from .auto import MET, AutoSearch, grid, most_workers
+from .lab import Lab
+from .measures import BUSY, FED, Model, Probes, SampleCost, TuningReport, undisturbed
+from .steps import TimedSteps
 
 _MAX_AGE_S = 30 * 24 * 3600.0
 # settings that decide what a sample or a step costs, and what is searched, besides all of augment
@@ -551,7 +543,7 @@ def fingerprint(
     return {
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
         "sources": sources.hexdigest(),
-        "own": [parts.digest(name) for name in names if parts.is_own(name)],
+        "own": [user_code.digest(name) for name in names if user_code.is_own(name)],
         "ranks": [world.size, world.local_size],
         "data": dict(data),
         "settings": settings,

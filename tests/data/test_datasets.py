@@ -10,14 +10,7 @@ from PIL import Image
 from samples import numbers
 from sklearn.utils.class_weight import compute_class_weight
 
-from harness.config import (
-    AugmentConfig,
-    ConfigError,
-    Crop,
-    DataConfig,
-    GenerateConfig,
-    OptimConfig,
-)
+from harness.config import AugmentConfig, ConfigError, Crop, DataConfig, GenerateConfig, OptimConfig
 from harness.data import datasets
 from harness.data.datasets import FakeDataset, ImageDataset, Splits, load
 from harness.data.decode import DecodeOptions

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from harness.data import index as module
-from harness.data.index import Index, open_index
+from harness.data import folder_index as module
+from harness.data.folder_index import Index, open_index
 from harness.runtime import signals
 from harness.runtime.errors import DataError, Interrupted
 

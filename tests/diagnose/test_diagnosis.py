@@ -16,16 +16,17 @@ from harness.config import Config
 from harness.data import datasets
 from harness.diagnose import diagnosis as phases
 from harness.diagnose.diagnosis import diagnose, fitting_batch
+from harness.feed.base import HostBatch
 from harness.feed.feeds import Feeds
-from harness.feed.interface import HostBatch
+from harness.monitor.host import Neighbours
+from harness.monitor.writer import Board
 from harness.runtime import seeding
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
-from harness.training.step import Step, StepTrials
-from harness.watch.board import Board
-from harness.watch.figures import StepRun
-from harness.watch.host import Neighbours
+from harness.training.step import Step
+from harness.tuning.steps import StepRun
+from harness.tuning.training_steps import StepTrials
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)

@@ -17,17 +17,17 @@ import pytest
 import samples
 import torch
 
+from harness.clock.stages import StageMeter
 from harness.config import Config
 from harness.data import datasets
 from harness.diagnose.diagnosis import FirstReads, Session
+from harness.feed.base import HostBatch
 from harness.feed.feeds import Feeds
-from harness.feed.interface import HostBatch
 from harness.feed.order import Cursor
 from harness.runtime.distributed import World
 from harness.runtime.errors import LoaderError
+from harness.tuning.lab import Lab
 from harness.tuning.measures import Rate, SampleCost, Trial
-from harness.tuning.probe import Lab
-from harness.watch.stages import StageMeter
 
 
 @dataclass

@@ -11,12 +11,13 @@ import samples
 import torch
 from evidences import evidence
 
+from harness.clock.stages import StageCost, StageTotals
 from harness.config import Config
 from harness.diagnose.diagnosis import command, lines
+from harness.monitor.writer import Board, publish
+from harness.report.evidence import Bottleneck
+from harness.report.verdict import Change, Verdict
 from harness.runtime.distributed import World
-from harness.watch.board import Board, publish
-from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import Bottleneck, Change, Verdict
 
 SHARES = evidence()
 OWN = samples.settings(2, batch_size=10)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import samples
 
+from harness.clock.stages import SAMPLE, StageCost, StageTotals
 from harness.diagnose.diagnosis import Figures, judged, what_ifs
-from harness.feed.interface import ARRAYS, FeedSettings
+from harness.feed.base import ARRAYS, FeedSettings
 from harness.tuning.measures import Model, Rate, SampleCost, Trial
-from harness.watch.stages import SAMPLE, StageCost, StageTotals
 
 
 def facts(

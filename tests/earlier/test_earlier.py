@@ -22,10 +22,11 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from harness import job, wellfed
-from harness.compare.__main__ import main as compare
+from harness import wellfed
+from harness.cli import job
 from harness.config import Config, ConfigError, load, to_plain
-from harness.page.__main__ import main as page
+from harness.report.compare.__main__ import main as compare
+from harness.report.page.__main__ import main as page
 from harness.runtime import errors
 
 HERE = Path(__file__).parent

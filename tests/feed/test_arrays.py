@@ -19,8 +19,8 @@ from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import TrainTransform
+from harness.feed.base import HostBatch
 from harness.feed.feeds import ArrayFeed, InMemoryImages, SyntheticFeed, pixel_bytes
-from harness.feed.interface import HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import ProcessFeed
 from harness.runtime.errors import BadSample

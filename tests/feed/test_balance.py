@@ -17,8 +17,8 @@ from harness.data.decode import DecodeOptions
 from harness.data.own import OwnDataset
 from harness.data.storage import ArraySource, Source
 from harness.data.transforms import TrainTransform
+from harness.feed.base import HostBatch
 from harness.feed.feeds import ArrayFeed, Feeds, InMemoryImages
-from harness.feed.interface import HostBatch
 from harness.feed.order import Order, Rest
 from harness.runtime.distributed import World
 

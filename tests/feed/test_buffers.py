@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from harness.feed.interface import BufferPool
+from harness.feed.base import BufferPool
 from harness.runtime.errors import is_out_of_memory
 
 

@@ -11,7 +11,7 @@ import pytest
 import samples
 import torch
 
-from harness.feed import interface as buffers
+from harness.feed import base as buffers
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.threads import ThreadFeed

@@ -17,8 +17,8 @@ import pytest
 import samples
 import torch
 
-from harness.feed import interface as buffers
-from harness.feed.interface import HostBatch
+from harness.feed import base as buffers
+from harness.feed.base import HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed

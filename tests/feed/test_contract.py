@@ -14,7 +14,7 @@ import samples
 import torch
 from samples import assert_same, comes_true, passes, primed, random_states
 
-from harness.feed.interface import HostBatch
+from harness.feed.base import HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed

@@ -13,6 +13,7 @@ import samples
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from harness.clock.stages import Stamps
 from harness.config import (
     BackendName,
     Config,
@@ -27,18 +28,13 @@ from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
+from harness.feed.base import Backend, FeedSettings, HostBatch
 from harness.feed.feeds import BACKENDS, ArrayFeed, Feeds, InMemoryImages, SyntheticFeed
-from harness.feed.interface import (
-    Backend,
-    FeedSettings,
-    HostBatch,
-)
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
 from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
-from harness.watch.stages import Stamps
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 SETTINGS = samples.settings()  # batches of 4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.feed import prefetcher
-from harness.feed.interface import BufferPool
+from harness.feed.base import BufferPool
 from harness.feed.prefetcher import DataPrefetcher, Normalise
 from harness.runtime import accelerator
 

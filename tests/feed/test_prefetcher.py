@@ -20,10 +20,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.feed.interface import HostBatch
+from harness.clock.clock import StepClock
+from harness.clock.stages import Stamps
+from harness.feed.base import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
-from harness.watch.clock import StepClock
-from harness.watch.stages import Stamps
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness.feed.interface import HostBatch
+from harness.clock.clock import StepClock
+from harness.feed.base import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
-from harness.watch.clock import StepClock
 
 pytestmark = [
     pytest.mark.gpu,

@@ -27,7 +27,7 @@ import torch
 from samples import assert_same, comes_true, is_alive, passes, primed
 
 from harness.config import ConfigError
-from harness.feed.interface import HostBatch
+from harness.feed.base import HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed, _Batches

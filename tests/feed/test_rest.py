@@ -14,8 +14,8 @@ from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
+from harness.feed.base import Backend, HostBatch
 from harness.feed.feeds import ArrayFeed, SyntheticFeed
-from harness.feed.interface import Backend, HostBatch
 from harness.feed.order import Order, Rest
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed

@@ -15,7 +15,7 @@ import pytest
 import samples
 from samples import assert_same, comes_true, passes
 
-from harness.feed.interface import Backend
+from harness.feed.base import Backend
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed

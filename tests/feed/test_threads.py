@@ -18,7 +18,7 @@ import pytest
 import samples
 from samples import assert_same, comes_true
 
-from harness.feed.interface import BufferPool, HostBatch
+from harness.feed.base import BufferPool, HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed

@@ -17,7 +17,7 @@ from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.storage import FolderSource
 from harness.data.transforms import TrainTransform
-from harness.feed.interface import Backend, FeedSettings
+from harness.feed.base import Backend, FeedSettings
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed

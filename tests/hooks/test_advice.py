@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from harness.feed.interface import FeedSettings
+from harness.clock.figures import Ledger, Tag, Window
+from harness.clock.stages import StageCost, StageTotals
+from harness.feed.base import FeedSettings
 from harness.hooks.loops import Followed
 from harness.hooks.session import LoaderCall, better, in_script
-from harness.watch.figures import Ledger, Tag, Window
-from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import Evidence, judge
+from harness.report.evidence import Evidence
+from harness.report.verdict import judge
 
 # samples/s of one worker, where a batch of 8 takes 80 ms and its step 20
 RATE = 100.0

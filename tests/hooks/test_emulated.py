@@ -14,9 +14,9 @@ from emulator import EmulatedDevice, VirtualClock, emulated
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from harness.clock.figures import Window
 from harness.hooks import patches
 from harness.hooks.loops import Loops
-from harness.watch.figures import Window
 
 Span = tuple[float, float]
 

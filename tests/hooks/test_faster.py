@@ -15,7 +15,7 @@ from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from harness.feed.interface import FeedSettings
+from harness.feed.base import FeedSettings
 from harness.hooks.faster import faster
 from harness.hooks.loops import Followed
 from harness.hooks.session import offered

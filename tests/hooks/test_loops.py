@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 
+from harness.clock.clock import StepClock
+from harness.clock.figures import Window
 from harness.hooks import loops as loops_module
 from harness.hooks import patches
 from harness.hooks.loops import Loops
-from harness.watch.clock import StepClock
-from harness.watch.figures import Window
 
 BATCH = 4
 WAIT_S = BATCH * 0.01

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
+from harness.clock.stages import DECODE, READ
 from harness.hooks import workers
-from harness.watch.stages import DECODE, READ
 
 
 @pytest.fixture

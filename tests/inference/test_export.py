@@ -26,7 +26,7 @@ import harness
 from harness.config import Config, ConfigError
 from harness.inference import loaded as module
 from harness.inference.loaded import export
-from harness.training.checkpoint import Saved
+from harness.training.checkpoint_read import Saved
 from harness.training.models import small
 
 Composed = Callable[..., Config]

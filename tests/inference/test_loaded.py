@@ -20,7 +20,7 @@ from harness.data.storage import FolderSource
 from harness.feed.prefetcher import Normalise
 from harness.inference.loaded import Transform, network
 from harness.runtime.errors import CheckpointError
-from harness.training.checkpoint import Saved
+from harness.training.checkpoint_read import Saved
 from harness.training.models import small
 
 Composed = Callable[..., Config]

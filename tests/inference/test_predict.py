@@ -16,7 +16,7 @@ from commands import trained
 from PIL import Image
 
 import harness
-from harness import job
+from harness.cli import job
 from harness.config import Config, ConfigError
 from harness.inference.predict import predict
 from harness.runtime import signals

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import job
+from harness.cli import job
 from harness.config import Config, ConfigError, DistBackend, DistConfig, DistName, TrainerConfig
 from harness.runtime import signals
 from harness.runtime.distributed import World, choose_device, joined, launch, spawn_size

@@ -18,8 +18,8 @@ from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
-from harness.feed.interface import Filler
-from harness.runtime import parts
+from harness.feed.base import Filler
+from harness.runtime import user_code
 from harness.runtime.errors import described, told
 
 ADVICE = (
@@ -66,7 +66,7 @@ def test_an_error_that_cannot_say_what_it_is(
 
     assert told(Odd()) == ("Odd: ", 1)
     assert "ZeroDivisionError" not in capsys.readouterr().err
-    wrapped = ConfigError(parts.told(Odd()))
+    wrapped = ConfigError(user_code.told(Odd()))
     wrapped.__cause__ = Odd()
     assert described(wrapped) == ("Odd: ", 2)
 

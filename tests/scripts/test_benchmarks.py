@@ -18,7 +18,7 @@ from pictures import write_tree
 from PIL import Image
 from samples import Noise
 
-from harness.watch.clock import StepClock
+from harness.clock.clock import StepClock
 from scripts import (
     bench_diagnose,
     bench_elastic,

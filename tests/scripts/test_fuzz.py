@@ -25,7 +25,7 @@ def test_a_changed_file_is_read_or_refused(
 ) -> None:
     """Whatever a file holds, a reader takes it or refuses it with its own error."""
     # what the readers change, so that it is put back
-    monkeypatch.setattr("harness.data.index._RACY_NS", 0)
+    monkeypatch.setattr("harness.data.folder_index._RACY_NS", 0)
     monkeypatch.setattr(logging.getLogger("wellfed"), "handlers", [])
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path))
     with warnings.catch_warnings():

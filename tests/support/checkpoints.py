@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from harness.training import saving
-from harness.training.checkpoint import Record, records
+from harness.training import checkpoint_write
+from harness.training.checkpoint_read import Record, records
 
 
 def commit(
@@ -18,6 +18,6 @@ def commit(
     """Saves ``state``, which holds its step and epoch, as a run that has just started."""
     file = BytesIO()
     torch.save(state, file)
-    saving.clear(folder)
+    checkpoint_write.clear(folder)
     facts = state["step"], state["epoch"], top1, keep_last
-    return saving.commit(folder, records(folder), file, *facts)[-1]
+    return checkpoint_write.commit(folder, records(folder), file, *facts)[-1]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import job
+from harness.cli import job
 from harness.config import Config
 from harness.runtime.errors import Interrupted
 

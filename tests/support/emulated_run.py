@@ -11,13 +11,14 @@ import torch
 from emulator import EmulatedDevice, VirtualClock, emulated
 from torch import Tensor
 
+from harness.clock.clock import StepClock
+from harness.clock.figures import Window
+from harness.clock.stages import StageCost, StageTotals
 from harness.config import Precision, TrainerConfig
-from harness.feed.interface import PROCESSES, FeedSettings
+from harness.feed.base import PROCESSES, FeedSettings
 from harness.feed.prefetcher import DataPrefetcher
-from harness.watch.clock import StepClock
-from harness.watch.figures import Window
-from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import Evidence, Verdict, judge
+from harness.report.evidence import Evidence
+from harness.report.verdict import Verdict, judge
 
 # images in a batch
 SIZE = 256

@@ -14,12 +14,13 @@ from samples import ToldMeter
 from torch import Tensor, nn
 
 from harness.config import Config
-from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
+from harness.feed.base import PROCESSES, FeedSettings, HostBatch
 from harness.feed.order import Cursor
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import make_state
-from harness.training.step import Step, StepTrials
+from harness.training.step import Step
+from harness.tuning.training_steps import StepTrials
 
 LIMITS = Limits(cores=64.0, memory_bytes=10**12, shm_bytes=10**11, open_files=10**6)
 

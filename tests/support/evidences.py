@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import samples
 
+from harness.clock.figures import Ledger, RankFigures, Spread, Tag
+from harness.clock.stages import StageCost, StageTotals
 from harness.config import Precision, TrainerConfig
-from harness.watch.figures import Ledger, Spread, Tag
-from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import Bottleneck, Change, Evidence, RankFigures
+from harness.report.evidence import Bottleneck, Evidence
+from harness.report.verdict import Change
 
 DECODING = {
     "read": (0.2, 0.1),

@@ -200,10 +200,11 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
     import torch
     from torch import nn
 
-    from harness.feed.interface import HostBatch
+    from harness.feed.base import HostBatch
     from harness.runtime.distributed import joined
     from harness.training.state import make_state
-    from harness.training.step import Step, StepTrials
+    from harness.training.step import Step
+    from harness.tuning.training_steps import StepTrials
 
     config, folder, broken = job
     with joined(local_rank, config) as world:

@@ -26,11 +26,11 @@ import disk
 import torch
 from checkpoints import commit
 
-from harness import job
+from harness.cli import job
 from harness.config import Config, Mode, StartMethod
 from harness.feed.order import Order
 from harness.runtime.distributed import World
-from harness.training import checkpoint, saving
+from harness.training import checkpoint_read, checkpoint_write
 from scripts.chaos_left import digest, logged
 
 # the updates of three epochs, so that the last save has a checkpoint to delete, and of all four
@@ -107,25 +107,25 @@ def save(folder: Path, step: int, top1: float | None = None) -> None:
 
 def look(folder: Path, step: int) -> None:
     """Checks the newest checkpoint, both pointers, and that a start and the next save clear up."""
-    found = checkpoint.read(folder)
+    found = checkpoint_read.read(folder)
     record = found.record
     assert record is not None and record.step in (30, step), found
     last = record.path
-    newest = max(folder.glob("step-*.json"), key=checkpoint.order)
+    newest = max(folder.glob("step-*.json"), key=checkpoint_read.order)
     assert last == newest.with_suffix(".pt"), found
     assert found.state["w"][0] == record.step
     best = last if record.top1 == 0.95 else folder / "step-10.pt"
     pointers = {"last.pt": last, "best.pt": best}
     for name, path in pointers.items():
         # whatever the link says until a run starts here
-        assert checkpoint.read(folder / name).record.path == path
+        assert checkpoint_read.read(folder / name).record.path == path
     # all that is asked of a state at a start
     world = World(0, 1, 0, 1, torch.device("cpu"))
     state: Any = SimpleNamespace(step=0, pending=False, config=Config(), world=world)
-    saving.Saves(state, Order(10, 10), folder.parent, ()).close()
+    checkpoint_write.Saves(state, Order(10, 10), folder.parent, ()).close()
     for name, path in pointers.items():
         assert os.readlink(folder / name) == path.name
-    committed = {record.path for record in checkpoint.records(folder)}
+    committed = {record.path for record in checkpoint_read.records(folder)}
     assert {best, folder / "step-30.pt"} <= committed
     save(folder, 50)
     left = {"last.pt", "best.pt"}
@@ -206,7 +206,7 @@ def kill_last_saves(base: Path) -> None:
     """Kills at each call of the last save, until the run comes through."""
     first, whole, folder, other = (base / name for name in ("first", "whole", "killed", "other"))
     saves = False
-    real = saving.commit
+    real = checkpoint_write.commit
 
     def told(*given: Any) -> Any:
         nonlocal saves
@@ -215,7 +215,7 @@ def kill_last_saves(base: Path) -> None:
         saves = False
         return found
 
-    saving.commit = told
+    checkpoint_write.commit = told
 
     def dies(config: Config, run_folder: Path, number: int = 0) -> bool:
         work = lambda: run(config, run_folder)
@@ -244,7 +244,7 @@ def kill_last_saves(base: Path) -> None:
         newest = ALL if (folder / f"checkpoints/step-{ALL}.json").exists() else BEFORE
         assert evaluated(folder) == expected[newest], number
         for name in ("last.pt", "best.pt"):
-            assert checkpoint.read(folder / "checkpoints" / name).record.step == newest, (
+            assert checkpoint_read.read(folder / "checkpoints" / name).record.step == newest, (
                 number,
                 name,
             )

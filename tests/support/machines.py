@@ -14,12 +14,12 @@ import samples
 import torch
 
 from harness.config import TunerConfig
-from harness.feed.interface import FeedSettings
+from harness.feed.base import FeedSettings
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
+from harness.tuning.auto import AutoSearch
+from harness.tuning.lab import Lab, Needs
 from harness.tuning.measures import Kind, Rate, SampleCost, Trial, TuningReport
-from harness.tuning.probe import Lab, Needs
-from harness.tuning.search import AutoSearch
 
 
 class Asked(NamedTuple):

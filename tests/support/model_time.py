@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, TypeVar
 
-from harness.watch.clock import StepClock
-from harness.watch.figures import Window
+from harness.clock.clock import StepClock
+from harness.clock.figures import Window
 from scripts.differential import Emulated
 
 # streams

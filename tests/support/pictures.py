@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from harness.feed.interface import HostBatch
+from harness.feed.base import HostBatch
 
 # photographs of 640 x 427 pixels that come with scikit-learn
 NAMES = ("china", "flower")

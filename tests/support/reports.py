@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import samples
 
-from harness.feed.interface import FeedSettings
+from harness.feed.base import FeedSettings
 from harness.runtime.limits import Limits
 from harness.tuning.measures import Rate, SampleCost, Trial, TuningReport
 

@@ -20,13 +20,13 @@ import numpy as np
 import psutil
 import torch
 
+from harness.clock.stages import SAMPLE, Lap, StageMeter, cells
 from harness.data.storage import ArraySource
 from harness.data.transforms import TrainTransform
-from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
+from harness.feed.base import PROCESSES, FeedSettings, HostBatch
 from harness.runtime import workers
 from harness.runtime.errors import BadSample
 from harness.runtime.seeding import SampleRng
-from harness.watch.stages import SAMPLE, Lap, StageMeter, cells
 
 
 def eval_transform(size: int, resize: int | None = None) -> TrainTransform:

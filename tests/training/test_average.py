@@ -18,10 +18,11 @@ from harness.config import Config, ConfigError, Precision, to_plain
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.training.average import Average
-from harness.training.checkpoint import Saved
+from harness.training.checkpoint_read import Saved
 from harness.training.optimizer import lr_factor
 from harness.training.state import TrainState, make_state
-from harness.training.step import Step, StepTrials
+from harness.training.step import Step
+from harness.tuning.training_steps import StepTrials
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 FACTS: dict[str, Any] = {"classes": ["a"], "ranks": 1, "length": 100, "stop": 96}

@@ -20,7 +20,7 @@ from checkpoints import commit
 from oddities import Plant
 
 from harness.runtime.errors import CheckpointError
-from harness.training import checkpoint, models
+from harness.training import checkpoint_read, models
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -34,14 +34,14 @@ def state(value: float = 1.0) -> dict[str, Any]:
 
 def save(
     folder: Path, step: int, top1: float | None = None, keep_last: int = 2
-) -> checkpoint.Record:
+) -> checkpoint_read.Record:
     """Save a small state."""
     return commit(folder, {**state(step), "step": step, "epoch": step // 10}, top1, keep_last)
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """What a network like the file's takes of it."""
-    found = checkpoint.read(path, foreign=True)
+    found = checkpoint_read.read(path, foreign=True)
     weights = found.weights
     models.refuse_misfits(weights, weights, found.where, "itself")
     return weights
@@ -55,28 +55,28 @@ def test_what_may_be_read_the_next_time_is_not_given_up(
     """An older checkpoint serves for a lost one, not for one that passingly fails."""
     save(tmp_path, 1)
     save(tmp_path, 2)
-    real = getattr(checkpoint, what)
+    real = getattr(checkpoint_read, what)
 
     def fails(path: Path, *rest: Any) -> Any:
         if path.name.startswith("step-2"):
             raise OSError(number, os.strerror(number))
         return real(path, *rest)
 
-    monkeypatch.setattr(checkpoint, what, fails)
+    monkeypatch.setattr(checkpoint_read, what, fails)
     if number == errno.EIO:
-        assert checkpoint.read(tmp_path).record.step == 1
+        assert checkpoint_read.read(tmp_path).record.step == 1
     else:
         with pytest.raises(
             CheckpointError,
             match=r"step-2\.\w+: .*Too many open files",
         ):
-            checkpoint.read(tmp_path)
+            checkpoint_read.read(tmp_path)
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     """Tensors and plain containers come back equal, with the facts of the record."""
     saved = save(tmp_path, 10, 0.5)
-    found = checkpoint.read(saved.path)
+    found = checkpoint_read.read(saved.path)
     assert found.record == saved
     assert torch.equal(found.state["model"]["w"], state(10)["model"]["w"])
     assert found.state["random"]["python"] == state()["random"]["python"]
@@ -112,7 +112,7 @@ def test_what_a_resume_left_behind_goes(tmp_path: Path) -> None:
         save(tmp_path, step, top1=step / 100, keep_last=5)
     save(tmp_path, 15, top1=0.01)
     assert (tmp_path / "last.pt").resolve().name == "step-15.pt"
-    assert [record.step for record in checkpoint.records(tmp_path)] == [10, 15]
+    assert [record.step for record in checkpoint_read.records(tmp_path)] == [10, 15]
     assert (tmp_path / "best.pt").resolve().name == "step-10.pt"
 
 
@@ -133,8 +133,8 @@ def test_damage_is_found_and_an_older_one_is_taken(
         del data[middle if damage == "cut" else 0 :]
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"step-2\.pt: (damaged: its digest is|empty file)"):
-        checkpoint.read(path)
-    assert checkpoint.read(tmp_path).record.step == 1
+        checkpoint_read.read(path)
+    assert checkpoint_read.read(tmp_path).record.step == 1
     assert len(caplog.records) == 1
     assert caplog.messages[0].endswith("; falling back to step-1.pt")
 
@@ -144,7 +144,7 @@ def test_a_file_without_its_record_does_not_exist(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     (tmp_path / "step-2.json").unlink()
-    assert checkpoint.read(tmp_path).record.step == 1
+    assert checkpoint_read.read(tmp_path).record.step == 1
 
 
 def test_when_all_are_damaged_nothing_is_started_anew(
@@ -154,12 +154,12 @@ def test_when_all_are_damaged_nothing_is_started_anew(
     for step in (1, 2):
         save(tmp_path, step).path.write_bytes(b"x")
     with pytest.raises(CheckpointError, match="every checkpoint is damaged: .*step-2.pt"):
-        checkpoint.read(tmp_path)
+        checkpoint_read.read(tmp_path)
     # there is none to fall back to
     assert not caplog.messages
     (tmp_path / "none").mkdir()
-    with pytest.raises(checkpoint.NoCheckpoint):
-        checkpoint.read(tmp_path / "none")
+    with pytest.raises(checkpoint_read.NoCheckpoint):
+        checkpoint_read.read(tmp_path / "none")
 
 
 def test_checkpoints_without_their_records_are_not_passed_over(tmp_path: Path) -> None:
@@ -172,10 +172,10 @@ def test_checkpoints_without_their_records_are_not_passed_over(tmp_path: Path) -
     with pytest.raises(
         CheckpointError, match=r"the records \(step-\*.json\) of its checkpoints are missing"
     ):
-        checkpoint.read(tmp_path)
+        checkpoint_read.read(tmp_path)
     (tmp_path / "step-1.pt").unlink()
-    with pytest.raises(checkpoint.NoCheckpoint):
-        checkpoint.read(tmp_path)
+    with pytest.raises(checkpoint_read.NoCheckpoint):
+        checkpoint_read.read(tmp_path)
 
 
 class Canary:
@@ -231,7 +231,7 @@ def test_a_bad_record_is_named(tmp_path: Path, manifest: str, text: str) -> None
     path = save(tmp_path, 1).path
     path.with_suffix(".json").write_text(manifest)
     with pytest.raises(CheckpointError, match=text):
-        checkpoint.read(path)
+        checkpoint_read.read(path)
 
 
 def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -265,10 +265,10 @@ def test_an_odd_checkpoint_is_named_and_the_one_before_taken(
     save(tmp_path, 1)
     path = save(tmp_path, 2).path.with_suffix(suffix)
     oddities.put(plant, path)
-    assert checkpoint.read(tmp_path).record.step == 1
+    assert checkpoint_read.read(tmp_path).record.step == 1
     assert len(caplog.messages) == 1 and str(path) in caplog.messages[0]
     assert oddities.untouched(path)
-    assert [record.step for record in checkpoint.records(tmp_path)] == (
+    assert [record.step for record in checkpoint_read.records(tmp_path)] == (
         [1] if suffix == ".json" else [1, 2]
     )
 
@@ -305,7 +305,7 @@ def test_an_odd_record_is_no_checkpoint(
     save(tmp_path, 1)
     record = save(tmp_path, 2).path.with_suffix(".json")
     rewrite(record, change)
-    assert checkpoint.read(tmp_path).record.step == 1
+    assert checkpoint_read.read(tmp_path).record.step == 1
     assert caplog.messages[0].startswith(f"{record}: not the record of a checkpoint: ")
 
 
@@ -313,7 +313,7 @@ def test_a_record_without_a_number_for_top1_is_unrated(tmp_path: Path) -> None:
     """NaN is no accuracy, and no damage either."""
     record = save(tmp_path, 2, top1=0.5).path.with_suffix(".json")
     rewrite(record, {"top1": math.nan})
-    assert [found.top1 for found in checkpoint.records(tmp_path)] == [None]
+    assert [found.top1 for found in checkpoint_read.records(tmp_path)] == [None]
 
 
 FIRST_SCHEMA = '{"schema": 1, "step": 2, "epoch": 0, "top1": 0.5, "sha256": "%s"}'
@@ -326,10 +326,10 @@ def test_a_record_of_the_first_schema_is_read(tmp_path: Path) -> None:
     path.with_suffix(".json").write_text(
         FIRST_SCHEMA % hashlib.sha256(path.read_bytes()).hexdigest()
     )
-    record = checkpoint.read(path).record
+    record = checkpoint_read.read(path).record
     assert (record.step, record.top1) == (2, 0.5)
     save(tmp_path, 3)
-    assert [found.step for found in checkpoint.records(tmp_path)] == [2, 3]
+    assert [found.step for found in checkpoint_read.records(tmp_path)] == [2, 3]
     assert (tmp_path / "best.pt").resolve() == path
 
 
@@ -365,7 +365,7 @@ def test_all_damage_is_found_and_named(
     rng = random.Random(0)
     for _ in range(times):
         path.write_bytes(damaged(data, kind, rng))
-        assert checkpoint.read(tmp_path).record.step == 1
+        assert checkpoint_read.read(tmp_path).record.step == 1
         assert len(caplog.messages) == 1 and str(path) in caplog.messages[0]
         caplog.clear()
 
@@ -375,7 +375,7 @@ def test_a_newer_record_is_not_deleted(tmp_path: Path) -> None:
     newer = save(tmp_path, 1).path
     newer.with_suffix(".json").write_text('{"schema": 3}')
     with pytest.raises(CheckpointError, match="written by a newer version"):
-        checkpoint.read(newer)
+        checkpoint_read.read(newer)
     for step in (2, 3, 4):
         save(tmp_path, step)
     assert newer.exists() and newer.with_suffix(".json").exists()

@@ -14,7 +14,7 @@ import torch
 from harness.config import Config, OptimName, Precision, to_plain
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
-from harness.training.checkpoint import Saved
+from harness.training.checkpoint_read import Saved
 from harness.training.state import TrainState, make_state
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))

@@ -13,20 +13,20 @@ import samples
 import torch
 from torch import nn
 
+from harness.clock.clock import StepClock
 from harness.config import AugmentConfig, Config
-from harness.feed.interface import Backend, Failure, HostBatch
+from harness.feed.base import Backend, Failure, HostBatch
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
+from harness.monitor.goodput import Course
+from harness.monitor.monitor import Watch
 from harness.runtime.distributed import World
 from harness.runtime.errors import NonFiniteError
-from harness.training import checkpoint
+from harness.training import checkpoint_read
+from harness.training.checkpoint_write import Saves
 from harness.training.engine import Engine
-from harness.training.saving import Saves
 from harness.training.state import make_state
 from harness.training.step import Step
-from harness.watch.clock import StepClock
-from harness.watch.report import Course
-from harness.watch.station import Watch
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 MakeEngine = Callable[..., Engine]
@@ -242,7 +242,9 @@ def test_an_error_in_an_evaluation_loses_no_step(
     monkeypatch.setattr(Engine, "evaluate", fails)
     with pytest.raises(type(error)):
         engine.fit()
-    saved = [(record.step, record.epoch) for record in checkpoint.records(tmp_path / "checkpoints")]
+    saved = [
+        (record.step, record.epoch) for record in checkpoint_read.records(tmp_path / "checkpoints")
+    ]
     assert saved == ([] if isinstance(error, NonFiniteError) else [(3, 1)])
 
 

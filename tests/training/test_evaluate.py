@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harness.runtime.distributed import World
-from harness.training.step import evaluate
+from harness.training.evaluate import evaluate
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 

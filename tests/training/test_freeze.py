@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from harness.config import Config, ConfigError, DistConfig, DistName, OptimName, to_plain
 from harness.runtime.distributed import World, launch
 from harness.training import models
-from harness.training.checkpoint import Saved
+from harness.training.checkpoint_read import Saved
 from harness.training.optimizer import frozen_names
 from harness.training.state import make_state
-from harness.training.step import Step, StepTrials
+from harness.training.step import Step
+from harness.tuning.training_steps import StepTrials
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 FACTS: dict[str, Any] = {"classes": ["a"], "ranks": 1, "length": 100, "stop": 96}

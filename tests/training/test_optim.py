@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.config import (
-    Config,
-    ModelConfig,
-    OptimConfig,
-    ScheduleConfig,
-    ScheduleName,
-)
+from harness.config import Config, ModelConfig, OptimConfig, ScheduleConfig, ScheduleName
 from harness.feed.feeds import Feeds
 from harness.runtime.distributed import World
 from harness.training import models

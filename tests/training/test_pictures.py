@@ -20,10 +20,10 @@ from harness.config import DataConfig
 from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
+from harness.monitor.writer import Board
 from harness.runtime.errors import BadSample
 from harness.training import pictures
 from harness.training.pictures import Answers
-from harness.watch.board import Board
 
 HOSTILE = ("<img src=x>", 'a,"b"\n', "\x1b[31mred", "caf\udce9", "\u202eevil", "plain", "empty")
 SIDE = 12

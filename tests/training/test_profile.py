@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import job
+from harness.cli import job
+from harness.clock import spans
 from harness.config import Config
 from harness.training.profile import Trace
-from harness.watch import spans
 
 
 class Pauses:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchvision import models as zoo
 
-from harness import job
+from harness.cli import job
 from harness.config import Config, ConfigError, Interpolation
 from harness.training import models, resume
 

@@ -11,20 +11,12 @@ import pytest
 import torch
 from checkpoints import commit
 
-from harness.config import (
-    Config,
-    DataCache,
-    Interpolation,
-    Mode,
-    Precision,
-    to_plain,
-    walk,
-)
+from harness.config import Config, DataCache, Interpolation, Mode, Precision, to_plain, walk
 from harness.feed.order import Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.training import models, resume
-from harness.training.checkpoint import Saved
+from harness.training.checkpoint_read import Saved
 from harness.training.state import TrainState, make_state
 
 Composed = Callable[..., Config]

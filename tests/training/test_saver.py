@@ -23,7 +23,7 @@ import torch
 from checkpoints import commit
 
 from harness.runtime.errors import CheckpointError, DiskError
-from harness.training import checkpoint
+from harness.training import checkpoint_read
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def state(value: float = 1.0) -> dict[str, Any]:
 
 def save(
     folder: Path, step: int, top1: float | None = None, keep_last: int = 2
-) -> checkpoint.Record:
+) -> checkpoint_read.Record:
     """Save a small state, which holds its step."""
     whole = {**state(step), "step": step, "epoch": 1}
     return commit(folder, whole, top1, keep_last)
@@ -52,7 +52,7 @@ def test_what_is_packed_comes_back(tmp_path: Path) -> None:
     model = OrderedDict(a=shared, b=shared[2:4], c=images, d=torch.zeros(0), e=numbers.conj())
     model._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
     given = {"model": model, "numbers": [1, (2, None)], "text": "x", "step": 1, "epoch": 1}
-    written = checkpoint.read(commit(tmp_path, given).path).state
+    written = checkpoint_read.read(commit(tmp_path, given).path).state
     found = written["model"]
     assert list(found) == list(model) and found._metadata == model._metadata
     assert all(torch.equal(found[key], model[key]) for key in model)
@@ -65,13 +65,13 @@ def test_a_committed_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     """The same step takes the next free name; a tie keeps the earlier best."""
     paths = [save(tmp_path, 5, 0.5, keep_last=12).path for _ in range(11)]
     assert [path.name for path in paths[:3]] == ["step-5.pt", "step-5.2.pt", "step-5.3.pt"]
-    assert [record.path for record in checkpoint.records(tmp_path)] == paths
+    assert [record.path for record in checkpoint_read.records(tmp_path)] == paths
     assert (tmp_path / "last.pt").resolve() == paths[-1] and (
         tmp_path / "best.pt"
     ).resolve() == paths[0]
-    assert checkpoint.read(tmp_path).record.path.name == "step-5.11.pt"
+    assert checkpoint_read.read(tmp_path).record.path.name == "step-5.11.pt"
     assert save(tmp_path, 6, keep_last=2).path.name == "step-6.pt"
-    assert [record.path.name for record in checkpoint.records(tmp_path)] == [
+    assert [record.path.name for record in checkpoint_read.records(tmp_path)] == [
         "step-5.pt",
         "step-5.11.pt",
         "step-6.pt",
@@ -123,8 +123,8 @@ def saved(tmp_path: Path) -> Path:
 
 def whole(folder: Path) -> list[str]:
     """The names of the committed checkpoints, each of which is read."""
-    committed = checkpoint.records(folder)
-    assert [checkpoint.read(record.path).state["model"]["w"][0] for record in committed] == [
+    committed = checkpoint_read.records(folder)
+    assert [checkpoint_read.read(record.path).state["model"]["w"][0] for record in committed] == [
         r.step for r in committed
     ]
     return [record.path.name for record in committed]
@@ -234,11 +234,13 @@ def test_without_links_pointers_hold_names(
     save(saved, 4)
     for name, step in (("last.pt", 4), ("best.pt", 1)):
         assert (saved / name).read_text() == f"step-{step}.pt" and not (saved / name).is_symlink()
-        assert checkpoint.read(saved / name).record.path == saved / f"step-{step}.pt"
-        assert checkpoint.read(saved / name, foreign=True).state["model"]["w"][0] == step
+        assert checkpoint_read.read(saved / name).record.path == saved / f"step-{step}.pt"
+        assert checkpoint_read.read(saved / name, foreign=True).state["model"]["w"][0] == step
     monkeypatch.undo()
     save(saved, 5)
-    assert (saved / "last.pt").is_symlink() and checkpoint.read(saved / "last.pt").record.step == 5
+    assert (saved / "last.pt").is_symlink() and checkpoint_read.read(
+        saved / "last.pt"
+    ).record.step == 5
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])
@@ -250,7 +252,7 @@ def test_a_link_to_a_damaged_record_is_an_error(saved: Path, damage: str) -> Non
     else:
         record.unlink()
     with pytest.raises(CheckpointError, match="step-1.json: "):
-        checkpoint.read(saved / "best.pt")
+        checkpoint_read.read(saved / "best.pt")
 
 
 @pytest.mark.parametrize(

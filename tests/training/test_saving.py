@@ -16,8 +16,8 @@ from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
-from harness.training import checkpoint, saving
-from harness.training.saving import Boundary, Saves
+from harness.training import checkpoint_read, checkpoint_write
+from harness.training.checkpoint_write import Boundary, Saves
 from harness.training.state import TrainState, make_state
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -155,10 +155,11 @@ def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path:
         saves.save(top1)
     saves.close()
     found = sorted(
-        checkpoint.records(tmp_path / "checkpoints"), key=lambda record: record.top1 is not None
+        checkpoint_read.records(tmp_path / "checkpoints"),
+        key=lambda record: record.top1 is not None,
     )
     assert [(record.step, record.top1) for record in found] == [(5, None), (5, 0.5)]
-    kept = checkpoint.read(tmp_path).state
+    kept = checkpoint_read.read(tmp_path).state
     assert (kept["classes"], kept["ranks"], kept["stop"]) == (["a", "b"], 1, 100)
 
 
@@ -172,13 +173,13 @@ def test_a_state_may_change_while_it_is_saved(
 ) -> None:
     """What was given is saved, though training goes on meanwhile; a second save waits."""
     go = threading.Event()
-    commit = saving.commit
+    commit = checkpoint_write.commit
 
-    def later(*given: Any) -> list[checkpoint.Record]:
+    def later(*given: Any) -> list[checkpoint_read.Record]:
         assert go.wait(10)
         return commit(*given)
 
-    monkeypatch.setattr(saving, "commit", later)
+    monkeypatch.setattr(checkpoint_write, "commit", later)
     saves = make_saves(config, state, tmp_path)
     # of the second save nothing is so large
     saves._facts["more"] = "x" * 9999
@@ -195,7 +196,7 @@ def test_a_state_may_change_while_it_is_saved(
     saves.save()
     saves.close()
     for step in (1, 2):
-        found = checkpoint.read(tmp_path / "checkpoints" / f"step-{step}.pt").state
+        found = checkpoint_read.read(tmp_path / "checkpoints" / f"step-{step}.pt").state
         assert found["model"]["weight"].eq(step).all()
 
 
@@ -227,7 +228,7 @@ def test_an_error_in_the_background_is_raised_once(
         # the state that was not written
         saves.save()
         saves.close()
-        assert checkpoint.read(folder).record.step == 1
+        assert checkpoint_read.read(folder).record.step == 1
 
 
 def test_a_state_that_could_not_be_written_is_tried_again(
@@ -243,7 +244,7 @@ def test_a_state_that_could_not_be_written_is_tried_again(
     assert isinstance(saves._last.exception(10), DiskError)
     folder.unlink()
     saves.save(at_once=True)
-    assert checkpoint.read(folder).record.step == 3
+    assert checkpoint_read.read(folder).record.step == 3
     saves.close()
 
 

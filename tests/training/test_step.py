@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.config import AugmentConfig, Config, ConfigError, OptimName, Precision
 from harness.data.augment import BatchAugment, Mix
-from harness.feed.interface import HostBatch
+from harness.feed.base import HostBatch
 from harness.runtime.distributed import World
 from harness.training.state import make_state
 from harness.training.step import Step, device_batches

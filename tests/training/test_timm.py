@@ -32,9 +32,10 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.runtime.seeding import SampleRng
 from harness.training import models, optimizer, resume
+from harness.training.evaluate import evaluate
 from harness.training.optimizer import depths
 from harness.training.state import make_state
-from harness.training.step import Step, evaluate
+from harness.training.step import Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

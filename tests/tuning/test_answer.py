@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 from harness.config import Config
 from harness.data.datasets import FakeDataset, Splits
+from harness.feed.base import FeedSettings
 from harness.feed.feeds import Feeds
-from harness.feed.interface import FeedSettings
+from harness.monitor.writer import Board
 from harness.runtime.distributed import World
 from harness.runtime.files import typed
 from harness.runtime.limits import Limits
 from harness.tuning.measures import TuningReport
-from harness.watch.board import Board
 
 LIMITS = Limits(8.0, 2**30, None, 1024)
 

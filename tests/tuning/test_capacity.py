@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from machines import room
 
-from harness.feed.interface import FeedSettings
+from harness.feed.base import FeedSettings
 from harness.runtime.limits import Limits
-from harness.tuning.probe import Lab, Needs
+from harness.tuning.lab import Lab, Needs
 
 MB = 10**6
 ROOMY = Limits(cores=8.0, memory_bytes=100_000 * MB, shm_bytes=100_000 * MB, open_files=100_000)

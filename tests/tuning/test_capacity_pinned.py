@@ -19,8 +19,8 @@ from machines import room
 from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
+from harness.feed.base import Backend, FeedSettings
 from harness.feed.feeds import BACKENDS
-from harness.feed.interface import Backend, FeedSettings
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 

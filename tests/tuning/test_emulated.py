@@ -16,15 +16,15 @@ from emulator import EmulatedDevice, VirtualClock, emulated
 from torch import Tensor
 from torch.optim import SGD
 
+from harness.clock.clock import StepClock
 from harness.config import TunerConfig
-from harness.feed.interface import FeedSettings
+from harness.feed.base import FeedSettings
+from harness.monitor import console
 from harness.runtime.distributed import World
 from harness.tuning import library
 from harness.tuning.measures import Rate, TuningReport
+from harness.tuning.steps import StepRun
 from harness.tuning.tuner import STEPS, Tuned, tune
-from harness.watch import console
-from harness.watch.clock import StepClock
-from harness.watch.figures import StepRun
 
 STEP_S = 70e-3
 TAKES = SIZE / STEP_S

@@ -8,10 +8,10 @@ import logging
 import pytest
 import reports
 
+from harness.clock.clock import StepClock
 from harness.runtime.folder import LOGGER
 from harness.tuning.measures import TuningReport
 from harness.tuning.tuner import STEPS, Tuned
-from harness.watch.clock import StepClock
 
 PREDICTED = 0.05
 

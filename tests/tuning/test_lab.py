@@ -15,13 +15,13 @@ import samples
 import torch
 from machines import room
 
-from harness.feed.interface import Backend, FeedSettings, HostBatch
+from harness.feed.base import Backend, FeedSettings, HostBatch
 from harness.feed.order import Cursor
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
+from harness.tuning.lab import Lab
 from harness.tuning.measures import Rate, SampleCost, Trial
-from harness.tuning.probe import Lab
-from harness.watch.figures import StepRun
+from harness.tuning.steps import StepRun
 
 OWN = samples.settings(2, batch_size=10)
 PLENTY = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)

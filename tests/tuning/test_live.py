@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from harness.feed.interface import THREADS, FeedSettings
+from harness.clock.figures import Ledger
+from harness.clock.stages import StageCost, StageTotals
+from harness.feed.base import THREADS, FeedSettings
 from harness.feed.threads import ThreadFeed
 from harness.tuning.tuner import Live, Period
-from harness.watch.figures import Ledger
-from harness.watch.stages import StageCost, StageTotals
 
 MOST = 8
 CORES = 2

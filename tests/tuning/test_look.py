@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 from machines import Machine, own, search
 
-from harness.feed.interface import FeedSettings
+from harness.feed.base import FeedSettings
 from harness.tuning.measures import Kind, Rate, Trial, TuningReport
 
 SLEEPS = {"cores": 8.0, "cpu_s": 0.0001}

@@ -12,12 +12,12 @@ import pytest
 import samples
 import torch
 
-from harness.feed.interface import HostBatch
+from harness.feed.base import HostBatch
 from harness.runtime import signals
 from harness.runtime.errors import BadSample, Interrupted, LoaderError
 from harness.runtime.limits import Limits
+from harness.tuning.lab import Lab, Supply
 from harness.tuning.measures import Rate
-from harness.tuning.probe import Lab, Supply
 
 BATCH = 10
 LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.feed.interface import HostBatch
+from harness.feed.base import HostBatch
 from harness.runtime import accelerator
 from harness.runtime.seeding import random_state
-from harness.runtime.snapshot import Snapshot
-from harness.tuning.probe import Lab
+from harness.tuning.lab import Lab
+from harness.tuning.snapshot import Snapshot
 
 pytestmark = [
     pytest.mark.gpu,

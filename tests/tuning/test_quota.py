@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import samples
 
-from harness import job
+from harness.cli import job
 from harness.config import Config
 from harness.runtime import limits
 from scripts import control_groups

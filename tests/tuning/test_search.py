@@ -9,9 +9,9 @@ import pytest
 import samples
 from machines import Machine, made_up
 
-from harness.feed.interface import FeedSettings
+from harness.feed.base import FeedSettings
+from harness.tuning.auto import cost_of, grid
 from harness.tuning.measures import Kind, Rate, Trial, TuningReport, in_flight
-from harness.tuning.search import cost_of, grid
 
 Curve = Callable[[int], float]
 OWN = samples.settings(1)

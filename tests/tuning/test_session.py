@@ -11,21 +11,22 @@ import pytest
 import reports
 import torch
 
+from harness.clock.clock import StepClock
 from harness.config import Config
 from harness.data import datasets
+from harness.feed.base import FeedSettings
 from harness.feed.feeds import Feeds
-from harness.feed.interface import FeedSettings
+from harness.monitor.goodput import Course
+from harness.monitor.monitor import Watch
 from harness.runtime import seeding
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
-from harness.training.step import Step, StepTrials
+from harness.training.step import Step
 from harness.tuning import tuner
 from harness.tuning.measures import TuningReport
+from harness.tuning.training_steps import StepTrials
 from harness.tuning.tuner import Change, Tuned, tuned
-from harness.watch.clock import StepClock
-from harness.watch.report import Course
-from harness.watch.station import Watch
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)

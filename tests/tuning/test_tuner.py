@@ -20,17 +20,17 @@ import torch
 from machines import Machine, own
 
 from harness.config import TunerConfig, TunerName
+from harness.feed.base import Backend, FeedSettings, HostBatch
 from harness.feed.feeds import BACKENDS
-from harness.feed.interface import Backend, FeedSettings, HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
+from harness.monitor.host import Neighbours
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample
 from harness.runtime.limits import Limits
+from harness.tuning.lab import Lab
 from harness.tuning.measures import Rate, TuningReport
-from harness.tuning.probe import Lab
+from harness.tuning.steps import StepRun
 from harness.tuning.tuner import tune
-from harness.watch.figures import StepRun
-from harness.watch.host import Neighbours
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)

@@ -1,0 +1,1 @@
+"""The command line: settings, jobs, and what is said of errors."""

@@ -1,0 +1,172 @@
+"""The command line of ``train.py`` and ``wellfed``: settings, jobs, and what is said of errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from hydra import version
+from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from .. import BEGAN_S, __version__
+from .. import config as schema
+from ..clock.figures import Tag
+from ..runtime import folder, launch, signals
+from ..runtime.errors import described, tell, tell_crashes, told
+from ..runtime.files import read_regular, typed
+from . import compose, job
+
+# of the jobs in this process
+_failed: list[BaseException] = []
+# the checked settings and the folder of this process' only run
+_only_run: list[tuple[schema.Config, str]] = []
+
+
+def command() -> NoReturn:
+    """Does what the command line says, and ends this process.
+
+    It says ``page``, ``compare``, ``watch`` or ``--version``; anything else is a run or a sweep.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        # closed: a file of the run would get its place
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+    arguments = sys.argv[1:]
+    if "--version" in arguments:
+        # takes 30 ms
+        from importlib import metadata
+
+        torch = metadata.version("torch")
+        print(f"wellfed {__version__}, torch {torch}, Python {platform.python_version()}")
+        sys.exit()
+    for name, room in (("watch", "hooks"), ("page", "report.page"), ("compare", "report.compare")):
+        if arguments[:1] == [name]:
+            if name != "watch":
+                # whoever reads may stop, as head does
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            sys.exit(import_module(f"..{room}.__main__", __package__).main(arguments[1:]))
+    with signals.caught(grace_s=0):
+        signals.leave(cli())
+
+
+def cli() -> int:
+    """Runs what the command line asks for and tells every error; returns the exit code.
+
+    An error is one line where its cause is known. Called where signals are caught.
+    """
+
+    def run_folder(*, _root_: DictConfig) -> str:
+        # made once the settings are found good; Hydra asks more than once
+        if not _only_run:
+            config = _checked(_root_)
+            place = folder.run_folder(config.run.name, config.resume, config.mode)
+            _only_run.append((config, place))
+        return _only_run[0][1]
+
+    def sweep_folder(name: str | None) -> str:
+        return f"multirun/{name}" if name else str(folder.new_folder(Path("multirun")))
+
+    tell_crashes()
+    # Hydra then raises what is wrong with the settings
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    OmegaConf.register_new_resolver("wellfed.run_dir", run_folder)
+    OmegaConf.register_new_resolver("wellfed.sweep_dir", sweep_folder, use_cache=True)
+    version.setbase("1.3")
+    read = None
+    try:
+        read = compose.prepared(sys.argv[1:])
+        compose.register(helps=read.help)
+        _run_hydra(read, get_args_parser(), main, str(schema.CONF), "config")
+    except SystemExit as ended:
+        # with --cfg no job runs: Hydra has said that there is no such --package
+        raise SystemExit(2 if ended.code and read and read.cfg else ended.code) from None
+    except BrokenPipeError:
+        return tell(_failed) or 128 + signal.SIGPIPE
+    except (Exception, KeyboardInterrupt) as error:
+        # a job's own error says more
+        return tell(_failed or [_composing(error)])
+    return tell(_failed)
+
+
+def _composing(error: BaseException) -> BaseException:
+    """Returns what to tell of an ``error`` before any job, of Hydra or of what it calls."""
+    if described(error) is not None:
+        return error
+    if isinstance(error, OSError) and error.filename:
+        # the folder of hydra.run.dir
+        return folder.unusable(Path(error.filename), error)
+    why = str(error).partition("\n")[0]
+    if isinstance(error, RecursionError):
+        why = "files name each other in a circle, or are nested too deeply"
+    elif not isinstance(error, ValueError | OSError):
+        return error
+    return schema.ConfigError(f"the settings cannot be read: {why}")
+
+
+def main(composed: DictConfig) -> float | None:
+    """Runs one job as Hydra composed it; a sweep's job has its own process.
+
+    Returns the best top-1, for sweepers.
+    """
+    chosen = HydraConfig.get()
+    place = Path(chosen.runtime.output_dir)
+    is_sweep = chosen.mode is RunMode.MULTIRUN
+    texts = {
+        "config.yaml": OmegaConf.to_yaml(composed),
+        "hydra.yaml": OmegaConf.to_yaml(HydraConfig.instance().cfg),
+        "overrides.yaml": OmegaConf.to_yaml(chosen.overrides.task),
+    }
+    try:
+        signals.check()
+        # none yet where hydra.run.dir was typed
+        config = _only_run[0][0] if _only_run and not is_sweep else _checked(composed)
+        began_s = time.perf_counter() if is_sweep else BEGAN_S
+        work = job.Job(config, place, compose.cli_overrides(chosen), texts, began_s)
+        if not is_sweep:
+            job.run(0, work)
+            return None
+        # a folder of the user's may hold what an earlier start left
+        if config.run.name is None and "${wellfed." in OmegaConf.to_yaml(chosen.sweep):
+            folder.refuse_auto(config.resume)
+        launch.run_processes(job.run, work, 1, config.checkpoint.grace_s)
+    except (Exception, KeyboardInterrupt) as error:
+        if not is_sweep:
+            _failed.append(error)
+            return None
+        text, code = told(error)
+        failure = launch.ProcessError(f"{os.path.relpath(place)}: {text}", code)
+        _failed.append(failure)
+        # a launcher may have started this process: what is raised reaches the command line's
+        raise failure from error
+    return _best_top1(place)
+
+
+def _checked(composed: DictConfig) -> schema.Config:
+    config = schema.load(composed)
+    job.check(config)
+    return config
+
+
+def _best_top1(place: Path) -> float | None:
+    """Returns the highest validation top-1 of the run in ``place``, 0..1; None: not evaluated."""
+    # not its report: that may be of an end before the last evaluation
+    metrics = place / "metrics.jsonl"
+    found = []
+    for line in read_regular(metrics).splitlines() if metrics.is_file() else ():
+        # lines of steps have none
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            found.append(typed(float, json.loads(line)[Tag.VAL_TOP1]))
+    return max(found, default=None)

@@ -1,0 +1,250 @@
+"""One run from its settings to its report, importable by every process of a launcher."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import config as schema
+from ..config import BackendName, Config, ConfigError, DistName, Mode, OnError, StartMethod, Wandb
+from ..runtime import folder, signals, user_code, workers
+from ..runtime.errors import CheckpointError, printable
+
+if TYPE_CHECKING:
+    from ..data.datasets import Splits
+    from ..runtime.distributed import World
+    from ..training.checkpoint_read import Saved
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run.
+
+    Attributes:
+        config: its settings.
+        folder: where its files go.
+        overridden: what its command line set.
+        written: the files of ``.hydra/`` by name, as YAML.
+        began_s: when it began, on ``time.perf_counter``.
+    """
+
+    config: Config
+    folder: Path
+    overridden: tuple[str, ...]
+    written: Mapping[str, str] = field(default_factory=dict)
+    began_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the folder may hold the run that this one goes on with."""
+        return self.config.mode is Mode.train and self.config.resume is not None
+
+
+def check(config: Config) -> None:
+    """Refuses names of networks, data sets and files that there are not, without importing torch.
+
+    Raises:
+        ConfigError: there is no such network or data set, or another launcher.
+        CheckpointError: there is no such file.
+    """
+    _check_launcher(config.dist.name)
+    schema.check_names(config)
+    user_code.check("model.name", config.model.name)
+    user_code.check("data.name", config.data.name)
+    if config.watch.wandb is not Wandb.disabled:
+        schema.installed("wandb", f"watch.wandb={config.watch.wandb.name}")
+    resume = config.resume
+    weights = config.model.weights
+    if resume not in (None, "auto") and not os.path.exists(resume):
+        raise CheckpointError(f"resume={resume}: no such checkpoint; use null, auto or a path")
+    # a run that goes on reads no other weights
+    if resume is None and weights not in (None, "DEFAULT") and not os.path.exists(weights):
+        raise CheckpointError(f"model.weights={weights}: no such file; use null, DEFAULT or a path")
+
+
+def _check_launcher(kind: DistName) -> None:
+    """Refuses what no launcher sets; removes what dist=single and dist=spawn would misread."""
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
+    if kind is DistName.torchrun:
+        for name in (*names, "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+            value = os.environ.get(name, "")
+            if not value.isdecimal():
+                raise ConfigError(
+                    f"dist=torchrun: {name}={value}: not a number; start with `torchrun "
+                    "--nproc-per-node N train.py ...`"
+                )
+    elif os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"dist={kind.name}: started by torchrun, whose processes would not meet; add "
+            "dist=torchrun, or unset WORLD_SIZE"
+        )
+    else:
+        for name in (*names, "TORCHELASTIC_RUN_ID"):
+            os.environ.pop(name, None)
+
+
+def run(index: int, job: Job) -> None:
+    """Does one run, in the processes that ``dist=`` asks for; ``index`` is 0."""
+    if folder.is_first_rank():
+        folder.own(job.folder)
+        # hydra.run.dir and a sweep's run.name may name any folder
+        if not job.goes_on:
+            folder.refuse_used(job.folder)
+        if not (job.goes_on and (job.folder / ".hydra").exists()):
+            folder.write_settings(job.folder, job.written)
+        # nobody may read it
+        with suppress(OSError):
+            name = printable(os.path.relpath(job.folder))
+            print(f"run folder: {name}\nloading torch ...", flush=True)
+    from ..runtime import distributed
+
+    with folder.logging_failure(job.folder):
+        distributed.launch(main_worker, job, job.config)
+
+
+def main_worker(local_rank: int, job: Job) -> None:
+    """Does one rank of a run, in its own process or in this one."""
+    config = job.config
+    loader = config.loader
+    is_own = user_code.is_own(config.data.name)
+    # for the fork server, whenever it starts; the transforms of a user's data set need torchvision,
+    # which each worker would import, the next epoch's too
+    preload = ["hydra", "wellfed.feed.processes", "wellfed.data.datasets"]
+    forkserver.set_forkserver_preload(preload + ["torchvision"] * is_own)
+    processes = is_own or schema.named_backend(config) is BackendName.processes
+    if processes and loader.num_workers != 0 and loader.start_method is StartMethod.forkserver:
+        # while torch is imported here
+        workers.start_server()
+    from ..monitor import console, monitor
+    from ..runtime import distributed
+
+    joined = distributed.joined(local_rank, config)
+    with (
+        joined as world,
+        folder.logging_to(job.folder, world.rank),
+        console.speaking(world.is_main),
+    ):
+        monitor.refuse_hidden_gpu(config, world)
+        if config.mode is Mode.verify:
+            _verify(world, job)
+            return
+        from ..runtime import seeding
+        from ..training import resume
+
+        # before anything reads the settings, and the same on every rank
+        if config.model.weights is not None:
+            config = resume.settings(config, None, job.overridden)
+        saved = resume.find(config, job.folder)
+        if saved is not None:
+            config = resume.settings(config, saved, job.overridden, world.size)
+        seeding.seed_everything(config.seed, config.trainer.deterministic)
+        work = _apply if config.mode in (Mode.predict, Mode.export) else _wire
+        work(world, replace(job, config=config), saved)
+
+
+def _splits(config: Config, saved: Saved | None, world: World) -> Splits:
+    """Opens the data set, or what is evaluated."""
+    from ..data import datasets
+
+    if config.mode is Mode.evaluate and saved is not None:
+        return datasets.load_evaluated(config.data, config.seed, saved.classes)
+    return datasets.load(config.data, config.augment, config.seed, world.gathered)
+
+
+def _verify(world: World, job: Job) -> None:
+    """Reads every image of the data set."""
+    from ..data import datasets
+    from ..diagnose.verify import verify
+    from ..feed.feeds import Feeds
+    from ..runtime import limits
+
+    config = job.config
+    signals.set_grace(config.checkpoint.grace_s)
+    # opening it must not end at the first bad sample
+    data = replace(config.data, on_error=OnError.skip)
+    splits = datasets.load(data, config.augment, config.seed, world.gathered)
+    feeds = Feeds(splits, config, world)
+    verify(feeds, feeds.settings(limits.measure(world.local_size)), job.folder)
+
+
+def _apply(world: World, job: Job, saved: Saved | None) -> None:
+    """Predicts with the network of a checkpoint, or exports it."""
+    from ..inference.loaded import export
+    from ..inference.predict import predict
+
+    # resume.find raises where there is nothing
+    assert saved is not None
+    signals.set_grace(job.config.checkpoint.grace_s)
+    if job.config.mode is Mode.export:
+        export(saved, job.config, job.folder)
+    else:
+        predict(saved, job.config, world, job.folder)
+
+
+def _wire(world: World, job: Job, saved: Saved | None) -> None:
+    """Wires the rooms in the order of the data, from the disk to the report."""
+    from ..diagnose.diagnosis import diagnose
+    from ..feed.feeds import Feeds
+    from ..monitor import monitor
+    from ..report.page.document import write_report
+    from ..report.reporter import Reporter
+    from ..runtime import accelerator, limits
+    from ..training import resume
+    from ..training.engine import Engine
+    from ..training.state import make_state
+    from ..training.step import Step
+    from ..tuning.training_steps import StepTrials
+    from ..tuning.tuner import tuned
+
+    config = job.config
+    # all is imported, and what follows looks for signals
+    signals.set_grace(config.checkpoint.grace_s)
+    # storage -> decode -> augment
+    splits = _splits(config, saved, world)
+    # order -> load -> pin -> copy
+    feeds = Feeds(splits, config, world)
+    counts = feeds.steps_per_epoch(), feeds.update_images()
+    state = make_state(config, len(splits.classes), world, *counts, filled=bool(saved))
+    rest = resume.take_over(state, saved, splits.classes, len(splits.train))
+    resumed = None if config.resume is None else state.step
+    allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
+    train = feeds.settings(allowed)
+    val = feeds.val_settings(train)
+    if job.goes_on and world.is_main:
+        # nothing is refused any more
+        folder.write_settings(job.folder, job.written)
+    signals.check()
+    with monitor.watched(config, world, job.folder, job.began_s, resumed) as watch:
+        step = Step(state, len(splits.classes), splits.class_weights(config.optim))
+        trials = StepTrials(step)
+        if config.mode is Mode.diagnose:
+            diagnose(feeds, trials, allowed, job.overridden, watch.board)
+            return
+        found = None
+        if config.loader.autotune:
+            found = tuned(feeds, trials, config, allowed, world, resumed)
+            found.report.publish(watch.board)
+            watch.course.mark("tuning")
+            train = found.report.settings
+            val = found.report.val
+        on_device = train.backend == "arrays" and accelerator.of(world.device).has_streams
+        if config.mode is Mode.train and on_device and (found is None or found.report.reused):
+            # a step first takes what the network needs: images get of the rest
+            with trials.kept():
+                trials.demand(feeds.noise(train.batch_size), 0.0)
+        # normalise -> step -> evaluate -> save
+        feed = feeds.train(train, rest)
+        val_feed = feeds.val(val)
+        if found is not None:
+            found.follow(feed, val_feed, watch, state.step)
+        engine = Engine(step, feed, val_feed, watch, job.folder, splits.classes)
+        summary = None if found is None else found.summary
+        told = Reporter(job.overridden, summary, allowed.cores, write_report, splits)
+        with told.reporting(engine):
+            engine.fit()

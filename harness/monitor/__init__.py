@@ -1,0 +1,1 @@
+"""Sensors of the machine, what a run writes, and the console."""

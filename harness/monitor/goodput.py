@@ -1,0 +1,45 @@
+"""Wall time, by where it went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..clock.figures import Window
+
+
+@dataclass(slots=True)
+class Course:
+    """Wall time since ``began_s``, a time of the clock ``now``, by what it went to."""
+
+    began_s: float
+    now: Callable[[], float] = time.perf_counter
+    _spent_s: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """Book the time since the last mark, or since the beginning, under ``name``."""
+        unmarked_s = self.now() - self.began_s - sum(self._spent_s.values())
+        self._spent_s[name] = self._spent_s.get(name, 0.0) + unmarked_s
+
+    def goodput(self, figures: Window) -> dict[str, Any] | None:
+        """Returns how much of the wall time the device was busy with training steps.
+
+        ``busy_s`` are the device's (on a CPU: the host's) seconds within ``computing()``, but for
+        the first step of each epoch; ``wall_s`` those since the command began, and ``fraction`` is
+        the share. ``rest`` is what took the others, the largest part first. None where the device's
+        own time is not known.
+        """
+        spent = {name: share * figures.elapsed_s for name, share in figures.shares.items()}
+        wall_s = self.now() - self.began_s
+        if "compute" not in spent:
+            return None
+        busy_s = min(spent.pop("compute"), wall_s)
+        first_s = figures.first_step_s or 0.0
+        spent = {**self._spent_s, **spent, "first_steps": first_s, **figures.pauses_s}
+        # making feeds, printing, closing
+        spent["other"] = wall_s - busy_s - sum(spent.values())
+        largest = sorted(spent.items(), key=lambda part: -part[1])
+        rest = [{"name": name, "s": s} for name, s in largest if s > 0]
+        return {"fraction": busy_s / wall_s, "busy_s": busy_s, "wall_s": wall_s, "rest": rest}

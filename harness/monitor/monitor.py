@@ -1,0 +1,93 @@
+"""Everything that a run is watched with, opened and closed together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..clock.clock import StepClock
+from ..clock.figures import Window
+from ..config import Config, ConfigError, Wandb
+from ..runtime import accelerator, limits
+from ..runtime.accelerator import Accelerator
+from ..runtime.distributed import World
+from .device import GpuSensor, Sensor, nvml_sees_gpu
+from .goodput import Course
+from .host import HostSensor, Sampler
+from .wandb_writer import WandbWriter
+from .writer import Board
+
+
+@dataclass(slots=True)
+class Watch:
+    """What a run is watched with; board and sampler are the first rank's alone.
+
+    ``course`` knows where the wall time went; ``on_window`` are called with the clock and the
+    window whenever a window ends.
+    """
+
+    clock: StepClock
+    course: Course
+    board: Board | None = None
+    sampler: Sampler | None = None
+    on_window: list[Callable[[StepClock, Window], None]] = field(default_factory=list)
+
+
+@contextmanager
+def watched(
+    config: Config, world: World, folder: Path, began_s: float, resumed_step: int | None = None
+) -> Iterator[Watch]:
+    """Yields the ``Watch`` of a run in ``folder``; closes its files and threads after the block.
+
+    The command began at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the checkpoint's
+    where the run goes on from one.
+    """
+    watch = Watch(StepClock(world.device), Course(began_s))
+    watch.course.mark("start")
+    with ExitStack() as stack:
+        if world.is_main:
+            goes_on = resumed_step is not None
+            wandb = config.watch.wandb is not Wandb.disabled
+            watch.board = stack.enter_context(
+                Board(
+                    folder,
+                    tensorboard=config.watch.tensorboard,
+                    resumed_step=resumed_step,
+                    wandb=WandbWriter(folder, config, goes_on) if wandb else None,
+                )
+            )
+            looks = sampling(accelerator.of(world.device), world.local_size, config.watch.sample_s)
+            watch.sampler = stack.enter_context(looks)
+        yield watch
+
+
+def sampling(own: Accelerator, ranks: int, interval_s: float) -> Sampler:
+    """Returns what looks at the machine, of whose ``ranks`` this is one, and at its own GPU."""
+    # other ranks on this machine would count as others
+    sensors: list[Sensor] = [HostSensor(cores=limits.measure().cores if ranks == 1 else None)]
+    if uuid := own.uuid:
+        sensors.append(GpuSensor(uuid))
+    return Sampler(sensors, interval_s)
+
+
+def refuse_hidden_gpu(config: Config, world: World) -> None:
+    """Stop where the driver sees a GPU and torch does not.
+
+    Raises:
+        ConfigError: names the driver, the GPU, torch's build and the way out.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the user's own wish
+    if config.device != "auto" or world.device.type != "cpu" or hidden:
+        return
+    if seen := nvml_sees_gpu():
+        driver, names = seen
+        raise ConfigError(
+            f"device=auto: the driver ({driver}) has {', '.join(names)}, but torch "
+            f"{torch.__version__} (built for CUDA {torch.version.cuda or 'no'}) cannot use it; "
+            "install a torch build for this driver, or set device=cpu"
+        )

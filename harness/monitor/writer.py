@@ -1,0 +1,303 @@
+"""Writes what a run leaves to be looked at: event file, ``metrics.jsonl``, ``report.json``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from ..clock.figures import Spread
+from ..runtime.errors import printable
+from ..runtime.files import open_regular, typed, write_whole
+from ..runtime.folder import log
+from .console import say
+
+if TYPE_CHECKING:
+    from .wandb_writer import WandbWriter
+
+BAD_SAMPLES = "bad_samples.jsonl"
+_METRICS = "metrics.jsonl"
+# bytes whose checksum is added up together
+_BLOCK = 1_024
+Value = float | Spread | None
+
+
+class Board:
+    """Writes a run's figures into its folder; a context manager.
+
+    A write that fails (a full disk) costs what it would have written and no more: one warning,
+    ``dropped`` counts, files keep whole records only, and once there is room writes succeed again.
+    A killed process loses no record. Where the run goes on from a checkpoint, what ``folder`` has
+    of steps after ``resumed_step`` gives way, in TensorBoard too. ``wandb`` is told too.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool,
+        resumed_step: int | None = None,
+        wandb: WandbWriter | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.dropped = 0
+        self._resumed_step = resumed_step
+        # the last one logged
+        self._step = resumed_step or 0
+        self._folder = folder
+        self._wandb = wandb
+        self._now = now
+        self._began = now()
+        # descriptors of the files that are only appended to
+        self._open: dict[str, int] = {}
+        # the tags that the step that the run goes on from has already
+        self._there: set[str] = set()
+        try:
+            self._go_on(resumed_step)
+        except OSError as error:
+            self._failed(folder / _METRICS, error)
+        # SummaryWriter would do, but for its thread: that dies of the first full disk, and keeps
+        # minutes of figures in memory
+        self._events = ""
+        if tensorboard:
+            from torch.utils.tensorboard import summary
+
+            self._summary: Any = summary
+            self._events = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+            # go before the first event
+            self._heads: list[dict[str, Any]] = [{"file_version": "brain.Event:2"}]
+            if resumed_step is not None:
+                # TensorBoard hides what the folder's older files have from this step on
+                self._heads.append({"step": resumed_step + 1, "session_log": {"status": "START"}})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(failed=kind is not None)
+
+    def scalars(self, step: int, figures: Mapping[str, Value], *, epoch: int | None = None) -> None:
+        """Log figures by tag after ``step`` optimizer updates.
+
+        A ``Spread`` becomes ``<tag>/median``, ``<tag>/p95`` and ``<tag>/max``, because TensorBoard
+        keeps 1,000 random points of a tag and would lose a lone slow step. None is left out; what
+        is not finite is ``null`` in ``metrics.jsonl``.
+        """
+        self._step = step
+        flat: dict[str, float] = {}
+        for tag, figure in figures.items():
+            if isinstance(figure, Spread):
+                flat |= {f"{tag}/{of}": value for of, value in asdict(figure).items()}
+            elif figure is not None:
+                flat[str(tag)] = figure
+        if self._there and step == self._resumed_step:
+            flat = {tag: figure for tag, figure in flat.items() if tag not in self._there}
+            if not flat:
+                return
+        line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **flat}
+        if not all(map(math.isfinite, flat.values())):
+            line = plain(line)
+        self._append(_METRICS, f"{json.dumps(line)}\n".encode())
+        values = [{"tag": tag, "simple_value": figure} for tag, figure in flat.items()]
+        self._event(step=step, summary={"value": values})
+        if self._wandb:
+            self._wandb.log(step, flat)
+
+    def text(self, tag: str, lines: Sequence[str]) -> None:
+        """Put lines on TensorBoard's text page, as they are."""
+        if self._events:
+            # Markdown shows what is indented as code
+            text = "\n".join(f"    {printable(line)}" for line in lines)
+            self._event(summary=self._summary.text(tag, text))
+        if self._wandb:
+            self._wandb.summary({f"text/{tag}": "\n".join(lines)})
+
+    def images(self, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
+        """Put ``tiles``, uint8 ``[N, 3, S, S]``, on TensorBoard's page of images, as one picture.
+
+        Each has its text in Weights & Biases.
+        """
+        if self._events:
+            # eight in a row
+            drawn = self._summary.image(tag, tiles, dataformats="NCHW")
+            self._event(step=self._step, summary=drawn)
+        if self._wandb:
+            captioned = zip(tiles.transpose(0, 2, 3, 1), texts, strict=True)
+            self._wandb.log(self._step, {tag: list(captioned)})
+
+    def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
+        """Make the run a row of TensorBoard's HParams page.
+
+        Every run of a sweep must give the same names.
+        """
+        if self._events:
+            # torch would write true as 1.0, and leave a null out together with its column
+            cells = {
+                name: value if type(value) in (int, float, str) else json.dumps(value)
+                for name, value in plain(settings).items()
+            }
+            # of the experiment, the session's start and its end
+            for part in self._summary.hparams(cells, dict(metrics)):
+                self._event(summary=part)
+            values = [
+                {"tag": tag, "simple_value": value}
+                for tag, value in metrics.items()
+                if value is not None
+            ]
+            self._event(step=self._step, summary={"value": values})
+
+    def bad_sample(self, name: str, sample: int, where: str, reason: str) -> None:
+        """Write a line of ``bad_samples.jsonl``, of a ``sample`` of the set ``name``."""
+        line = {"set": name, "index": sample, "where": where, "reason": reason}
+        self._append(BAD_SAMPLES, f"{json.dumps(line)}\n".encode())
+
+    def report(self, report: Mapping[str, Any]) -> None:
+        """Write ``report.json``, whole or not at all, as ``plain`` gives it."""
+        found = plain(report)
+        self.write("report.json", json.dumps(found, indent=2, allow_nan=False))
+        if self._wandb:
+            self._wandb.summary(found)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the run and a last newline, whole or not at all."""
+        path = self._folder / name
+        try:
+            write_whole(path, f"{text}\n".encode())
+        except OSError as error:
+            self._failed(path, error)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close the files and end the run there; a second call does nothing."""
+        if self._wandb:
+            self._wandb.close(failed)
+        self._wandb = None
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _go_on(self, step: int | None) -> None:
+        """Take out the lines of steps after ``step`` and damaged ones; begin behind the others."""
+        path = self._folder / _METRICS
+        kept = []
+        data = b""
+        with suppress(FileNotFoundError), open(open_regular(path, makes_way=True), "rb") as file:
+            data = file.read()
+        for line in data.splitlines(keepends=True):
+            with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                values = json.loads(line)
+                found = typed(float, values["step"])
+                time_s = typed(float, values.get("time_s", 0.0))
+                if line.endswith(b"\n") and (step is None or found <= step):
+                    kept.append(line)
+                    self._began = self._now() - time_s
+                    if found == step:
+                        self._there.update(values)
+        if (whole := b"".join(kept)) != data:
+            write_whole(path, whole)
+
+    def _event(self, **content: Any) -> None:
+        """Append an event of now, if there is an event file, as a record of TensorBoard's file.
+
+        A record is length and data, each with a checksum: the CRC-32C of four bytes or more, masked
+        as TensorFlow does it. The CRC is linear: a block's is the sum of what each byte gives by
+        its place. What comes before the block, at the beginning 32 ones, is added to its first four
+        bytes; zeros before all of it add nothing.
+        """
+        if not self._events:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+
+        records = b""
+        for event in (*self._heads, content):
+            data = Event(wall_time=time.time(), **event).SerializeToString()
+            for part in (struct.pack("<Q", len(data)), data):
+                padded = np.zeros(-(-len(part) // _BLOCK) * _BLOCK, np.uint8)
+                own = padded[-len(part) :]
+                own[:] = np.frombuffer(part, np.uint8)
+                own[:4] ^= 255
+                crc = 0
+                for block in padded.reshape(-1, _BLOCK):
+                    block[:4] ^= np.frombuffer(struct.pack("<I", crc), np.uint8)
+                    crc = int(np.bitwise_xor.reduce(_table()[np.arange(_BLOCK), block]))
+                crc ^= 0xFFFFFFFF
+                masked = (crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF
+                records += part + struct.pack("<I", masked)
+        if self._append(self._events, records):
+            self._heads.clear()
+
+    def _append(self, name: str, data: bytes) -> bool:
+        """Append a record in one write; where it does not fit, the file stays as it was."""
+        try:
+            if name not in self._open:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+                self._open[name] = open_regular(self._folder / name, flags, makes_way=True)
+            file = self._open[name]
+            if (written := os.write(file, data)) < len(data):
+                os.ftruncate(file, os.fstat(file).st_size - written)
+                raise OSError(f"only {written} of {len(data)} bytes were written")
+        except OSError as error:
+            self._failed(self._folder / name, error)
+            return False
+        return True
+
+    def _failed(self, path: Path, error: OSError) -> None:
+        if not self.dropped:
+            log.warning(
+                "%s: %s; figures are lost until it can be written, training goes on",
+                path,
+                error.strerror or error,
+            )
+        self.dropped += 1
+
+
+@functools.cache
+def _table() -> np.ndarray:
+    """Returns what each byte gives, uint32 ``[places, 256]``; the last place is a block's end."""
+    byte: np.ndarray = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        # Castagnoli's polynomial, its bits reversed
+        byte = byte >> 1 ^ (byte & 1) * 0x82F63B78
+    places = [byte]
+    for _ in range(_BLOCK - 1):
+        places.append(places[-1] >> 8 ^ byte[places[-1] & 255])
+    return np.stack(places[::-1])
+
+
+def publish(name: str, lines: Sequence[str], value: Any, board: Board | None) -> None:
+    """Prints ``lines``; gives them to ``board``, if any, with ``value`` as ``name.json``."""
+    for line in lines:
+        say(line)
+    if board is not None:
+        board.write(f"{name}.json", json.dumps(plain(value), indent=1, allow_nan=False))
+        board.text(name, lines)
+
+
+def plain(value: Any) -> Any:
+    """Returns ``value`` as JSON can hold it.
+
+    NaN and infinities become None, dataclasses objects without the fields that are None.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if is_dataclass(value):
+        known = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {name: plain(item) for name, item in known.items() if item is not None}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

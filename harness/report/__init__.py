@@ -1,0 +1,1 @@
+"""Figures in; a verdict, a report and a page out."""

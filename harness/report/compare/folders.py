@@ -1,0 +1,196 @@
+"""What runs left in their folders, as figures and settings that can be compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ... import config
+from ...runtime.files import natural, number, read_inside, read_written
+
+
+class Figure(NamedTuple):
+    """One figure of a report, and how two of them are compared.
+
+    Attributes:
+        name: what a limit calls it.
+        title: its column, with the unit.
+        path: where ``report.json`` holds it.
+        higher_is_better: otherwise lower is.
+        is_fraction: 0..1 and compared by difference; other figures are compared by ratio.
+        is_clocked: rests on the clock that ``stall_basis`` names, and is compared with figures of
+            the same clock alone.
+    """
+
+    name: str
+    title: str
+    path: str
+    higher_is_better: bool = False
+    is_fraction: bool = False
+    is_clocked: bool = False
+
+    def shown(self, value: float) -> str:
+        """Returns ``value`` as people read it."""
+        if self.is_fraction:
+            return f"{value:.1%}"
+        return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+
+    def shown_change(self, change: float) -> str:
+        """Returns a change as people read it."""
+        return f"{100 * change:+.1f} points" if self.is_fraction else f"{change:.3g}x"
+
+
+# by the key in JSON, which carries the unit
+FIGURES: Mapping[str, Figure] = {
+    figure.path.replace(".", "_"): figure
+    for figure in (
+        Figure("speed", "images/s", "images_per_s", higher_is_better=True),
+        Figure("step", "step ms", "step_ms.median"),
+        Figure("p95", "p95 ms", "step_ms.p95"),
+        Figure("stall", "stall", "stall_fraction", False, True, True),
+        Figure("goodput", "goodput", "goodput.fraction", True, True, True),
+        Figure("top1", "top-1", "top1", True, True),
+    )
+}
+
+
+class Run(NamedTuple):
+    """What a run's folder says.
+
+    Attributes:
+        run: the folder, as short as tells it from the others.
+        status: completed, interrupted or failed, as the report has it; unreadable without a report.
+        error: why it did not complete, where that is known.
+        steps: as text.
+        figures: those of ``FIGURES`` that the report has, by their keys.
+        verdict: as the report has it.
+        settings: the run's settings by dotted name; ``used.*``, what its loader ran with;
+            ``environment.*``, versions and hardware; ``stall_basis``, the clock of its stalls.
+    """
+
+    run: str
+    status: str
+    error: str | None = None
+    steps: str = "-"
+    figures: Mapping[str, float] = {}
+    verdict: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
+
+    def changes(self, first: Run) -> dict[str, float]:
+        """Returns the change of each figure that both runs have; none unless both completed."""
+        found: dict[str, float] = {}
+        if not self.status == first.status == "completed":
+            return found
+        is_same_clock = self.settings["stall_basis"] == first.settings["stall_basis"]
+        for key, figure in FIGURES.items():
+            value, reference = self.figures.get(key), first.figures.get(key)
+            if value is None or reference is None or (figure.is_clocked and not is_same_clock):
+                continue
+            if figure.is_fraction:
+                found[key] = value - reference
+            elif reference > 0:
+                found[key] = value / reference
+        return found
+
+
+def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Returns the runs in ``folders``, in the order given, and a note for each that trains nothing.
+
+    Those of one folder are in the order of their names.
+
+    Raises:
+        FileNotFoundError: a folder is not there or holds no run; says the way out.
+    """
+    places: list[Path] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}: no such folder; name a run's folder, or a sweep's")
+        inside = [folder]
+        if not _is_run(folder):
+            inside = sorted(filter(_is_run, folder.iterdir()), key=lambda run: natural(run.name))
+        if not inside:
+            raise FileNotFoundError(
+                f"{folder}: holds no run, nor does a folder in it; name a folder with a "
+                "report.json, or one above it"
+            )
+        places += [Path(os.path.abspath(place)) for place in inside]
+    runs: list[Run] = []
+    passed: list[str] = []
+    base = os.path.commonpath([place.parent for place in places])
+    for place in places:
+        run = _read(place, os.path.relpath(place, base))
+        if run.settings.get("mode") in ("diagnose", "verify", "predict", "export"):
+            where = os.path.relpath(place)
+            passed.append(f"{where}: passed over: a run of its mode trains nothing")
+        else:
+            runs.append(run)
+    if not runs:
+        raise FileNotFoundError(f"{passed[0]}; name a run's folder, or a sweep's")
+    return runs, passed
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "report.json").is_file() or (folder / ".hydra").is_dir()
+
+
+def _read(folder: Path, name: str) -> Run:
+    """Returns the run in ``folder``; one that cannot be read says why."""
+    path = folder / ".hydra" / "config.yaml"
+    settings: dict[str, Any] = {}
+    try:
+        if path.exists():
+            settings = config.saved(read_inside(folder, ".hydra/config.yaml"))
+            # every run has its own
+            settings.get("run", {}).pop("name", None)
+        path = folder / "report.json"
+        report = read_written(path)
+        settings |= {name: report.get(name) for name in ("world_size", "stall_basis")}
+        settings |= {"used": report.get("loader"), "environment": report.get("environment", {})}
+        figures = {}
+        for key, figure in FIGURES.items():
+            value: Any = report
+            for part in figure.path.split("."):
+                value = value.get(part, {})
+            if number(value) is not None:
+                figures[key] = value
+        return Run(
+            name,
+            str(report["status"]),
+            report.get("error"),
+            text(report, "steps"),
+            figures,
+            dict(report.get("verdict", {})),
+            dict(config.leaves(settings)),
+        )
+    except FileNotFoundError:
+        why = "not there; wait for the run's end, or look into its train.log"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        why = f"damaged: {reason}; leave the run out"
+    error_text = f"{os.path.relpath(path)}: {why}"
+    return Run(name, "unreadable", error_text, settings=dict(config.leaves(settings)))
+
+
+def text(tree: Mapping[str, Any], key: str) -> str:
+    """Returns a value as people read it; ``-``: there is none."""
+    value = tree.get(key, "-")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def settings_that_differ(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
+    """Returns each setting that tells some of ``runs`` from others, by run.
+
+    ``used.*`` is there only where it says more than ``loader.*``.
+    """
+    readable = [run for run in runs if run.status != "unreadable"]
+    keys = dict.fromkeys(key for run in readable for key in run.settings)
+    found = {key: {run.run: text(run.settings, key) for run in readable} for key in keys}
+    return {
+        key: values
+        for key, values in found.items()
+        if len({*values.values()}) > 1
+        and (not key.startswith("used.") or found.get(f"loader.{key[5:]}") != values)
+    }

@@ -1,0 +1,264 @@
+"""What a verdict rests on: the run's figures, and what follows from them by arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from ..clock.figures import RankFigures, Tag, Window
+from ..clock.stages import AUGMENT, GROUPS, SAMPLE, StageCost, StageTotals, roofline, total
+from ..config import TrainerConfig
+from ..monitor.host import taken
+
+Bottleneck = Literal[
+    "storage", "decode", "augment", "collate", "transport", "copy", "workers", "compute", "launch",
+    "quota", "memory", "host", "neighbours", "rank", "balanced", "unknown",
+]  # fmt: skip
+
+
+# of the time: MLPerf Storage asks for an accelerator utilisation of 0.90
+HARM = 0.10
+
+
+# of the scheduling periods: kubernetes-mixin's CPUThrottlingHigh warns from here on
+THROTTLED = 0.25
+
+
+# what a stall below this share of the time would give back cannot be told from noise
+FED = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCost:
+    """What a sample costs the workers of a feed, and what that time goes for.
+
+    Attributes:
+        wall_s: seconds that a worker takes for a sample.
+        cpu_s: processor seconds of these.
+        wants_s: ``cpu_s`` and the seconds in which the worker waited for a processor.
+        contention: how many times its processor time work lasts; 1: processors are free.
+        parts: by kind, the share of ``wall_s``; they sum to 1.
+        kind: the largest part.
+        stage: the largest stage of that kind.
+        waits: whether that kind's time is mostly waiting, and not for a processor.
+    """
+
+    wall_s: float
+    cpu_s: float
+    wants_s: float
+    contention: float
+    parts: Mapping[str, float]
+    kind: Bottleneck
+    stage: str
+    waits: bool
+
+
+def worker_cost(totals: StageTotals | None, *, full: bool = False) -> WorkerCost | None:
+    """Returns what a sample costs; None: ``totals`` of the workers say nothing.
+
+    ``full`` processors may have kept a stage that works waiting.
+    """
+    stages = totals.stages if totals else {}
+    wall_s, cpu_s = total(stages.values())
+    if totals is None or totals.samples <= 0 or wall_s <= 0:
+        return None
+    # crowded processors prolong every stage that works: the least prolonged one tells by how much.
+    # A lone stage that is crowded out cannot be told from one that waits, but by their fullness.
+    prolonged = [
+        cost.wall_s / cost.cpu_s for cost in stages.values() if cost.cpu_s >= max(1e-9, 0.1 * cpu_s)
+    ]
+    if len(prolonged) == 1 and not full:
+        prolonged.append(1.0)
+    contention = max(1.0, min(prolonged, default=1.0))
+
+    def waits(cost: StageCost) -> bool:
+        # on full processors only a stage that hardly ever has one is sure to wait for another thing
+        outside = not full or cost.cpu_s < 0.1 * cost.wall_s
+        return outside and cost.wall_s - contention * cost.cpu_s >= 0.5 * cost.wall_s
+
+    kinds: dict[str, dict[str, StageCost]] = {}
+    for name, cost in stages.items():
+        kind = GROUPS.get(name, AUGMENT)
+        if kind == SAMPLE:
+            # a data set that names no stages reads where it waits, and decodes where it works
+            kind = "storage" if waits(cost) else "decode"
+        kinds.setdefault(kind, {})[name] = cost
+    costs = {kind: total(named.values()) for kind, named in kinds.items()}
+    top = max(costs, key=lambda kind: costs[kind].wall_s)
+    wants_s = contention * cpu_s
+    if full and not waits(costs[top]):
+        wants_s = wall_s
+    return WorkerCost(
+        wall_s=wall_s / totals.samples,
+        cpu_s=cpu_s / totals.samples,
+        wants_s=wants_s / totals.samples,
+        contention=contention,
+        parts={kind: cost.wall_s / wall_s for kind, cost in costs.items()},
+        kind=cast("Bottleneck", top),
+        stage=max(kinds[top], key=lambda name: stages[name].wall_s),
+        waits=waits(costs[top]),
+    )
+
+
+class Straggler(NamedTuple):
+    """The rank that the others wait for, where gradients meet.
+
+    Attributes:
+        rank: its number.
+        late_ms: by which it holds the others up, a step.
+        part: what it spends most of that on: ``stalled``, ``host`` or ``forward``.
+        share: of a step, if it waits for data.
+    """
+
+    rank: int
+    late_ms: float
+    part: str
+    share: float
+
+    @classmethod
+    def among(cls, ranks: Sequence[RankFigures]) -> Straggler | None:
+        """Returns the one of ``ranks``; None: they are alike."""
+        if len(ranks) < 2:
+            return None
+        ms = np.array([[rank.stalled_ms, rank.host_ms, rank.forward_ms] for rank in ranks], float)
+        # a figure that one rank cannot tell counts for none of them
+        ms[:, np.isnan(ms).any(axis=0)] = 0.0
+        slowest = int(ms.sum(axis=1).argmax())
+        others_ms = np.delete(ms, slowest, axis=0)
+        late_ms = float(ms[slowest].sum() - np.median(others_ms.sum(axis=1)))
+        step_ms = median(rank.step_ms for rank in ranks)
+        if late_ms <= HARM * step_ms:
+            return None
+        more_ms = ms[slowest] - np.median(others_ms, axis=0)
+        part = ("stalled", "host", "forward")[more_ms.argmax()]
+        waits = float(more_ms[0]) / max(step_ms, 1e-9) * (part == "stalled")
+        return cls(ranks[slowest].rank, late_ms, part, waits)
+
+
+@dataclass(kw_only=True)
+class Evidence:
+    """What a verdict rests on, and what follows from it by arithmetic: shares of the time, 0..1.
+
+    Attributes:
+        window: the steps' figures, usually the whole run's.
+        stages: what the workers spent their time on; None: the feed does not tell.
+        settings: the loader's, with torch's names; ``backend`` is "processes", "threads", or
+            "arrays", which never has workers; ``prefetch_factor`` is per worker process, or of
+            threads in all.
+        cores: processors that this rank may use.
+        device: its kind.
+        sampled: the machine's figures by tag, means over the run.
+        autotuned: whether the loader's settings are those of a search.
+        ranks: every rank's figures, where there are several.
+        trainer: the network's settings.
+        half_precision: the faster of bf16 and fp16 on the device.
+        window_steps: steps in one logged window.
+        cores_from: where the number of cores is said.
+        most_workers: workers that are worth a try and fit; None: the tuner's cap, max(8, 4 a core).
+        others: cores that other programs took; None: they harmed nothing, as ``sampled`` has it.
+        ceiling: speed-up if loading were free, where measured; None: as the stall says.
+        stall: the device had nothing to run for want of data.
+        starved: of that, the loop waited for a batch.
+        copy: of that, the loop waited for a batch's copy.
+        host: the device waited for Python, on a CPU for garbage collections within a step too.
+        launch: the device waited for the next kernel's launch; 0 where that was not looked into.
+        lost: ``starved``, ``copy``, ``host`` and ``launch`` together.
+        prepare: batches were augmented and normalised.
+        compute: the network ran; None: not known.
+        made: share of ``starved`` until the batch was made; 1 where no batch told.
+        handed: share of ``starved`` until it was here, and in page-locked memory.
+        moved: share of ``starved`` until it was on the device and normalised.
+        host_parts: what ``host`` was spent on, by name.
+        workers: of the loader.
+        rate: images/s; 0: not known.
+        throttled: share of the scheduling periods in which a quota stopped this run.
+        cost: what the workers' time went for; None: nothing tells.
+        memory: this run waited for memory.
+        late: the rank that the others wait for; None: they are alike.
+        speedup: if loading were free, at most 1000.
+    """
+
+    window: Window
+    stages: StageTotals | None
+    settings: Any
+    cores: float
+    device: str
+    sampled: Mapping[str, float]
+    autotuned: bool
+    ranks: tuple[RankFigures, ...] = ()
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    half_precision: str = "bf16"
+    window_steps: int = 10
+    cores_from: str = ""
+    most_workers: int | None = None
+    others: float | None = None
+    ceiling: float | None = None
+
+    def __post_init__(self) -> None:
+        window = self.window
+        share = window.shares.get
+        part = window.wait_parts.get
+        self.stall = window.stall_fraction or 0.0
+        self.speedup = self.ceiling or 1 / max(1 - self.stall, 0.001)
+        self.copy = share("exposed_copy", 0.0)
+        self.starved = share("starved", self.stall - self.copy)
+        self.host = share("host", 0.0)
+        self.launch = share("launch", 0.0)
+        self.lost = self.starved + self.copy + self.host + self.launch
+        self.prepare = share("prepare", 0.0)
+        self.compute = share("compute")
+        self.made = part("make", 1.0)
+        self.handed = part("transport", 0.0) + part("pin", 0.0)
+        self.moved = part("move", 0.0)
+        # host work hidden behind queued device work is not part of the gap
+        self.host_parts = {
+            name: min(self.host, spent_s / max(window.elapsed_s, 1e-9))
+            for name, spent_s in window.host_parts_s.items()
+        }
+        named = sum(self.host_parts.values())
+        self.host_parts["unnamed work"] = max(0.0, self.host - named)
+        self.workers: int = self.settings.num_workers
+        self.rate = window.images_per_s or 0.0
+
+        self.others = self.others or taken(self.sampled)
+        self.throttled = self.sampled.get(Tag.THROTTLED_FRACTION, 0.0)
+        used = self.sampled.get(Tag.CPU_CORES, 0.0) / self.cores
+        # where nine tenths of the processors are in use, some work waits for one
+        in_use = max(used, self.sampled.get(Tag.CPU_FRACTION, 0.0))
+        full = in_use >= 0.9 or self.throttled >= THROTTLED or self.others is not None
+        self.cost = worker_cost(self.stages, full=full)
+        # a page from a disk takes 0.1 ms at least
+        faulting = min(1.0, 1e-4 * self.sampled.get(Tag.MAJOR_FAULTS_PER_S, 0.0))
+        self.memory = self.sampled.get(Tag.MEMORY_STALL_FRACTION, faulting)
+        self.late = Straggler.among(self.ranks)
+
+    def unmade(self) -> float:
+        """Returns the share of the time waited for batches if handing over took no time."""
+        if self.cost is None or not self.workers:
+            return self.starved
+        wanted = self.cost.wall_s * self.rate * self.speedup
+        return max(0.0, 1 - self.workers / max(self.workers, wanted))
+
+    def could(self) -> float:
+        """Returns the images/s that all processors could load beside the step."""
+        cores = self.cores
+        if self.cost is None or not self.rate:
+            return self.rate
+        used = self.sampled.get(Tag.CPU_CORES)
+        # where the device is another one and nothing was sampled
+        step_cores = 0.0
+        if used is not None:
+            step_cores = max(0.0, min(used, cores) - self.cost.cpu_s * self.rate)
+        elif self.device == "cpu":
+            step_cores = cores * (self.compute or 0.0)
+        return roofline(cores, self.cost.wants_s, step_cores / self.rate)
+
+    def has_room(self) -> bool:
+        """Returns whether processors could load a tenth more than the workers do or might."""
+        if self.cost is None:
+            return False
+        return self.could() >= (1 + HARM) * max(self.rate, self.workers / self.cost.wall_s)

@@ -1,0 +1,123 @@
+"""The mistakes of a network, as files of the run and pictures."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data.datasets import Splits
+from ..monitor.writer import Board, plain
+from ..runtime.errors import BadSample, printable
+from ..training.pictures import Answers, coded
+
+# pictures of mistakes
+_MOST = 24
+
+
+# on the page: kinds of mistakes, some 300 kB
+_MOST_KINDS = 20_000
+
+
+# the matrix of more would have over 4 million cells
+_MOST_CLASSES = 2_000
+
+
+# classes are uneven if one has so many times the images of another
+_UNEVEN = 10
+
+
+def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:
+    """Writes ``classes.csv``, ``confusion.csv``, ``mistakes.json`` and TensorBoard's pictures.
+
+    If ``read``, the mistaken images are read again, as the network saw them.
+    """
+    names = [*map(printable, splits.classes)]
+    kinds = answers.confused()
+    right = answers.labels[answers.labels == answers.given]
+    images, given, correct = (
+        np.bincount(kind, minlength=len(names)) for kind in (answers.labels, answers.given, right)
+    )
+    columns: dict[str, Any] = {"images": images, "correct": correct, "given": given}
+    # a share of nothing is None
+    with np.errstate(invalid="ignore"):
+        columns |= {"accuracy": correct / images, "precision": correct / given}
+    if splits.labels is not None:
+        columns["train_images"] = np.bincount(splits.labels, minlength=len(names))
+    classes = {"class": names, **{name: plain(each.tolist()) for name, each in columns.items()}}
+    _table(board, "classes.csv", classes, zip(*classes.values(), strict=True))
+    if len(names) <= _MOST_CLASSES:
+        matrix = np.diag(correct)
+        matrix[kinds[:, 0], kinds[:, 1]] = kinds[:, 2]
+        rows = ([name, *row] for name, row in zip(names, matrix.tolist(), strict=True))
+        _table(board, "confusion.csv", ["", *names], rows)
+        # by share of the true class; a root shows what is seldom
+        shares = np.sqrt(matrix / np.maximum(1, images[:, None]))
+        grey = (255 - 255 * shares).astype(np.uint8)
+        board.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
+    found = {
+        "counts": told(splits),
+        "classes": classes,
+        "kinds": kinds[:_MOST_KINDS].tolist(),
+        "mistakes": _mistakes(answers, names, splits, board, read),
+    }
+    board.write("mistakes.json", json.dumps(found))
+
+
+def _mistakes(
+    answers: Answers, names: list[str], splits: Splits, board: Board, read: bool
+) -> list[dict[str, Any]]:
+    """Returns the surest mistakes; shows their pictures in TensorBoard."""
+    rows = []
+    tiles = []
+    texts = []
+    dataset = splits.val
+    # where data lie may be a secret: names are below it
+    root = f"{Path(splits.root).expanduser()}/"
+    # a data set that is made on the device has none, one of the user's may have no source
+    fill = getattr(dataset, "fill", None)
+    source = getattr(dataset, "source", None)
+    for place in answers.surest(_MOST):
+        index, label, given, probability = (each[place].item() for each in answers)
+        where = source.where(index).removeprefix(root) if source else f"sample {index}"
+        row = {
+            "where": printable(where),
+            "label": names[label],
+            "given": names[given],
+            "probability": probability,
+        }
+        rows.append(row)
+        # in place of one that cannot be read there was another
+        with suppress(BadSample):
+            if read and fill:
+                tile = np.empty((3, dataset.image_size, dataset.image_size), np.uint8)
+                fill(0, index, tile)
+                row["picture"] = coded(tile)
+                tiles.append(tile)
+                texts.append(f"{row['given']}, not {row['label']}")
+    if tiles:
+        board.images("val/mistakes", np.stack(tiles), texts)
+    return rows
+
+
+def told(splits: Splits) -> str | None:
+    """Returns a sentence on the training images of each class, and on very uneven classes."""
+    if splits.labels is None:
+        return None
+    counts = np.bincount(splits.labels, minlength=len(splits.classes))
+    text = f"{len(counts)} classes of {counts.min()} to {counts.max()} training images"
+    if counts.min() * _UNEVEN <= counts.max():
+        text += ", very uneven. Try: data.balance=0.5, or optim.class_weights=balanced"
+    return text
+
+
+def _table(board: Board, name: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    board.write(name, text.getvalue().rstrip("\n"))

@@ -1,0 +1,36 @@
+"""``wellfed page FOLDER``: one page for a run or for all runs of a sweep."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...config import ConfigError
+from ...runtime.errors import printable, tell
+from .document import write_sweep
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the page and says where; returns the exit code: 0, or 2: no run or no room."""
+    parser = argparse.ArgumentParser(
+        prog="wellfed page", description="Write report.html of a run or a sweep."
+    )
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="a run's folder, or one with runs below it, such as multirun/DATE/TIME",
+    )
+    try:
+        path, runs, notes = write_sweep(parser.parse_args(arguments).folder)
+    except OSError as error:
+        return tell([ConfigError(str(error))])
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
+    print(f"{path}: {runs} run{'s' * (runs != 1)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

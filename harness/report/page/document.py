@@ -1,0 +1,117 @@
+"""The page as a file: ``report.html`` of a run or a sweep, complete in itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import logging
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from string import Template
+
+from ...runtime.files import write_whole
+from .course import declared
+from .runs import BUCKETS, find_runs, run_json, told
+
+ASSETS = Path(__file__).parent
+# each imports from those before it
+SCRIPTS = (
+    "dom.js", "format.js", "marks.js", "plot.js", "bars.js",
+    "course.js", "supply.js", "mistakes.js", "run.js", "sweep.js", "page.js",
+)  # fmt: skip
+STYLE = "page.css"
+
+# the run's own, whose name stands in a file that is too heavy to import
+_log = logging.getLogger("wellfed")
+
+
+def write_report(folder: Path) -> None:
+    """Writes ``report.html`` of the run in ``folder``, whole or not at all.
+
+    A page that cannot be made costs a warning alone.
+    """
+    path = folder / "report.html"
+    try:
+        name = run_name(folder)
+        write_whole(path, page([run_json(folder, name)], (), name).encode())
+    # the run is over and has its report.json: nothing here may change how it ends
+    except Exception as error:
+        _log.warning("%s: %s; the run goes on without it", path, error)
+
+
+def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
+    """Writes ``report.html`` of all runs at and below ``root``.
+
+    Returns its path, the number of runs, and notes on what is left out.
+
+    Raises:
+        FileNotFoundError: there is no run.
+        OSError: the file cannot be written.
+    """
+    notes: list[str] = []
+    folders = find_runs(root, notes)
+    if not folders:
+        raise FileNotFoundError(
+            f"{root}: no run below it (a folder with report.json or metrics.jsonl); give a run or "
+            "a sweep"
+        )
+    # the more runs, the fewer points each, so that a sweep's page stays below a megabyte
+    buckets = max(60, min(BUCKETS, 3 * BUCKETS // len(folders)))
+    runs = told(folders, partial(run_json, buckets=buckets), notes)
+    path = root / "report.html"
+    write_whole(path, page(runs, notes, run_name(root)).encode())
+    return path, len(runs), notes
+
+
+def run_name(folder: Path) -> str:
+    """Returns a run's name as TensorBoard shows it below ``outputs``: ``2026-11-22/05-51-05``."""
+    path = folder.resolve()
+    below = re.search(r"(?s).*/(?:outputs|multirun)/(.+)", str(path))
+    return below[1] if below else path.name
+
+
+def page(runs: Sequence[str], notes: Sequence[str], name: str) -> str:
+    """Returns the whole page as HTML: ``runs``, as ``run_json`` gives them, below ``notes``."""
+    script = bundle()
+    return Template(asset("page.html")).substitute(
+        title=html.escape(f"Data stalls: {name}"),
+        # no other script may run
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=asset(STYLE),
+        # a text of a run cannot end its element
+        data=listed(runs, notes).replace("<", "\\u003c"),
+        script=script,
+    )
+
+
+def listed(runs: Sequence[str], notes: Sequence[str]) -> str:
+    """Returns the JSON that the page starts from: ``runs``, and ``notes`` on all of them."""
+    head = json.dumps({"notes": notes, "declared": declared()})
+    return f'{head[:-1]}, "runs": [{",".join(runs)}]}}'
+
+
+def bundle() -> str:
+    """Returns all scripts as one, each in a function that gives its exports.
+
+    In TensorBoard they are served as the modules that they are.
+    """
+    parts = ["const modules = {};\n"]
+    for name in SCRIPTS:
+        text = asset(name)
+        exports = re.findall(r"^export (?:async )?(?:function|const) (\w+)", text, re.M)
+        text = re.sub(
+            r'^import (\{.*\}) from "\./(.*)";$', r'const \1 = modules["\2"];', text, flags=re.M
+        )
+        text = re.sub(r"^export ", "", text, flags=re.M)
+        given = ", ".join(exports)
+        parts.append(f'modules["{name}"] = (() => {{\n{text}return {{ {given} }};\n}})();\n')
+    return "".join(parts)
+
+
+def asset(name: str) -> str:
+    """Returns the text of a file that lies beside this one."""
+    return (ASSETS / name).read_text(encoding="utf-8")

@@ -1,0 +1,132 @@
+"""Run folders, and what the page shows of one, with what is missing said in words."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...runtime.files import known, natural, number, read_inside, read_written
+from .course import Windows, course, latest, read_windows
+
+# points of a chart that has the page's width
+BUCKETS = 400
+REPORT_JSON = "report.json"
+METRICS_JSONL = "metrics.jsonl"
+FILES = (REPORT_JSON, METRICS_JSONL, "tuning.json", "mistakes.json", "first_batch.json")
+
+_MOST_RUNS = 1000
+
+
+def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
+    """Returns the run folders at and below ``root``, by path from there, in natural order.
+
+    Of more than 1,000 they are those written last, and ``notes`` say so.
+    """
+    found = list(each_run(root))
+    if len(found) > _MOST_RUNS:
+        notes.append(
+            f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last"
+        )
+        found.sort(key=lambda run: max(stamps(run[1])))
+    return dict(sorted(found[-_MOST_RUNS:], key=lambda run: natural(run[0])))
+
+
+def each_run(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yields every run folder as it is found, without links, by path from ``root``."""
+    for path, folders, files in os.walk(root):
+        if REPORT_JSON in files or METRICS_JSONL in files:
+            name = os.path.relpath(path, root)
+            yield root.resolve().name if name == "." else name, Path(path)
+            folders[:] = [name for name in folders if name not in ("checkpoints", "trace")]
+        folders[:] = [name for name in folders if not name.startswith(".")]
+
+
+def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Returns what changes when a run's files do: nanoseconds of the wall clock, and bytes."""
+    found = [(0, 0)]
+    for name in FILES:
+        with suppress(OSError):
+            status = (folder / name).stat()
+            found.append((status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
+def told(
+    folders: Mapping[str, Path], tell: Callable[[Path, str], str], notes: list[str]
+) -> list[str]:
+    """Returns what ``tell`` returns of each run in ``folders``; a run that fails is a note."""
+    found = []
+    for name, folder in folders.items():
+        try:
+            found.append(tell(folder, name))
+        except Exception as error:
+            notes.append(f"run {name} cannot be shown: {type(error).__name__}: {error}")
+    return found
+
+
+def run_json(folder: Path, name: str, buckets: int = BUCKETS) -> str:
+    """Returns one run as JSON, in letters of ASCII."""
+    run = read_run(folder, name, buckets=buckets)
+    return json.dumps(run, allow_nan=False, separators=(",", ":"))
+
+
+def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
+    """Returns one run as the page takes it, with ``notes`` on what is missing.
+
+    Without a report yet, ``report`` has the figures of the ``latest`` window.
+    """
+    notes: list[str] = []
+
+    def read(file: str, of: Callable[[Path], Any], missing: str = "") -> Any:
+        try:
+            return of(folder / file)
+        except FileNotFoundError:
+            if missing:
+                notes.append(f"{file} is missing: {missing}")
+        except OSError as error:
+            notes.append(f"{file} cannot be read: {error.strerror or error}")
+        except ValueError as error:
+            notes.append(f"{file} is damaged: {error}")
+        return None
+
+    windows = read(METRICS_JSONL, read_windows, "there is no course over time")
+    if windows is None:
+        windows = Windows()
+    elif not windows.last:
+        notes.append(f"{METRICS_JSONL} has no window of steps yet")
+    if windows.damaged:
+        notes.append(f"{METRICS_JSONL} has {windows.damaged} damaged lines, which are left out")
+    unfinished = "the run has not ended or was killed; what is shown is what it wrote so far"
+    report = read(REPORT_JSON, read_written, unfinished)
+    last_step = windows.last.get("step", 0)
+    if report and last_step > (number(report.get("steps")) or math.inf):
+        notes.append(
+            f"{REPORT_JSON} is of step {report['steps']}; the run has gone on since, to step "
+            f"{last_step}"
+        )
+    config = ".hydra/config.yaml"
+    # a page of many runs has no room for pictures
+    mistakes = batch = None
+    if buckets == BUCKETS:
+        mistakes = read("mistakes.json", read_written)
+        batch = read("first_batch.json", partial(read_written, kind=list))
+    return {
+        "name": name,
+        "changed_s": max(stamps(folder))[0] / 1e9,
+        "report": known(latest(windows)) if report is None else report,
+        "latest": report is None,
+        "tuning": read("tuning.json", read_written),
+        "mistakes": mistakes,
+        "first_batch": batch,
+        "course": course(windows, buckets),
+        "config": read(
+            config, lambda _: read_inside(folder, config)[:32_000].decode("utf-8", "replace")
+        ),
+        "notes": notes,
+    }

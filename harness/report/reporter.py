@@ -1,0 +1,232 @@
+"""The run in one object, and its last words on the console."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import Mode, shown, walk
+from ..data.datasets import Splits
+from ..monitor.console import say
+from ..monitor.writer import BAD_SAMPLES, Board
+from ..runtime import accelerator, launch
+from ..runtime.distributed import again
+from ..runtime.errors import described, words
+from ..runtime.folder import log
+from ..training.checkpoint_read import Record, records
+from ..training.engine import Engine
+from . import mistakes
+from .evidence import Evidence
+from .run_report import closing, report
+from .statement import Statement, stated
+from .verdict import judge
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Writes ``report.json``, the HParams row and the closing lines of a run.
+
+    Attributes:
+        overridden: what the command line set, as in ``loader.num_workers=2``: each is a column of
+            the HParams page.
+        tuning: called at the end, gives what tuning did, as plain values; None: nothing was tuned.
+        cores: what this rank may use.
+        write_page: writes the page of a run's folder, once ``report.json`` is there.
+        splits: the data set, of which the surest mistakes are shown.
+    """
+
+    overridden: tuple[str, ...]
+    tuning: Callable[[], Mapping[str, Any]] | None
+    cores: float
+    write_page: Callable[[Path], object]
+    splits: Splits
+
+    @contextmanager
+    def reporting(self, engine: Engine) -> Iterator[None]:
+        """Reports on ``engine`` at the end of the block, however it ends."""
+        if engine.config.mode is Mode.train:
+            if told := mistakes.told(self.splits):
+                say(told)
+            if engine.config.watch.tensorboard:
+                say(f"watch it: tensorboard --logdir {_root(engine.folder)}")
+        try:
+            yield
+        except BaseException as error:
+            known = described(error)
+            text = known[0] if known else f"{type(error).__name__}: {words(error)}"
+            self._report(engine, {"error": text})
+            raise
+        self._report(engine, {})
+
+    def _report(self, engine: Engine, ending: Mapping[str, str]) -> None:
+        board = engine.watch.board
+        # the report of what was done stays
+        if board is None or engine.status == "idle":
+            return
+        # a device that has failed answers nothing more
+        board.report({**_progress(engine), **ending})
+        try:
+            self._publish(engine, board, ending)
+        except Exception as error:
+            # how the run ended is not up to its report
+            log.warning("report.json: %s: %s", type(error).__name__, words(error))
+
+    def _publish(self, engine: Engine, board: Board, ending: Mapping[str, str]) -> None:
+        """Writes all that there is to say of the run, and its last words."""
+        found = self.figures(engine)
+        board.report({**found, **ending})
+        verdict: Statement = found["verdict"]
+        board.text("verdict", [verdict.sentence, *verdict.evidence])
+
+        # few, for the page opens with five columns
+        columns = ["loader.batch_size", "model.name", "optim.lr", "trainer.precision"]
+        columns += map(launch.setting, self.overridden)
+        values = {
+            path: shown(value) if isinstance(value, str) else value
+            for path, value, _ in walk(engine.config)
+        }
+        row = {name: values[name] for name in columns if name in values}
+        for name in ("num_workers", "pin_memory", "prefetch_factor"):
+            row[f"used.{name}"] = getattr(engine.feed.settings, name)
+        told = ("top1", "images_per_s", "stall_fraction")
+        results = {f"hparam/{name}": found.get(name) for name in told}
+        goodput = found.get("goodput")
+        board.hparams(row, results | {"hparam/goodput": goodput and goodput["fraction"]})
+
+        if engine.answers is not None:
+            # a run that is asked to end reads no more images
+            read = engine.status == "completed"
+            mistakes.show(engine.answers, self.splits, board, read=read)
+        self.write_page(engine.folder)
+        if engine.status == "completed":
+            self._close(engine, found)
+            if engine.stopped is None or engine.is_done:
+                return
+        saved = records(engine.folder / "checkpoints")
+        if saved or engine.status == "interrupted":
+            self._stand(engine, saved)
+
+    def figures(self, engine: Engine) -> dict[str, Any]:
+        """Returns ``report.json`` as plain values; what this device cannot give is absent."""
+        total = engine.watch.clock.total()
+        world = engine.world
+        trainer = engine.config.trainer
+        loader = engine.config.loader
+        cache = self.splits.cache
+        own = accelerator.of(world.device)
+        evidence = Evidence(
+            window=total,
+            stages=engine.feed.meter.read() if engine.feed.meter else None,
+            settings=engine.feed.settings,
+            cores=self.cores,
+            device=own.kind,
+            sampled=engine.watch.sampler.means() if engine.watch.sampler else {},
+            autotuned=self.tuning is not None,
+            ranks=engine.ranks,
+            trainer=trainer,
+            half_precision=own.half_precision,
+            window_steps=engine.config.watch.window_steps,
+        )
+        evaluated: dict[str, Any] = {}
+        if engine.evaluation is not None:
+            result = engine.evaluation._asdict()
+            evaluated = {"val_images": result.pop("images"), **result}
+            evaluated["evaluated"] = self.splits.val_name
+            evaluated["best_top1"] = engine.state.best_top1
+        return report(
+            evidence,
+            stated(judge(evidence)),
+            world.size,
+            own.name if own.kind == "cuda" else None,
+            engine.worker_s,
+            **_progress(engine),
+            global_batch_size=loader.batch_size * world.size * trainer.accumulate_steps,
+            gpu_memory=engine.memory.peaks,
+            skipped_updates=engine.skipped,
+            bad_samples=len(engine.replaced) or None,
+            goodput=engine.watch.course.goodput(total),
+            stopped=engine.stopped,
+            tuning=self.tuning and self.tuning(),
+            cache=cache and cache.stats(),
+            run={"name": engine.folder.name, "overrides": list(self.overridden)},
+            **evaluated,
+        )
+
+    def _close(self, engine: Engine, found: Mapping[str, Any]) -> None:
+        """Says how a completed run went."""
+        folder = engine.folder
+        say("")
+        if "top1" in found:
+            images = f"{found['val_images']} {found['evaluated']}"
+            say(f"top-1          {found['top1']:.4f} on {images}")
+            if len(engine.classes) > 5:
+                say(f"top-5          {found['top5']:.4f}")
+        for line in closing(found, "images"):
+            say(line)
+        if "gpu_memory" in found:
+            say(f"memory         {found['gpu_memory']}")
+        if engine.config.mode is Mode.train:
+            tuning = found.get("tuning", {})
+            tuned = ""
+            if tuning:
+                tuned = "remembered" if tuning["reused"] else f"tuned in {tuning['seconds']:.0f} s"
+                tuned = f" ({tuned})"
+            say(f"loader         {engine.feed.settings}{tuned}")
+            if settled := tuning.get("settled"):
+                say(f"next time      {settled}")
+            say(f"verdict        {found['verdict'].sentence}", stands_out=True)
+        if engine.stopped:
+            say(f"stopped        {engine.stopped}")
+        if bad := found.get("bad_samples"):
+            say(f"bad samples    {bad} replaced by others; they are listed in {BAD_SAMPLES}")
+        if self.splits.cache is not None:
+            say(f"cache          {self.splits.cache.summary()}")
+        say(f"run folder     {os.path.relpath(folder)}")
+        page = os.path.relpath(folder / "report.html")
+        say(f"look at it     {page}, or tensorboard --logdir {_root(folder)}")
+
+    def _stand(self, engine: Engine, saved: Sequence[Record]) -> None:
+        """Says where an unfinished run stands, and the command that goes on with it."""
+        state = engine.state
+        config = engine.config
+        folder = os.path.relpath(engine.folder)
+        within = ""
+        if state.samples:
+            images = engine.order.taken(state.epoch)
+            within = f", and {state.samples} of {images} images of the next"
+        epochs = config.trainer.epochs
+        say(f"stopped after step {state.step}; epochs done: {state.epoch} of {epochs}{within}")
+        if not saved:
+            why = "no step was made since the start, one was under way, or the disk refused"
+            if not config.checkpoint.enabled:
+                why = "checkpoint.enabled=false"
+            say(f"nothing was saved: {why}")
+            return
+        # a run that has a name finds its checkpoints by itself
+        resume = f"resume={folder}"
+        without = ["run.name"]
+        if config.run.name is not None and Path(folder) == Path("outputs", config.run.name):
+            resume = "resume=auto"
+            without = []
+        say(f"saved          {os.path.relpath(saved[-1].path)}")
+        say(f"go on with     {again(config, engine.world, self.overridden, [resume], *without)}")
+
+
+def _progress(engine: Engine) -> dict[str, Any]:
+    """Returns how far the run came."""
+    state = engine.state
+    return {"status": engine.status, "epochs": state.epoch, "steps": state.step}
+
+
+def _root(folder: Path) -> str:
+    """Returns the folder of this run and its neighbours, whose names TensorBoard then shows."""
+    path = os.path.relpath(folder)
+    parts = Path(path).parts
+    # the current folder has no parts
+    if len(parts) > 1 and parts[0] in ("outputs", "multirun"):
+        return parts[0]
+    return path

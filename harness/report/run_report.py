@@ -1,0 +1,73 @@
+"""``report.json`` of a run, of ours or of a script, and the lines on its speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..clock.figures import Tag, told
+from ..monitor.host import environment
+from ..monitor.writer import plain
+from .evidence import Evidence
+from .statement import Statement
+
+
+def report(
+    evidence: Evidence,
+    verdict: Statement,
+    world_size: int,
+    gpu: str | None,
+    worker_s: float = 0.0,
+    **own: Any,
+) -> dict[str, Any]:
+    """Returns the figures of a whole run by their keys; what is not known is absent.
+
+    Args:
+        evidence: of the whole run.
+        verdict: on it.
+        world_size: how many ranks train.
+        gpu: its name; None: the device is another one.
+        worker_s: seconds of all workers together, busy and idle; 0: not known.
+        own: what this kind of run has besides, which comes first or replaces a figure.
+    """
+    sampled = evidence.sampled
+    found: dict[str, Any] = {
+        "world_size": world_size,
+        **told(evidence.window, world_size),
+        "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
+        "sampled": sampled or None,
+        "ranks": evidence.ranks or None,
+        "loader": used(evidence.settings),
+        "verdict": verdict,
+        "environment": environment(gpu),
+    }
+    worked = evidence.stages
+    if worked is not None and worked.samples:
+        found["stages"] = [row for row in worked.rows() if row["wall_ms"]]
+        found["workers"] = {"samples": worked.samples}
+        if worker_s:
+            found["workers"]["busy_fraction"] = min(1.0, worked.busy_s / worker_s)
+    return {key: value for key, value in (own | found | own).items() if value is not None}
+
+
+def used(settings: Any) -> dict[str, Any]:
+    """Returns a loader's settings as ``report.json`` has them."""
+    # without workers there are none to keep
+    return {"persistent_workers": False, **plain(settings)}
+
+
+def closing(report: Mapping[str, Any], unit: str) -> Iterator[str]:
+    """Iterates over the lines on a run's speed; ``unit`` is what is counted, such as images."""
+    if step := report.get("step_ms"):
+        yield (
+            f"speed          {report['images_per_s']:.0f} {unit}/s while training, "
+            f"{step.median:.1f} ms (p95 {step.p95:.1f}, max {step.max:.1f}) a step"
+        )
+        yield f"data wait      {report['data_wait_fraction']:.1%} of the training time"
+    if goodput := report.get("goodput"):
+        parts = goodput["rest"][:3]
+        rest = [f"{part['name'].replace('_', ' ')} {part['s']:.1f} s" for part in parts]
+        yield (
+            f"goodput        {goodput['fraction']:.0%} of {goodput['wall_s']:.1f} s in training "
+            f"steps; {', '.join(rest)}"
+        )

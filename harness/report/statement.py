@@ -1,0 +1,231 @@
+"""What is told of a run, of ours or of somebody's script: where its time went, and its verdict.
+
+A verdict in sentences: the class, the facts with their figures, the ceiling, what to try.
+``report.json``, and the lines on the console.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ..clock.figures import Tag
+from .evidence import FED, HARM, Bottleneck, Evidence, WorkerCost
+from .verdict import Change, Verdict
+
+# of the time: a smaller suspect is not worth a word
+_WORTH = 0.01
+# others are bound by their kind
+_HEADLINES: Mapping[Bottleneck, str] = {
+    "augment": "Augmentation-bound",
+    "workers": "Too few workers",
+    "quota": "Held back by the processor quota",
+    "memory": "Short of memory",
+    "host": "Held up by Python",
+    "neighbours": "Held back by other programs",
+    "rank": "One rank is slow",
+    "balanced": "Balanced",
+    "unknown": "Unknown",
+}
+# what can come second where the network takes most of the time
+_WORK: Mapping[Bottleneck, str] = {
+    "storage": "reading",
+    "decode": "decoding",
+    "augment": "augmentation",
+    "collate": "putting batches together",
+    "transport": "handing batches over",
+    "copy": "copies",
+    "workers": "waiting for workers",
+    "launch": "launching",
+    "host": "Python",
+}
+# what helps besides a setting, by reason, by part of a rank's step or by kind
+_WAYS: Mapping[str, str] = {
+    "few steps": "let the run go on for longer",
+    "uneven": "diagnose again when the machine is quiet",
+    "stalled": "look at that rank's storage and cores",
+    "forward": "look whether that rank's device is slower or shared",
+    "storage": "put the files on a faster disk, or keep them in memory",
+    "decode": "store smaller files (shorter side 1.15 to 2 times the crop), or add cores",
+    "augment": "make the augmentation cheaper, or add cores",
+    "collate": "make images or batches smaller, or add cores",
+    "transport": "make images or batches smaller",
+    "copy": "make images smaller, or steps longer",
+    "compute": "a smaller network or image, or a faster device",
+    "host": "do less between two steps",
+    "gc": "keep fewer objects alive, or call gc.freeze() before training",
+    "memory": "give the run more memory",
+    "quota": "raise the quota (cpu.max, docker --cpus, Kubernetes limits.cpu)",
+    "neighbours": "wait until these programs end, or train where nothing else runs",
+}
+_UNKNOWN: Mapping[str, str] = {
+    "no stall": "This device does not tell whether it waits for data",
+    "no stages": "The feed does not say for what",
+    "no compute": "This device does not tell the network's time from Python's",
+    "uneven": "The measurement is too uneven to tell what bounds training",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A verdict as ``report.json`` has it.
+
+    Attributes:
+        bottleneck: its kind.
+        ceiling: speed-up if loading were free; None: the stall is not known.
+        sentence: short sentences: the class, the figures that say so, the ceiling, what to try.
+        next_step: settings to try; None: no setting helps.
+        evidence: the figures that it rests on.
+    """
+
+    bottleneck: Bottleneck
+    ceiling: float | None
+    sentence: str
+    next_step: str | None = None
+    evidence: tuple[str, ...] = ()
+
+
+def typed(change: Change) -> str:
+    """Returns settings as they are typed on the command line."""
+    return " ".join(f"{name}={str(value).lower()}" for name, value in change.items())
+
+
+def stated(verdict: Verdict, tried: Callable[[Change], str] = typed) -> Statement:
+    """Returns ``verdict`` in words; ``tried`` words the settings to try."""
+    kind = verdict.kind
+    r = verdict.shares
+    headline = _HEADLINES.get(kind, f"{kind.capitalize()}-bound")
+    if kind in _WORK and r.lost >= HARM and (r.compute or 0.0) >= 0.75:
+        headline = f"Mostly compute ({r.compute:.0%}), then {_WORK[kind]}"
+    next_step = tried(verdict.change) or None
+    reason = verdict.why or (r.late.part if kind == "rank" and r.late else kind)
+    ways = [way for way in (next_step, _WAYS.get(reason, _WAYS.get(kind))) if way]
+    sentences = [headline, *_facts(verdict), *_gain(verdict)]
+    if ways:
+        sentences.append(f"Try: {', or '.join(ways)}")
+    evidence = tuple(_evidence(r)) if verdict.ceiling else ()
+    return Statement(kind, verdict.ceiling, ". ".join(sentences) + ".", next_step, evidence)
+
+
+def _facts(verdict: Verdict) -> Iterator[str]:
+    """Iterates over the facts that tell the kind, each with its figures."""
+    r = verdict.shares
+    cost = r.cost
+    if verdict.ceiling and r.stall >= FED:
+        waiting = "The loop, and the device at most as long," if r.device != "cpu" else "Training"
+        if r.window.stall_basis == "device":
+            waiting = "The device"
+        yield f"{waiting} waited for data {r.stall:.0%} of the time"
+    match verdict.kind:
+        case "unknown" if verdict.why == "few steps":
+            yield f"{r.window.steps} steps are too few for a verdict"
+        case "unknown":
+            yield _UNKNOWN[verdict.why]
+        case "rank" if r.late:
+            works = {"stalled": "waiting for data", "host": "Python between two steps"}
+            yield f"Rank {r.late.rank} holds the others up by {r.late.late_ms:.1f} ms a step"
+            yield f"Most of that is {works.get(r.late.part, 'the forward pass')}"
+        case "balanced":
+            if r.host >= _WORTH:
+                yield f"Python held the steps up {r.host:.0%} of the time"
+        case "compute":
+            yield f"The network takes {r.compute:.0%} of the time"
+            if r.prepare >= FED:
+                yield f"Preparing batches takes {r.prepare:.0%}"
+        case "transport" if verdict.why:
+            yield f"For {r.handed:.0%} of that, batches were made but not here yet"
+        case "copy" if r.moved * r.starved > r.copy:
+            yield f"Moving and normalising batches took {r.moved:.0%} of that"
+        case "copy":
+            yield f"Copies took {r.copy:.0%} of the time while nothing ran"
+        case "host":
+            parts = _listed(r.host_parts).replace("gc ", "garbage collection ")
+            yield f"Python held the steps up {r.host:.0%} of the time: {parts}"
+        case "launch":
+            yield f"The device waited for Python within the step {r.launch:.0%} of the time"
+        case "memory":
+            yield f"Work stood still for memory {r.memory:.0%} of the time"
+        case "quota":
+            yield f"{r.cores:.3g} cores are too few"
+            if r.throttled:
+                yield f"The quota stopped this run in {r.throttled:.0%} of its periods"
+        case "neighbours" if r.others:
+            yield f"Other programs take {r.others:.2g} of the {r.cores:.3g} cores"
+        case "neighbours":
+            busy = r.sampled.get(Tag.GPU_OTHERS_UTILIZATION, 0.0)
+            yield f"Other programs keep the GPU busy {busy:.0%} of the time"
+        case _ if cost:
+            yield from _work(verdict, cost)
+
+
+def _work(verdict: Verdict, cost: WorkerCost) -> Iterator[str]:
+    """Iterates over what workers do with a sample, and whether there is room for more of them."""
+    r = verdict.shares
+    cores = f"The {r.cores:.3g} cores"
+    sample_ms = 1e3 * cost.wall_s
+    if "loader.prefetch_factor" in verdict.change:
+        yield f"{r.workers} workers are enough on average, but their batches come unevenly"
+    elif verdict.kind == "workers":
+        where = f"one of the {r.workers} workers" if r.workers else "the training process"
+        yield f"A sample takes {where} {sample_ms:.3g} ms. {cores} have room for more"
+    else:
+        kind_ms = cost.parts[cost.kind] * sample_ms
+        work = _WORK[cost.kind].capitalize()
+        took = f"{work} takes {kind_ms:.3g} of the {sample_ms:.3g} ms of a sample"
+        if cost.kind == "augment":
+            took += f", most of them in {cost.stage}"
+        yield took + ", mostly waiting" * cost.waits
+        if cost.waits:
+            yield from _origin(r)
+        elif not r.has_room():
+            yield f"{cores} have no room for more workers"
+
+
+def _origin(r: Evidence) -> Iterator[str]:
+    """Iterates over what is known of where the bytes that were read came from."""
+    read = r.sampled.get(Tag.READ_BYTES_PER_S)
+    stored = r.sampled.get(Tag.STORAGE_BYTES_PER_S)
+    if not read or stored is None:
+        return
+    if stored < 0.05 * read:
+        yield "Hardly a byte came from a disk: opening files, or a network's files, are slow"
+        return
+    # pages of mapped files come from the disk too, and are not read
+    yield f"Of {max(read, stored) / 1e6:.3g} MB/s, {stored / 1e6:.3g} came from a disk or NFS"
+
+
+def _gain(verdict: Verdict) -> Iterator[str]:
+    """Iterates over what faster loading would give, where that can be told from noise."""
+    ceiling = verdict.ceiling
+    r = verdict.shares
+    # beside other programs the ceiling would be theirs too
+    if not ceiling or 1 - 1 / ceiling < FED or verdict.kind == "neighbours":
+        return
+    on_cpu = r.device == "cpu"
+    # steps that hardly wait are slower all the same
+    if on_cpu and r.ceiling and r.lost < HARM and ceiling > 1 / (1 - HARM):
+        yield f"Without loading on their processors, steps are {ceiling:.3g}x as fast"
+        return
+    less = ", and less where it takes processors from the step" * on_cpu
+    yield f"Faster loading gives at most {ceiling:.3g}x{less}"
+
+
+def _evidence(r: Evidence) -> Iterator[str]:
+    """Iterates over the figures of the shares, a clause each."""
+    window = r.window
+    shares = _listed(window.shares).replace("_", " ")
+    yield f"time on the {window.stall_basis}'s clock: {shares}"
+    if window.wait_parts and r.starved >= _WORTH:
+        yield f"waiting for a batch: {_listed(window.wait_parts)}"
+    if cost := r.cost:
+        yield (
+            f"a sample takes {1e3 * cost.wall_s:.3g} ms, {1e3 * cost.cpu_s:.3g} ms of them "
+            f"on a processor: {_listed(cost.parts)}"
+        )
+    if r.host >= _WORTH:
+        yield f"work between steps: {_listed(r.host_parts)}"
+
+
+def _listed(shares: Mapping[str, float]) -> str:
+    """Returns shares as text, without those that are next to nothing."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)

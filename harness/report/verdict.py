@@ -1,0 +1,178 @@
+"""Figures in, one class of bottleneck and what should change out. Pure functions.
+
+``judge`` is the one classifier: of runs, and of what ``mode=diagnose`` has measured. A verdict is
+data, which ``statement`` puts into sentences. What processors and workers can give, by
+what a sample and a step cost, follows operational laws (Denning and Buzen 1978): with w seconds of
+wall and c of processor time a sample, n workers give at most n / w images/s, and C processors
+C / (c + r + s), where receiving an image takes r and the step s of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ..clock.figures import Tag
+from ..clock.stages import workers_for
+from ..config import Precision
+from ..monitor.host import SPOILT
+from .evidence import FED, HARM, THROTTLED, Bottleneck, Evidence
+
+# new values by setting
+Change = Mapping[str, int | bool | str]
+Why = Literal[
+    "few steps", "no stall", "no stages", "no compute", "uneven", "handed over", "gc", ""
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What bounds a run.
+
+    Attributes:
+        kind: of bottleneck; balanced: some waiting, under a tenth of the time.
+        shares: the figures that it rests on.
+        change: settings that should help, with their new values; empty: no setting does.
+        why: the reason, where ``kind`` and ``shares`` leave it open.
+        ceiling: speed-up if loading were free, 1 / (1 - stall_fraction); None: the stall is not
+            known.
+    """
+
+    kind: Bottleneck
+    shares: Evidence
+    change: Change = field(default_factory=dict)
+    why: Why = ""
+    ceiling: float | None = None
+
+
+def judge(r: Evidence) -> Verdict:
+    """Returns what bounds the steps in ``r.window``, and what to try."""
+    window = r.window
+    # in under a second, a single slow step among a few would decide
+    if window.steps < (10 if window.elapsed_s >= 1.0 else 20):
+        return Verdict("unknown", r, why="few steps")
+    if window.stall_fraction is None:
+        return Verdict("unknown", r, why="no stall")
+    rule = unharmed
+    if r.lost >= HARM:
+        # the rule for what costs the most
+        costs = {starved: r.starved, copied: r.copy, hosted: r.host, launched: r.launch}
+        rule = max(costs, key=costs.__getitem__)
+    ceiling = r.speedup
+    if r.late:
+        found = Verdict("rank", r, searched(r) if r.late.part == "stalled" else {})
+        ceiling = max(ceiling, 1 / max(0.01, 1 - r.late.share))
+    else:
+        found = rule(r)
+    return replace(lacking(r, found.kind) or found, ceiling=ceiling)
+
+
+def searched(r: Evidence) -> Change:
+    """Returns the search for the loader's settings, if they are not those of one."""
+    return {} if r.autotuned else {"loader.autotune": True}
+
+
+def unharmed(r: Evidence) -> Verdict:
+    """Returns what sets the pace where next to nothing is lost."""
+    # a twentieth of the time for Python is no surprise where steps are short
+    if r.stall >= FED or r.host >= 0.05:
+        return Verdict("balanced", r)
+    if r.compute is None:
+        return Verdict("unknown", r, why="no compute")
+    change: dict[str, bool | str] = {}
+    if r.device == "cuda":
+        if r.trainer.precision is Precision.fp32:
+            change["trainer.precision"] = r.half_precision
+        if not r.trainer.channels_last:
+            change["trainer.channels_last"] = True
+        if not change and not r.trainer.compile:
+            change["trainer.compile"] = True
+    return Verdict("compute", r, change)
+
+
+def starved(r: Evidence) -> Verdict:
+    """Returns why batches come too late: made too slowly, or long on the way."""
+    cores = r.cores
+    cost = r.cost
+    late = max(r.handed, r.moved) > r.made
+    # workers that are too slow, and processors full of samples, delay handing over too: where that
+    # were the bottleneck, they would idle
+    is_full = r.could() < (1 + HARM) * r.rate and cost and 2 * cost.wants_s * r.rate >= cores
+    change = searched(r)
+    if late and not is_full and (cost is None or r.unmade() < r.starved / 2):
+        if r.moved >= r.handed:
+            return copied(r)
+        # making a batch here is quicker than fetching it
+        if change and r.workers and cost and 0 < cost.wall_s * r.rate < r.starved:
+            change = {"loader.num_workers": 0}
+        return Verdict("transport", r, change, "handed over")
+    if cost is None:
+        return Verdict("unknown", r, change, "no stages")
+    more = more_in_flight(r)
+    if more and not cost.waits:
+        return Verdict("workers", r, more)
+    # backends other than processes share nothing
+    return Verdict(cost.kind, r, change if cost.kind == "transport" else more)
+
+
+def more_in_flight(r: Evidence) -> Change:
+    """Returns a setting that adds workers or batches in flight; empty: none helps."""
+    cost = r.cost
+    if cost is None or r.autotuned or r.could() < (1 + HARM) * r.rate:
+        return {}
+    if r.workers and r.unmade() == 0:
+        # more than 8 batches ahead of each process, or 32 of all threads, have not helped
+        deepest = 32 if r.settings.backend == "threads" else 8
+        depth = r.settings.prefetch_factor or deepest
+        return {"loader.prefetch_factor": min(2 * depth, deepest)} if depth < deepest else {}
+    # a tenth more than the steps would take, as far as there are processors: samples are uneven
+    wanted = workers_for(1.1 * min(r.could(), r.speedup * r.rate), cost.wall_s)
+    wanted = min(wanted, r.most_workers or max(8, int(4 * r.cores)))
+    if not r.has_room() or wanted <= r.workers or r.settings.backend == "arrays":
+        return {}
+    return {"loader.num_workers": wanted}
+
+
+def copied(r: Evidence) -> Verdict:
+    """Returns that batches that are here wait to be brought to the device and normalised."""
+    pins = r.device == "cuda" and not r.settings.pin_memory
+    return Verdict("copy", r, {"loader.pin_memory": True} if pins else {})
+
+
+def hosted(r: Evidence) -> Verdict:
+    """Returns that Python keeps the device waiting between two steps."""
+    match max(r.host_parts, key=r.host_parts.__getitem__):
+        case "gc":
+            return Verdict("host", r, why="gc")
+        case "logging":
+            return Verdict("host", r, {"watch.window_steps": 10 * r.window_steps})
+    return Verdict("host", r, {"loader.batch_size": 2 * r.settings.batch_size})
+
+
+def launched(r: Evidence) -> Verdict:
+    """Returns that Python launches kernels more slowly than the device runs them."""
+    larger = {"loader.batch_size": 2 * r.settings.batch_size}
+    return Verdict("launch", r, larger if r.trainer.compile else {"trainer.compile": True})
+
+
+def lacking(r: Evidence, kind: Bottleneck) -> Verdict | None:
+    """Returns what the machine lacked, where that can have caused ``kind``."""
+    # slow processors do not harm an accelerator that is busy all the same
+    if r.device == "cpu" or r.lost >= HARM:
+        # files that are mapped fault where they are read
+        is_told = kind != "storage" or Tag.MEMORY_STALL_FRACTION in r.sampled
+        if r.memory >= HARM and is_told and kind != "rank":
+            if r.workers > 1:
+                return Verdict("memory", r, {"loader.num_workers": r.workers // 2})
+            deep = (r.settings.prefetch_factor or 1) > 1
+            return Verdict("memory", r, {"loader.prefetch_factor": 1} if deep else {})
+        # a quota that stops the run in most periods stops it within reads, too
+        waits = kind == "storage" and r.throttled < 0.5 and r.cost and r.cost.waits
+        if not waits and kind not in ("copy", "rank", "unknown"):
+            full = r.others is None and r.cores_from.startswith("quota") and not r.has_room()
+            if r.throttled >= THROTTLED or (full and r.cost and r.cost.kind == kind):
+                return Verdict("quota", r)
+            return None if r.others is None else Verdict("neighbours", r)
+    shared = r.sampled.get(Tag.GPU_OTHERS_UTILIZATION, 0.0) >= SPOILT
+    return Verdict("neighbours", r) if shared and kind == "compute" else None

@@ -1,0 +1,69 @@
+"""A network's accuracy on the batches of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..runtime import signals
+from ..runtime.distributed import World
+from ..runtime.errors import Interrupted
+
+
+class Evaluation(NamedTuple):
+    """Result on a set of ``images`` images: fractions 0..1 and the mean cross-entropy."""
+
+    images: int
+    top1: float
+    top5: float
+    loss: float
+
+
+@torch.no_grad()
+def evaluate(
+    network: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    world: World,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    kept: list[tuple[Tensor, ...]] | None = None,
+) -> Evaluation:
+    """Returns the network's accuracy over the ``batches`` of all ranks.
+
+    Every rank sees other samples and only sums meet, so nothing is padded or counted twice. The
+    sums stay on the device until the end, and so does what is ``kept`` of each batch: its labels,
+    the answers, int64 ``[N]``, and their probabilities, float32 ``[N]``.
+
+    Raises:
+        Interrupted: any rank heard a signal; on every rank, once each has stopped.
+    """
+    network.eval()
+    # counts are exact up to 2**53 in float64, which Apple's GPUs do not have
+    dtype = torch.float32 if world.device.type == "mps" else torch.float64
+    # images, top-1, top-5, loss
+    sums = torch.zeros(4, device=world.device, dtype=dtype)
+    for images, labels in batches:
+        with autocast():
+            logits = network(images)
+        scores = logits.float()
+        # the sum is the same however images are put into batches
+        loss = F.cross_entropy(scores, labels, reduction="none").sum(dtype=dtype)
+        # top-1 and top-5 in one
+        answers = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        best = answers == labels.unsqueeze(1)
+        count = torch.full_like(loss, len(labels))
+        sums += torch.stack((count, best[:, 0].sum(), best.sum(), loss))
+        if kept is not None:
+            kept.append((labels.clone(), answers[:, 0], scores.softmax(1).amax(1)))
+        if signals.received():
+            break
+    signum = int(world.largest(signals.received())[0])
+    if signum:
+        raise Interrupted(signum)
+    # the host waits for the device
+    images_seen, *totals = world.total(sums).tolist()
+    return Evaluation(int(images_seen), *(total / images_seen for total in totals))

@@ -1,0 +1,247 @@
+"""A loop's steps as tuning times them, whatever the loop: on one batch, and on a feed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..clock.clock import StepClock
+from ..config import ConfigError
+from ..feed.base import Backend, HostBatch
+from ..runtime import accelerator, signals
+from ..runtime.distributed import World
+
+# what a step takes, and the labels, one for each image
+Batches = Generator[tuple[Any, Tensor], None, None]
+# the first may compile and makes what an update allocates; cuDNN tries its kernels
+_WARM_UP_STEPS = 5
+
+
+class TimedSteps(ABC):
+    """Times steps; a loop says how batches reach its step (``repeated``, ``fed``) and makes one.
+
+    Every rank makes the same calls in the same order.
+
+    Args:
+        world: this rank.
+        parts: steps of an update.
+        now: the clock; None: the device's own.
+
+    Raises:
+        ConfigError: nothing tells when the device is at work.
+
+    Attributes:
+        device: where the network runs.
+        overlaps: whether the device works on the step while batches are loaded.
+        copies: ``repeated`` gives copies, which are made before a step's time begins.
+    """
+
+    copies = False
+
+    def __init__(
+        self, world: World, parts: int = 1, now: Callable[[], float] | None = None
+    ) -> None:
+        self.world = world
+        self.device = world.device
+        self._own = accelerator.of(world.device)
+        if not self._own.tells:
+            raise ConfigError(
+                f"device={world.device}: steps on this type cannot be timed; choose workers by hand"
+            )
+        self._now = now or self._own.now
+        # even without workers
+        self.overlaps = self._own.has_streams
+        self._parts = parts
+        # steps: says which part of an update the next one is
+        self._made = 0
+        # where other ranks wait for this one: what its feed raised
+        self._failed: Exception | None = None
+
+    @abstractmethod
+    def kept(self) -> AbstractContextManager[None]:
+        """Returns a block at whose end all that steps change is as before.
+
+        That is weights, buffers, optimizer, counters and random states.
+        """
+
+    @abstractmethod
+    def repeated(self, batch: HostBatch) -> Batches:
+        """Gives ``batch`` to one step after another, and its labels."""
+
+    @abstractmethod
+    def fed(self, feed: Backend, clock: StepClock) -> Batches:
+        """Gives the batches of ``feed`` and their labels, without end."""
+
+    @abstractmethod
+    def train(self, batch: Any, labels: Tensor, *, part: int, parts: int) -> None:
+        """Makes a step: ``part`` of an update of ``parts``."""
+
+    def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
+        """Times some 20 groups of steps on ``batch``, warmed up; at least two, however slow.
+
+        A group has as many steps as last 25 ms. ``limit_s`` counts from the end of the first step,
+        which may compile.
+        """
+        groups: list[tuple[float, float]] = []
+        with closing(self.repeated(batch)) as batches:
+            first_s, _ = self._group(batches, 1, 1)
+            begin = self._now()
+            for _ in range(_WARM_UP_STEPS - 1):
+                step_s = self.world.agreed(self._group(batches, 1, 1)[0])
+                if step_s > limit_s / _WARM_UP_STEPS:
+                    break
+            steps = max(1, int(0.025 / step_s))
+            # a device that was waited for idles until the next group's first kernel is launched;
+            # beside three steps longer than the limit that is little
+            if self.overlaps and 3 * step_s <= limit_s:
+                steps = max(3, steps)
+            if self.copies:
+                # they lie in memory
+                steps = min(16, steps)
+            self._made = 0
+            if steps >= self._parts:
+                # each group has as many updates as the others
+                steps += -steps % self._parts
+            cpu_s = time.process_time()
+            while len(groups) < 20 and self.world.agreed(
+                len(groups) < 2 or self._now() - begin < limit_s
+            ):
+                groups.append(self._group(batches, steps, self._parts))
+            cpu_s = time.process_time() - cpu_s
+        size = len(batch.labels)
+        seconds, launches = zip(*groups, strict=True)
+        launch_s = min(launches) / size
+        first_s = max(0.0, first_s - step_s)
+        return StepRun((size * steps,) * len(groups), seconds, 0.0, cpu_s, first_s, launch_s)
+
+    def deliver(self, feed: Backend, skip: int, limit_s: float) -> StepRun:
+        """Times steps on the endless ``feed`` for ``limit_s`` seconds and at least two.
+
+        Left out before them are the first batch, which holds the workers' start, and then ``skip``
+        batches, or as many as come in a third of ``limit_s``. Their seconds are the device's, where
+        it has a clock. Where another rank's feed fails, the result has the steps until then, maybe
+        none. The feed stays open.
+
+        Raises:
+            Whatever this rank's ``feed`` raises; with several ranks once all have stopped.
+        """
+        clock = StepClock(self.device, now=self._now)
+        self._failed = None
+        with closing(self.fed(feed, clock)) as batches:
+            # not counted: the first batch, which holds the workers' start, and those in store
+            self._stretch(batches, clock, 1, 1, 0.0)
+            self._stretch(batches, clock, 0, skip, limit_s / 3)
+            clock.close_window()
+            cpu_s = time.process_time()
+            images, seconds = self._stretch(batches, clock, 2, math.inf, limit_s)
+            cpu_s = time.process_time() - cpu_s
+            clock.settle()
+        failed = self._failed
+        # with its traceback it holds a batch
+        self._failed = None
+        if failed is not None:
+            raise failed
+        window = clock.close_window()
+        stall = window.stall_fraction if window else None
+        steps_s = clock.device_steps(len(images)) or tuple(seconds)
+        return StepRun(tuple(images), steps_s, stall or 0.0, cpu_s)
+
+    def _stretch(
+        self,
+        batches: Batches,
+        clock: StepClock,
+        least: int,
+        most: float,
+        limit_s: float,
+    ) -> tuple[list[int], list[float]]:
+        """Makes up to ``most`` steps while ``limit_s`` is not over, but ``least``.
+
+        Returns the images and the seconds of each; fewer once any rank's feed has failed. The host
+        waits for the device only where it is two steps ahead, or ranks agree.
+        """
+        images: list[int] = []
+        seconds: list[float] = []
+        begin = end = self._now()
+        block = 1
+        while True:
+            more = len(seconds) < least or (len(seconds) < most and end - begin < limit_s)
+            ends, longest = self.world.largest(self._failed is not None or not more, block)
+            if ends:
+                break
+            block = int(longest)
+            for _ in range(block):
+                with clock.waiting():
+                    batch, labels = next(batches)
+                with clock.computing():
+                    self._one_step(batch, labels, self._parts)
+                clock.step(len(labels))
+                images.append(len(labels))
+                seconds.append(self._now() - end)
+                end += seconds[-1]
+            # ranks agree five times a second; the block is at most doubled, for the first batches
+            # may only have been the ones in store
+            if self.world.size > 1:
+                step_s = sum(seconds[-block:]) / block
+                block = max(1, int(min(2 * block, 0.2 / step_s, most - len(seconds))))
+        # what a device whose own time is not known has left to do is the last step's
+        if not self.overlaps:
+            self._own.synchronize()
+            if seconds:
+                seconds[-1] += self._now() - end
+        return images, seconds
+
+    def _group(self, batches: Batches, steps: int, parts: int) -> tuple[float, float]:
+        """Returns the seconds of ``steps`` steps, and the host's of the first.
+
+        An update has ``parts`` steps.
+        """
+        given: Iterable[tuple[Any, Tensor]] = itertools.islice(batches, steps)
+        if self.copies:
+            given = list(given)
+        launch_s = 0.0
+        begin = self._now()
+        for batch, labels in given:
+            self._one_step(batch, labels, parts)
+            # or two batches would be on the device while the next one is made
+            del batch, labels
+            # of the first step only: before later ones the host may wait for the device
+            launch_s = launch_s or self._now() - begin
+        self._own.synchronize()
+        return self._now() - begin, launch_s
+
+    def _one_step(self, batch: Any, labels: Tensor, parts: int) -> None:
+        self.train(batch, labels, part=self._made % parts, parts=parts)
+        self._made += 1
+        # several ranks must stop at one step: the launcher ends them
+        if self.world.size == 1:
+            signals.check()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """Consecutive steps, or groups of them.
+
+    Attributes:
+        images: of each.
+        seconds: of each, from the end of the one before.
+        stall_fraction: of the time, as ``Window`` has it: by the device's clock, where there is
+            one.
+        cpu_s: processor time of this process, all its threads, over the steps.
+        first_s: what the very first step took longer than the others: compiling, choosing kernels.
+        launch_s: host seconds per image in which a loop that loads in its own thread cannot load.
+    """
+
+    images: tuple[int, ...]
+    seconds: tuple[float, ...]
+    stall_fraction: float = 0.0
+    cpu_s: float = 0.0
+    first_s: float = 0.0
+    launch_s: float = 0.0

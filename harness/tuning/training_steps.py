@@ -1,0 +1,100 @@
+"""Training's own step, as tuning times it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..clock.clock import StepClock
+from ..feed.base import Backend, HostBatch
+from ..training.step import Step
+from .snapshot import Snapshot
+from .steps import Batches, StepRun, TimedSteps
+
+
+class StepTrials(TimedSteps):
+    """The training step as tuning measures it, inside ``kept()``.
+
+    Args:
+        step: the run's own step.
+        now: the clock; None: the device's own.
+    """
+
+    def __init__(self, step: Step, now: Callable[[], float] | None = None) -> None:
+        super().__init__(step.world, step.config.trainer.accumulate_steps, now)
+        self._step = step
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block of training mode, before training, at whose end all is as before.
+
+        Learning rates are 0 inside: repeated steps on one batch could diverge to NaN, whose timing
+        is not representative; an update costs the same at any rate. The copy of the state lies in
+        host memory. An average of the weights stands still.
+        """
+        state = self._step.state
+        step = state.step
+        parts = [state.network, state.optimizer, state.schedule]
+        if state.scaler.is_enabled():
+            parts.append(state.scaler)
+        snapshot = Snapshot(parts, self.device)
+        self._made = 0
+        average = state.average
+        state.average = None
+        try:
+            self._step.begin_epoch()
+            # LambdaLR multiplies them
+            state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]
+            for group in state.optimizer.param_groups:
+                group["lr"] = 0.0
+            yield
+        finally:
+            snapshot.restore()
+            state.step = step
+            state.average = average
+            # a step that failed may have left figures
+            self._step.forget()
+
+    def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
+        """As in ``TimedSteps``."""
+        run = super().demand(batch, limit_s)
+        if self._step.config.loader.device_prefetch:
+            # a thread of its own loads while the host launches
+            run = replace(run, launch_s=0.0)
+        return run
+
+    def repeated(self, batch: HostBatch) -> Batches:
+        """As in ``TimedSteps``: the batch's bytes are on the device.
+
+        Each step takes them augmented and normalised as in training, for that is the step's work,
+        not the loader's.
+        """
+        images = self._own.copy(batch.images)
+        placed = batch._replace(images=images, labels=self._own.copy(batch.labels))
+        with closing(self._step.batches(itertools.repeat(placed))) as batches:
+            yield from batches
+
+    def fed(self, feed: Backend, clock: StepClock) -> Batches:
+        """As in ``TimedSteps``; once ``feed`` has failed, black batches, unless a rank is alone."""
+        with closing(self._step.batches(feed, clock)) as batches:
+            try:
+                yield from batches
+            except Exception as error:
+                if self.world.size == 1:
+                    raise
+                self._failed = error
+        size = self._step.config.data.image_size
+        labels = torch.zeros(feed.settings.batch_size, dtype=torch.int64)
+        images = torch.zeros(len(labels), 3, size, size, dtype=torch.uint8)
+        yield from self.repeated(HostBatch(images, labels, labels))
+
+    def train(self, batch: Tensor, labels: Tensor, *, part: int, parts: int) -> None:
+        """As in ``TimedSteps``."""
+        self._step(batch, labels, part=part, parts=parts)
+        # losses would take the device's memory
+        self._step.forget()

@@ -1,0 +1,75 @@
+"""The step clock on CUDA: what a real device waited for, which no synchronisation tells it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from harness.clock.clock import StepClock
+from harness.clock.figures import Window
+from harness.feed.base import HostBatch
+from harness.feed.prefetcher import DataPrefetcher
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+STEPS = 50
+CYCLES = 20_000_000  # some ten milliseconds of any GPU
+
+
+def slow(load_s: float) -> Iterator[HostBatch]:
+    """Batches of 38 MB, page-locked, that take so long each."""
+    images = torch.zeros((256, 3, 224, 224), dtype=torch.uint8).pin_memory()
+    labels = torch.zeros(256).pin_memory()
+    for _ in range(STEPS):
+        time.sleep(load_s)
+        yield HostBatch(images, labels, labels)
+
+
+def trained(load_s: float, work_s: float) -> Window:
+    """Runs steps of ``CYCLES`` with a loader of ``load_s`` and a loop that works for ``work_s``."""
+    clock = StepClock("cuda")
+    batches = iter(DataPrefetcher(slow(load_s), "cuda", clock=clock))
+    for _ in range(STEPS):
+        time.sleep(work_s)
+        with clock.waiting():
+            next(batches)
+        with clock.computing():
+            torch.cuda._sleep(CYCLES)
+        clock.step(256)
+    torch.cuda.synchronize()
+    return clock.total()
+
+
+def step_s() -> float:
+    compute_ms = trained(0.0, 0.0).compute_ms
+    assert compute_ms is not None
+    return compute_ms.median / 1e3
+
+
+def test_a_device_that_waits_for_the_loader_is_starved() -> None:
+    """Beside a loader three times slower than the step it stands still for two thirds."""
+    shares = trained(3 * step_s(), 0.0).shares
+    assert shares["starved"] + shares["exposed_copy"] == pytest.approx(2 / 3, abs=0.03)
+    assert shares["host"] < 0.01
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_a_device_that_waits_for_the_loop_is_not() -> None:
+    """Beside a loop that works for three steps the two thirds are the host's."""
+    step = step_s()
+    shares = trained(step, 3 * step).shares
+    assert shares["host"] == pytest.approx(2 / 3, abs=0.03)
+    assert shares["starved"] + shares["exposed_copy"] < 0.01
+
+
+def test_a_wait_behind_queued_work_is_no_stall() -> None:
+    """A loader twice as fast as the step makes the loop wait, and the device never."""
+    window = trained(step_s() / 2, 0.0)
+    assert window.stall_fraction is not None and window.stall_fraction < 0.01
+    assert window.data_wait_fraction is not None and window.data_wait_fraction > 0.5

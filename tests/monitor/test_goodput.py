@@ -1,0 +1,58 @@
+"""The wall time of a run, by what it went to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from model_time import known
+
+from harness.clock.figures import Ledger, Window
+from harness.monitor.goodput import Course
+
+
+class Clock:
+    """A clock that is set."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def figures(**known: object) -> Window:
+    """The figures of a run that did nothing, but for what is ``known``."""
+    return dataclasses.replace(Ledger().window(), **known)
+
+
+def test_busy_seconds_and_the_rest_make_up_the_wall_time() -> None:
+    """Start, tuning, parts of the steps, first steps and pauses are named; the rest is other."""
+    clock = Clock()
+    course = Course(90.0, clock)
+    course.mark("start")
+    clock.now_s = 106.0
+    course.mark("tuning")
+    clock.now_s = 140.0
+    shares = {"compute": 0.5, "starved": 0.3, "host": 0.2}
+    run = figures(shares=shares, elapsed_s=20.0, first_step_s=3.0, pauses_s={"evaluate": 4.0})
+    found = known(course.goodput(run))
+    assert (found["busy_s"], found["wall_s"], found["fraction"]) == (10.0, 50.0, 0.2)
+    spent = {part["name"]: part["s"] for part in found["rest"]}
+    assert spent == pytest.approx(
+        {
+            "start": 10,
+            "other": 7,
+            "tuning": 6,
+            "starved": 6,
+            "host": 4,
+            "evaluate": 4,
+            "first_steps": 3,
+        }
+    )
+    assert [*spent][:2] == ["start", "other"]
+    assert sum(spent.values()) == pytest.approx(found["wall_s"] - found["busy_s"])
+
+
+def test_there_is_none_where_the_device_time_is_not_known() -> None:
+    """Without a share of computing nothing is claimed."""
+    assert Course(0.0, Clock()).goodput(figures(shares={}, elapsed_s=5.0)) is None
