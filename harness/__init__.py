@@ -1,33 +1,22 @@
 """Trains image classifiers so that the device never waits for data, and shows where it does.
 
-The rooms, in the order in which the data walks through them::
+A run in the order of its data::
 
     storage - decode - augment | order - load - pin - copy - normalise | step - evaluate - save
     '--------- data/ ---------'  '------------- feed/ -------------'    '----- training/ -----'
-                             ^ settings              | is told about waits
-                          tuning/                  watch/ -> TensorBoard, report.json, console
 
-Who may import whom, kept by import-linter (a lower line never imports a higher one, neighbours
-never each other)::
+Rooms from the top down. A room imports rooms below its own line only, which import-linter checks::
 
-    train.py, wellfed   the names of app: a script in a checkout, a command where it is installed
-    app                 composes the settings, starts the jobs, tells every error
-    job | hooks         wires the rooms: main_worker is one rank of a run | watches loops that are
-                        not ours
-    diagnose            runs that tell what bounds training, or which images cannot be read
-    inference           beside it: predictions, exported networks, a network for code of yours
-    page | compare      the page of a run, as a file and in TensorBoard | runs side by side
-    tuning | training   measure and choose loader settings | step, epoch, evaluation, checkpoint
-    feed                which sample comes next, samples to batches, batches to the device
-    data                where samples lie, bytes to pixels, pixels to a training image
-    watch               where the time went, the GPU and the host, what is written about it
-    runtime             ranks, randomness, signals, limits, files, the run's folder, users' own
-                        functions, the ways to end
-    config              every setting; with answers and app the only module that knows Hydra
-    answers             what the command line answers to what was mistyped
-
-Tuning knows the step by what times it (``harness.tuning.steps.TimedSteps``), which training extends
-and job passes on.
+    cli                           the command line; job wires the rooms of a run
+    hooks | diagnose              loops that are not ours | what bounds training, and bad images
+    inference | tuning | report   predictions | loader settings by measurement | verdict and page
+    training                      the step, the epoch, the evaluation, checkpoints
+    feed                          which sample comes next, samples to batches, batches to the device
+    data                          where samples lie, bytes to pixels, pixels to a training image
+    monitor                       sensors of the machine, what a run writes, the console
+    clock                         where the time of a step went, as numbers
+    runtime                       ranks, randomness, signals, limits, files, the ways to end
+    config                        every setting, with suggestions for what was mistyped
 
 For a loop of your own: ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock`` and
 ``tune``, and ``load`` for what a run has trained. Each is imported when it is asked for.
@@ -64,7 +53,7 @@ BEGAN_S = time.perf_counter()
 
 _ROOMS = {
     "DataPrefetcher": "feed.prefetcher",
-    "StepClock": "watch.clock",
+    "StepClock": "clock.clock",
     "faster": "hooks.faster",
     "load": "inference.loaded",
     "tune": "tuning.library",

@@ -626,7 +626,7 @@ _IN_CACHE: dict[str, Callable[[Path, random.Random], Any]] = {
 # a search that other programs disturbed is not remembered
 _TUNED = """
 import dataclasses, sys
-from harness.app import command
+from harness.cli.app import command
 from harness.tuning import tuner
 tune = tuner.tune
 tuner.tune = lambda *a: dataclasses.replace(tune(*a), complete=True, others_cores=None)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from harness.config import Config
 from harness.feed.order import Order
 from harness.runtime.distributed import World
-from harness.training.checkpoint_write import Saves
+from harness.training.checkpoint_write import CheckpointWriter
 from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 from scripts.paired import Estimate
 
@@ -92,7 +92,7 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
         world=World(0, 1, 0, 1, torch.device("cpu")),
         to_dict=lambda facts: {**facts, **state, "step": run.step, "epoch": 0},
     )
-    saves = Saves(run, Order(10, 10), folder / str(megabytes), ())
+    saves = CheckpointWriter(run, Order(10, 10), folder / str(megabytes), ())
     ms: dict[str, list[float]] = {
         name: [] for name in ("copy", "save", "written", "step", "step beside")
     }

@@ -101,7 +101,7 @@ def measure(_: int, work: Work) -> None:
     from harness.runtime import distributed, limits, seeding
     from harness.training.state import make_state
     from harness.training.step import Step
-    from harness.tuning.training_steps import StepTrials
+    from harness.tuning.training_steps import TrainingBenchmark
 
     config = work.config
     # wired as train.py does it, with nothing on the console
@@ -118,7 +118,7 @@ def measure(_: int, work: Work) -> None:
         allowed = limits.measure()
         # the one measurement of this process
         if work.kind == "diagnose":
-            found = diagnose(feeds, StepTrials(step), allowed, (), None)
+            found = diagnose(feeds, TrainingBenchmark(step), allowed, (), None)
             runs = found["runs"]
             answer: dict[str, Any] = {
                 "ceiling": found["ceiling"], "class": found["bottleneck"],

@@ -95,7 +95,7 @@ class Work:
         self._a = torch.randn(WORK_SIDE, WORK_SIDE, device=device, dtype=torch.bfloat16)
         self._out = torch.empty_like(self._a)
         self._count = 10
-        unit_ms = min(timed(accelerator.of(device), self).total_ms for _ in range(5)) / self._count
+        unit_ms = min(timed(accelerator.get(device), self).total_ms for _ in range(5)) / self._count
         self._count = max(1, math.ceil(ms / unit_ms))
 
     def __call__(self) -> None:
@@ -106,7 +106,7 @@ class Work:
 
 def plain_copies(device: torch.device, sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
     """Part a: one tensor, copied alone, for each size and way."""
-    own = accelerator.of(device)
+    own = accelerator.get(device)
     rows = []
     for mib in sizes_mib:
         pageable = torch.ones(mib * MIB, dtype=torch.uint8)
@@ -165,7 +165,7 @@ def loop_copies(
     if shm is not None and needed > 0.8 * shm:
         room = f"{shm / MIB:.0f} MiB free, {needed / MIB:.0f} MiB needed"
         raise MemoryError(f"/dev/shm: {room}; lower --batch-size or --workers")
-    own = accelerator.of(device)
+    own = accelerator.get(device)
     data = Batches(20, batch_size)
     work = Work(device, work_ms)
     made: dict[str, Any] = {"num_workers": workers, "persistent_workers": True}
@@ -214,7 +214,7 @@ def loop_copies(
 def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
     """Part c: a copy and work that does not need it, on one stream and two."""
     pageable = torch.ones(mib * MIB, dtype=torch.uint8)
-    own = accelerator.of(device)
+    own = accelerator.get(device)
     pinned = own.pin(pageable)
     side = own.side_stream()
     copy = own.copy
@@ -284,7 +284,7 @@ def parts(a: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     if not accelerator.count():
         yield "Host memory alone", host_copies(a.sizes, a.n)
         return
-    device = accelerator.of("cuda").device
+    device = accelerator.get("cuda").device
     yield "a. The plain benchmark: one copy at a time", plain_copies(device, a.sizes, a.n)
     shape = (
         f"{a.batch_size} x 3 x 224 x 224 uint8, {a.workers} workers, {a.work_ms:g} ms of work "

@@ -32,7 +32,7 @@ from harness.clock.figures import by_tag
 from harness.clock.stages import StageMeter, Stamps
 from harness.config import WatchConfig
 from harness.monitor.host import HostSensor, Sampler
-from harness.monitor.writer import Board, Value
+from harness.monitor.writer import RunWriter, Value
 from scripts.differential import Emulated
 from scripts.measured import machine, machine_line, markdown, parser, write
 from scripts.paired import Cost, Estimate, Plan, Work
@@ -135,14 +135,14 @@ def window_cost(folder: Path, runs: int) -> Cost:
     Worker(1, meter).make(1)
     window = clock.total()
     with (
-        Board(folder, tensorboard=True) as board,
+        RunWriter(folder, tensorboard=True) as writer,
         Sampler([HostSensor()], _SETTINGS.sample_s) as sampler,
     ):
 
         def figures() -> dict[str, Value]:
             return {**by_tag(window), **meter.read().by_tag(8.0), **sampler.read()}
 
-        return Cost.of(lambda _: board.scalars(1, figures(), epoch=1), lambda _: None, Plan(runs))
+        return Cost.of(lambda _: writer.scalars(1, figures(), epoch=1), lambda _: None, Plan(runs))
 
 
 @contextmanager

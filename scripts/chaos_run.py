@@ -39,12 +39,12 @@ class _Noted:
 def main_worker(local_rank: int, job: job.Job) -> None:
     """One rank of a run, noted as the environment says."""
     # not above: worker processes import this file too
-    from harness.training.checkpoint_write import Boundary
+    from harness.training.checkpoint_write import StopAgreement
     from harness.training.engine import Engine
 
     make = Engine.__init__
     one_step = Engine._one_step
-    ask = Boundary.ask
+    ask = StopAgreement.ask
 
     def made(self: Engine, *parts: Any) -> None:
         make(self, *parts)
@@ -66,17 +66,17 @@ def main_worker(local_rank: int, job: job.Job) -> None:
         os.write(handle, f"{json.dumps(line)}\n".encode())
         os.close(handle)
 
-    def heard(self: Boundary, step: int) -> tuple[int, bool]:
+    def heard(self: StopAgreement, step: int) -> tuple[int, bool]:
         return (signal.SIGTERM, False) if str(step) == os.environ.get(STOP) else ask(self, step)
 
     Engine.__init__ = made  # type: ignore[method-assign, assignment]
     Engine._one_step = stepped  # type: ignore[method-assign]
-    Boundary.ask = heard  # type: ignore[method-assign]
+    StopAgreement.ask = heard  # type: ignore[method-assign]
     _main_worker(local_rank, job)
 
 
 if __name__ == "__main__":
     # a rank's own process finds the function by its name in this file
     job.main_worker = main_worker
-    with signals.caught(grace_s=0):
+    with signals.handle_signals(grace_s=0):
         signals.leave(app.cli())

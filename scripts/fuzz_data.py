@@ -21,7 +21,7 @@ from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.mapped import MappedFile, memory
 from harness.data.storage import FolderSource
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.runtime.errors import BadSample, DataError
 from scripts import fuzz_images
 from scripts.fuzz_changes import mutated, mutated_json, png_sealed
@@ -51,7 +51,7 @@ class _One:
 
 def images(kind: str, place: Path) -> Reader:
     source = _One()
-    transform = TrainTransform(32)
+    transform = CropTransform(32)
     dataset = ImageDataset(source, transform, DecodeOptions(exif_orientation=True), 32, 0)
     out = np.empty((3, 32, 32), np.uint8)
 

@@ -23,7 +23,7 @@ from harness.cli import app
 from harness.cli.compose import prepared, register
 from harness.clock.figures import Tag
 from harness.config import Config
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from harness.report.compare import folders
 from harness.report.page import course, document, runs
 from harness.runtime.distributed import World
@@ -224,9 +224,9 @@ def run(name: str, place: Path) -> Reader:
     (place / ".hydra").mkdir()
     for file, make in RUN.items():
         (place / file).write_bytes(make())
-    with Board(place, tensorboard=False) as board:
+    with RunWriter(place, tensorboard=False) as writer:
         for step in range(10, 60, 10):
-            board.scalars(step, dict.fromkeys((*course.TAGS, Tag.VAL_TOP1), 0.5), epoch=1)
+            writer.scalars(step, dict.fromkeys((*course.TAGS, Tag.VAL_TOP1), 0.5), epoch=1)
     whole = (place / name).read_bytes()
 
     def read(data: bytes) -> str:
@@ -239,7 +239,7 @@ def run(name: str, place: Path) -> Reader:
         notes = json.loads(text)["notes"]
         if name == "metrics.jsonl":
             app._best_top1(place)
-            Board(place, tensorboard=False, resumed_step=30).close()
+            RunWriter(place, tensorboard=False, resumed_step=30).close()
         return "note" if notes or found[0].error else ""
 
     mutate = mutated_yaml if name.endswith("yaml") else mutated_json

@@ -248,10 +248,10 @@ class Decoding:
 def _step_ms(
     step: Step, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device, steps: int
 ) -> float:
-    accelerator.of(device).synchronize()
+    accelerator.get(device).synchronize()
     begin = time.perf_counter()
     for _ in range(steps):
         step(*batch)
     step.forget()
-    accelerator.of(device).synchronize()
+    accelerator.get(device).synchronize()
     return 1e3 * (time.perf_counter() - begin) / steps

@@ -75,7 +75,7 @@ class Job:
     @property
     def pinned(self) -> bool:
         """Whether batches are to lie in page-locked memory."""
-        return accelerator.of(self.device).has_streams
+        return accelerator.get(self.device).has_streams
 
 
 Make = Callable[[Job], AbstractContextManager[Iterable[Any]]]
@@ -144,7 +144,7 @@ def _decoded_on_device(job: Job) -> Generator[Batch]:
     crop = v2.RandomResizedCrop(_SIDE, antialias=True)
     # arrays: a worker hands over each tensor in a file of its own
     files = ImageFolder(str(job.root / "train"), loader=_read)
-    own = accelerator.of(job.device)
+    own = accelerator.get(job.device)
     for samples in endless(files, job.num_workers, list, job.batch_size):
         with own.on(own.side_stream()):
             decoded = decode([torch.from_numpy(data) for data, _ in samples], job.device)
@@ -215,7 +215,7 @@ class Training:
         with LOADERS[NONE](job) as batches, closing(self._on_device(NONE, batches)) as warm:
             for _ in range(_WARM):
                 self._step(*next(warm))
-        accelerator.of(self._device).synchronize()
+        accelerator.get(self._device).synchronize()
         skip = job.num_workers + 2
         cycle = max(1, job.num_workers)
         counted = 0
@@ -226,13 +226,13 @@ class Training:
                 if done % _READ_STEPS == 0:
                     self._step.read()
                 if done == skip:
-                    accelerator.of(self._device).synchronize()
+                    accelerator.get(self._device).synchronize()
                     began = now()
                 elif done > skip:
                     counted += len(labels)
                     if (done - skip) % cycle == 0 and now() - began >= seconds:
                         break
-            accelerator.of(self._device).synchronize()
+            accelerator.get(self._device).synchronize()
             return counted / (now() - began)
 
     def _on_device(self, name: str, batches: Iterable[Any]) -> DataPrefetcher:
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=a.compile)
     config = Config(model=ModelConfig(name=a.model), trainer=trainer)
-    device = accelerator.of(a.device).device
+    device = accelerator.get(a.device).device
     # cuDNN tries its kernels, as in train.py
     seeding.seed_everything(config.seed)
     job = Job(a.root, a.num_workers, a.batch_size, device)

@@ -34,7 +34,7 @@ class Options:
     @property
     def on_gpu(self) -> bool:
         """Whether there is a CUDA device; otherwise a part does less, on the CPU."""
-        return accelerator.of(self.device).has_streams
+        return accelerator.get(self.device).has_streams
 
     def scaled(self, full: T, little: T) -> T:
         """Returns how much a part does: ``full`` on a GPU, ``little`` on a CPU."""

@@ -50,7 +50,7 @@ def wait(device: torch.device) -> None:
 
     ``synchronize`` waits for the current one alone.
     """
-    own = accelerator.of(device)
+    own = accelerator.get(device)
     if own.has_streams:
         own.stream().wait_stream(own.side_stream())
     own.synchronize()
@@ -58,7 +58,7 @@ def wait(device: torch.device) -> None:
 
 def _hold_up(device: torch.device) -> None:
     """Hold the current stream up for some milliseconds; without one, the thread."""
-    own = accelerator.of(device)
+    own = accelerator.get(device)
     own.delay(0.005) if own.has_streams else time.sleep(0.002)
 
 
@@ -68,7 +68,7 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
     Each is made anew and dropped at once, so that memory goes round on both sides as fast as the
     allocators let it.
     """
-    own = accelerator.of(device)
+    own = accelerator.get(device)
 
     def numbered() -> Iterator[HostBatch]:
         for i in range(_NUMBERED):

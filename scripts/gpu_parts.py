@@ -373,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def answer(said: Any) -> None:
         os.write(answers, json.dumps(plain(said)).encode() + b"\n")
 
-    device = accelerator.of("cuda" if accelerator.count() else "cpu").device
+    device = accelerator.get("cuda" if accelerator.count() else "cpu").device
     answer({"machine": machine()})
     answer_for(a.part, Options(device, a.quick, a.scratch, deadline), answer)
     os.close(answers)

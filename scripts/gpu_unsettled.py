@@ -49,7 +49,7 @@ _PASSES_S = 20.0
 def elapsed(o: Options) -> Said:
     """What ``elapsed_time`` says of an event that came earlier, on one stream and between two."""
     o.need_gpu("events are a GPU's")
-    own = accelerator.of(o.device)
+    own = accelerator.get(o.device)
     worst = 0.0
     main = own.stream()
     side = own.side_stream()
@@ -89,7 +89,7 @@ def elapsed(o: Options) -> Said:
 
 def reserved(o: Options) -> Said:
     """The memory that prefetchers leave reserved, made and ended one after the other."""
-    own = accelerator.of(o.device)
+    own = accelerator.get(o.device)
     size = o.scaled((256, 224), (16, 64))
     held = list[Any]()
     batches = Slow(make_batches(4, *size, pin=o.on_gpu), count=12)
@@ -121,7 +121,7 @@ def reserved(o: Options) -> Said:
 def events(o: Options) -> Said:
     """Microseconds of the host for what the step clock and the prefetcher do with events."""
     o.need_gpu("events are a GPU's")
-    own = accelerator.of(o.device)
+    own = accelerator.get(o.device)
     start, again, end = (own.event(timed=True) for _ in range(3))
     start.record(own.stream())
     end.record(own.stream())
@@ -160,7 +160,7 @@ def finish(o: Options) -> Said:
     # on a CPU the device is emulated by threads
     rig = emulated_rig(step_s=0.05)
     if o.on_gpu:
-        own = accelerator.of(o.device)
+        own = accelerator.get(o.device)
         rig = Rig(
             lambda: StepClock(o.device),
             rig.batches,
@@ -191,7 +191,7 @@ def staging(o: Options) -> Said:
     """Measures launches while another thread copies pageable or page-locked memory."""
     o.need_gpu("nothing is staged")
     pageable = torch.ones(256 * _MIB, dtype=torch.uint8)
-    page_locked = accelerator.of(o.device).pin(pageable)
+    page_locked = accelerator.get(o.device).pin(pageable)
     sources: dict[str, Tensor | None] = {
         "nothing": None,
         "pageable": pageable,
@@ -219,7 +219,7 @@ def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
     done = threading.Event()
     value = torch.zeros(1, device=o.device)
     taken_us = [0.0]
-    own = accelerator.of(o.device)
+    own = accelerator.get(o.device)
 
     def copy() -> None:
         with own.on(own.side_stream()):

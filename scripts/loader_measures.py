@@ -26,7 +26,7 @@ from harness.config import Config
 from harness.data import datasets
 from harness.data.datasets import ImageDataset, Splits
 from harness.data.storage import Source
-from harness.data.transforms import TrainTransform, random_crop_box
+from harness.data.transforms import CropTransform, random_crop_box
 from harness.feed.base import Backend, FeedSettings
 from harness.feed.feeds import Feeds
 from harness.monitor.tree import Tree
@@ -219,7 +219,7 @@ def pixels(root: str) -> Found:
         dataset = made.splits.train
         assert isinstance(dataset, ImageDataset)
         transform = dataset.transform
-        assert isinstance(transform, TrainTransform)
+        assert isinstance(transform, CropTransform)
         out = np.empty((3, 224, 224), np.uint8)
         errors = []
         for index in range(0, len(dataset), max(1, len(dataset) // _COMPARED)):

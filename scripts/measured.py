@@ -38,7 +38,7 @@ class Sample:
 
 def machine() -> dict[str, Any]:
     """Hardware and versions, the GPU among them where torch can use one, and torch's threads."""
-    gpu = accelerator.of("cuda").name if accelerator.count() else None
+    gpu = accelerator.get("cuda").name if accelerator.count() else None
     return environment(gpu) | {"torch_threads": torch.get_num_threads()}
 
 

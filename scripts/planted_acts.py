@@ -24,9 +24,9 @@ import torch
 
 from harness.clock.clock import StepClock
 from harness.data.datasets import Splits
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.feed.prefetcher import Normalise
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from harness.training.engine import Engine
 from harness.training.step import Step, StepFigures
 from scripts.differential import Emulated, EmulatedEvent, EmulatedStream
@@ -158,7 +158,7 @@ def heavy_decode(size: float) -> AbstractContextManager[None]:
 
 
 def slow_transform(size: float) -> AbstractContextManager[None]:
-    return sleeping(0.01, images(Memory(), Blur(TrainTransform(SIDE), size / 1e3)))
+    return sleeping(0.01, images(Memory(), Blur(CropTransform(SIDE), size / 1e3)))
 
 
 def slow_collate(size: float) -> AbstractContextManager[None]:
@@ -191,13 +191,13 @@ def collections(size: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def slow_logging(size: float) -> Iterator[None]:
-    write = Board.scalars
+    write = RunWriter.scalars
 
-    def slow(self: Board, *args: Any, **named: Any) -> None:
+    def slow(self: RunWriter, *args: Any, **named: Any) -> None:
         time.sleep(size / 1e3)
         write(self, *args, **named)
 
-    with patch.object(Board, "scalars", slow), sleeping(0.01):
+    with patch.object(RunWriter, "scalars", slow), sleeping(0.01):
         yield
 
 

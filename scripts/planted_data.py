@@ -15,7 +15,7 @@ from harness.clock.stages import Lap
 from harness.data.datasets import ImageDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource, FolderSource, Source
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.runtime.seeding import SampleRng
 
 # of an image in pixels, where its size does not matter
@@ -105,7 +105,7 @@ class ColdFolder(FolderSource):
 class Blur:
     """A transform, and after it something that takes its time."""
 
-    def __init__(self, before: TrainTransform, blur_s: float) -> None:
+    def __init__(self, before: CropTransform, blur_s: float) -> None:
         self.before = before
         self.blur_s = blur_s
         self.crop = before.crop
@@ -127,7 +127,7 @@ class SlowToCollate(ImageDataset):
 
     def __init__(self, collate_s: float) -> None:
         self.collate_s = collate_s
-        super().__init__(Memory(), TrainTransform(SIDE), OPTIONS, SIDE, 0)
+        super().__init__(Memory(), CropTransform(SIDE), OPTIONS, SIDE, 0)
 
     @property
     def image_size(self) -> int:
@@ -158,7 +158,7 @@ class Huge(ImageDataset):
 
     def __init__(self, megabytes: float) -> None:
         side = round((megabytes * 2**20 / 3 / BATCH) ** 0.5)
-        super().__init__(Memory(), TrainTransform(side), OPTIONS, side, 0)
+        super().__init__(Memory(), CropTransform(side), OPTIONS, side, 0)
 
     def fill(
         self,
@@ -176,11 +176,11 @@ class Huge(ImageDataset):
 
 def splits(train: ImageDataset) -> Splits:
     """``train`` beside a small validation set."""
-    centre = TrainTransform(SIDE, crop="center", hflip=0.0)
+    centre = CropTransform(SIDE, crop="center", hflip=0.0)
     val = ImageDataset(Memory(8), centre, OPTIONS, SIDE, 0)
     return Splits(train, val, ("a", "b"), "planted", "")
 
 
 def images(source: Source, transform: Any = None) -> Splits:
     """The images of ``source`` as a training set."""
-    return splits(ImageDataset(source, transform or TrainTransform(SIDE), OPTIONS, SIDE, 0))
+    return splits(ImageDataset(source, transform or CropTransform(SIDE), OPTIONS, SIDE, 0))

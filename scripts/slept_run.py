@@ -57,5 +57,5 @@ if __name__ == "__main__":
             self.state.step += part == parts - 1
 
         Step.__call__ = step  # type: ignore[method-assign]
-    with signals.caught(grace_s=0):
+    with signals.handle_signals(grace_s=0):
         signals.leave(app.cli())

@@ -217,9 +217,9 @@ def _clocked(
 
     def logged(number: int) -> bool:
         if number % WINDOW == 0 and (window := watch.clock.close_window()) is not None:
-            assert watch.board is not None
+            assert watch.writer is not None
             with watch.clock.noted("logging"):
-                watch.board.scalars(number, by_tag(window), epoch=1)
+                watch.writer.scalars(number, by_tag(window), epoch=1)
         return after(number)
 
     return watch.clock.watch(loader), logged
@@ -230,7 +230,7 @@ def run_harness(plant: Plant, folder: Path, steps: int) -> None:
     from harness.cli import job
     from harness.config import Config, DataConfig, LoaderConfig, TrainerConfig, WatchConfig
     from harness.data.datasets import Splits
-    from harness.monitor.writer import Board
+    from harness.monitor.writer import RunWriter
 
     config = Config(
         device="cpu",
@@ -243,19 +243,19 @@ def run_harness(plant: Plant, folder: Path, steps: int) -> None:
     images: Any = Images(steps * BATCH, plant.read_s)
     val_images: Any = Images(BATCH, 0.0)
     splits = Splits(images, val_images, tuple(map(str, range(CLASSES))), "planted", "")
-    scalars = Board.scalars
+    scalars = RunWriter.scalars
     # the data, the network and a slow board are put in from outside
     with (folder / "own.log").open("w", encoding="utf-8") as file:
 
-        def slow_scalars(board: Board, *args: Any, **named: Any) -> None:
+        def slow_scalars(writer: RunWriter, *args: Any, **named: Any) -> None:
             if plant.log_s:
                 write_line(file, plant.log_s)
-            scalars(board, *args, **named)
+            scalars(writer, *args, **named)
 
         with (
             patch("harness.data.datasets.load", lambda *_: splits),
             patch("harness.training.models.build", lambda *_, **__: Network(plant.forward_s)),
-            patch.object(Board, "scalars", slow_scalars),
+            patch.object(RunWriter, "scalars", slow_scalars),
         ):
             job.main_worker(0, job.Job(config, folder, ()))
 

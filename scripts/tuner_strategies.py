@@ -32,8 +32,8 @@ from harness.runtime.limits import Limits
 from harness.training import models
 from harness.training.state import make_state
 from harness.training.step import Step, device_batches
-from harness.tuning.steps import StepRun, TimedSteps
-from harness.tuning.training_steps import StepTrials
+from harness.tuning.steps import StepBenchmark, StepRun
+from harness.tuning.training_steps import TrainingBenchmark
 from harness.tuning.tuner import tune
 from scripts.tuner_score import Setting
 from scripts.tuner_workloads import CLASSES, WORKLOADS, Workload
@@ -56,7 +56,7 @@ class PacedTrainee:
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
 
-    def kept(self) -> AbstractContextManager[None]:
+    def preserved_state(self) -> AbstractContextManager[None]:
         """Nothing changes."""
         return nullcontext()
 
@@ -65,7 +65,7 @@ class PacedTrainee:
         return self._run(itertools.repeat(batch), limit_s)
 
     def deliver(self, feed: Backend, skip: int, limit_s: float) -> StepRun:
-        """Steps on ``feed``, as ``TimedSteps`` has it."""
+        """Steps on ``feed``, as ``StepBenchmark`` has it."""
         with closing(cast(Any, iter(feed))) as batches:
             begin = time.perf_counter()
             for _ in range(skip + 1):
@@ -150,12 +150,12 @@ class Rig:
         return self.feeds().settings(self.limits)
 
     @property
-    def trainee(self) -> TimedSteps:
+    def trainee(self) -> StepBenchmark:
         """The consumer as tuning sees it."""
         if self._step is None:
             assert self.workload.step_s is not None
-            return cast(TimedSteps, PacedTrainee(self.workload.step_s))
-        return StepTrials(self._step)
+            return cast(StepBenchmark, PacedTrainee(self.workload.step_s))
+        return TrainingBenchmark(self._step)
 
     def feeds(self, seed: int = 0) -> Feeds:
         """Returns feeds as ``train.py`` makes them; ``seed`` alone decides the samples."""
@@ -188,7 +188,7 @@ class Rig:
         feed = self.feeds().probe(
             replace(self.own, num_workers=0, prefetch_factor=None, persistent_workers=False)
         )
-        with self.trainee.kept(), closing(cast(Any, iter(feed))) as batches:
+        with self.trainee.preserved_state(), closing(cast(Any, iter(feed))) as batches:
             run = self.trainee.demand(next(batches), 2.0)
         return sum(run.images) / sum(run.seconds)
 

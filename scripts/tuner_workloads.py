@@ -20,7 +20,7 @@ from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.download import make_once
 from harness.data.storage import ArraySource, FolderSource, Source
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.feed.base import FillableDataset
 
 CLASSES = 10
@@ -160,7 +160,7 @@ def pngs(folder: Path) -> ImageDataset:
     """PNG files of 250 x 200 pixels, seen at 128."""
     root = folder / "png-250x200-1200"
     make_once(root, root.is_dir, lambda part: _write_pngs(big_jpegs(folder).source, part))
-    return ImageDataset(FolderSource(root), TrainTransform(128), DecodeOptions(), 128, seed=0)
+    return ImageDataset(FolderSource(root), CropTransform(128), DecodeOptions(), 128, seed=0)
 
 
 def _write_pngs(source: Source, folder: Path) -> None:
@@ -180,7 +180,7 @@ def cifar_like(folder: Path) -> ImageDataset:
     source = ArraySource(
         images, np.arange(len(images)) % CLASSES, map(str, range(CLASSES)), "cifar-like"
     )
-    return ImageDataset(source, TrainTransform(32, crop="pad"), DecodeOptions(), 32, seed=0)
+    return ImageDataset(source, CropTransform(32, crop="pad"), DecodeOptions(), 32, seed=0)
 
 
 def _write_arrays(folder: Path) -> None:

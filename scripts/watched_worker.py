@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness.clock.stages import Lap, StageMeter, StageTimer, Stamps
-from harness.feed.base import Filler
+from harness.feed.base import BatchWorker
 from scripts.paired import Cost, Plan
 
 STAGES = ("read", "decode", "crop", "write")
@@ -60,7 +60,7 @@ class Worker:
     """Makes batches of so much ``work`` a sample, timed for ``meter`` if given."""
 
     def __init__(self, work: int, meter: StageMeter | None) -> None:
-        self._filler = Filler(Making(work), 0, meter, False)
+        self._filler = BatchWorker(Making(work), 0, meter, False)
         if meter is None:
             self._filler.timer = Untimed()
         self._timers: Any = None

@@ -30,7 +30,7 @@ from harness.cli.compose import register
 from harness.config import Config
 from harness.monitor.host import Neighbours
 from harness.runtime import signals
-from harness.training.checkpoint_write import Boundary
+from harness.training.checkpoint_write import StopAgreement
 
 ROOT = Path(__file__).parents[1]
 
@@ -130,13 +130,13 @@ def kept_globals() -> Iterator[None]:
 @pytest.fixture
 def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Sets the step after which SIGTERM is heard; None: never."""
-    ask = Boundary.ask
+    ask = StopAgreement.ask
     at = [-1]
 
-    def heard(self: Boundary, step: int) -> tuple[int, bool]:
+    def heard(self: StopAgreement, step: int) -> tuple[int, bool]:
         return (15, False) if step == at[0] else ask(self, step)
 
-    monkeypatch.setattr(Boundary, "ask", heard)
+    monkeypatch.setattr(StopAgreement, "ask", heard)
     return lambda step: at.__setitem__(0, -1 if step is None else step)
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from harness.config import Config
 from harness.runtime.errors import BadSample, DataError
-from harness.training.checkpoint_write import Boundary
+from harness.training.checkpoint_write import StopAgreement
 from scripts.chaos_left import digest
 
 Composed = Callable[..., Config]
@@ -91,10 +91,12 @@ def test_a_resumed_run_replaces_alike(
 ) -> None:
     """Stopped within each epoch and resumed in another way: one hash, and no file twice."""
     run(composed(*settings(tree, WAYS[0])), tmp_path / "whole")
-    ask = Boundary.ask
+    ask = StopAgreement.ask
     for step, way in ((2, WAYS[5]), (8, WAYS[7]), (None, WAYS[3])):
         monkeypatch.setattr(
-            Boundary, "ask", lambda self, now, at=step: (15, False) if now == at else ask(self, now)
+            StopAgreement,
+            "ask",
+            lambda self, now, at=step: (15, False) if now == at else ask(self, now),
         )
         run(composed(*settings(tree, "resume=auto", *way.split())), tmp_path / "parts")
     assert digest(tmp_path / "parts") == digest(tmp_path / "whole")

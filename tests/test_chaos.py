@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from harness.feed.order import Order
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from scripts import chaos
 from scripts.chaos_left import Updates, lines, updates, wrong_lines, wrong_samples
 
@@ -53,9 +53,9 @@ def test_lines_and_events_that_differ_are_found(tmp_path: Path, damage: str) -> 
     """A whole log passes; one with a torn event file, a step twice, or a line that TensorBoard
     lacks does not.
     """
-    with Board(tmp_path, tensorboard=True) as board:
+    with RunWriter(tmp_path, tensorboard=True) as writer:
         for step in (1, 1 if damage == "doubled" else 2):
-            board.scalars(step, {"train/lr": 0.1})
+            writer.scalars(step, {"train/lr": 0.1})
     (events,) = tmp_path.glob("events.*")
     if damage == "torn":
         events.write_bytes(events.read_bytes()[:-3])

@@ -21,7 +21,7 @@ from harness.config import Config
 from harness.feed.threads import ThreadFeed
 from harness.runtime.errors import DiskError
 from harness.training import checkpoint_read
-from harness.training.checkpoint_write import Boundary
+from harness.training.checkpoint_write import StopAgreement
 from scripts.chaos_left import digest, logged, wrong_lines
 
 Composed = Callable[..., Config]
@@ -99,7 +99,7 @@ def test_threads_that_come_and_go_change_nothing(
     threads = ("loader.backend=threads", "loader.num_workers=2")
     common = (*COMMON, f"augment.crop={crop}", "trainer.epochs=2", *threads)
     run(composed(*common), tmp_path / "fixed")
-    ask = Boundary.ask
+    ask = StopAgreement.ask
     begin = ThreadFeed.begin
     running = set[ThreadFeed]()
     luck = random.Random(0)
@@ -108,13 +108,13 @@ def test_threads_that_come_and_go_change_nothing(
         running.add(self)
         begin(self, *given)
 
-    def asked(self: Boundary, step: int) -> tuple[int, bool]:
+    def asked(self: StopAgreement, step: int) -> tuple[int, bool]:
         for feed in running if step % 22 in (0, 1) or luck.random() < 0.4 else ():
             feed.resize(luck.randint(1, 8))
         return ask(self, step)
 
     monkeypatch.setattr(ThreadFeed, "begin", begun)
-    monkeypatch.setattr(Boundary, "ask", asked)
+    monkeypatch.setattr(StopAgreement, "ask", asked)
     for seed in seeds:
         luck.seed(seed)
         for stop in (luck.choice([1, 21, 22, 23, luck.randrange(1, 43)]), None):

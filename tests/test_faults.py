@@ -23,9 +23,9 @@ from PIL import Image
 from torch import nn
 
 from harness.config import Config, ConfigError, to_plain
-from harness.data.decode import DecodeOptions, Undecodable, decode
+from harness.data.decode import DecodeError, DecodeOptions, decode
 from harness.data.storage import FolderSource
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from harness.report.page.course import read_windows
 from harness.runtime import folder as folder_room
 from harness.runtime.errors import CheckpointError
@@ -156,10 +156,10 @@ def test_a_clock_that_jumps_spoils_no_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_s: float
 ) -> None:
     """Times of the lines come from a clock that only goes forward."""
-    with Board(tmp_path, tensorboard=False) as board:
-        board.scalars(1, {"a": 1.0})
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        writer.scalars(1, {"a": 1.0})
         monkeypatch.setattr("time.time", lambda: at_s)
-        board.scalars(2, {"a": 1.0})
+        writer.scalars(2, {"a": 1.0})
     times = [line["time_s"] for line in lines(tmp_path)]
     assert 0 <= times[0] <= times[1] < 60
 
@@ -176,17 +176,17 @@ def test_what_a_killed_run_left_goes_with_the_next_start(tmp_path: Path) -> None
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
 def test_figures_outlive_their_event_file(tmp_path: Path, damage: str) -> None:
     """metrics.jsonl has every step, and a resumed run writes an event file of its own."""
-    with Board(tmp_path, tensorboard=True) as board:
+    with RunWriter(tmp_path, tensorboard=True) as writer:
         for step in (10, 20):
-            board.scalars(step, {"a": 1.0})
+            writer.scalars(step, {"a": 1.0})
     (events,) = tmp_path.glob("events.*")
     data = bytearray(events.read_bytes())
     data[len(data) // 2] ^= 1
     events.write_bytes(data[:-9] if damage == "cut" else data)
     if damage == "gone":
         events.unlink()
-    with Board(tmp_path, tensorboard=True, resumed_step=20) as board:
-        board.scalars(30, {"a": 1.0})
+    with RunWriter(tmp_path, tensorboard=True, resumed_step=20) as writer:
+        writer.scalars(30, {"a": 1.0})
     assert len(list(tmp_path.glob("events.*"))) == 1 + (damage != "gone")
     found = read_windows(tmp_path / "metrics.jsonl")
     assert found.damaged == 0
@@ -253,7 +253,7 @@ def test_a_grey_jpeg_has_three_equal_channels() -> None:
 def test_a_jpeg_of_twelve_bits_is_refused() -> None:
     """Its depth is named."""
     data = picture().replace(b"\xff\xc0\x00\x11\x08", b"\xff\xc1\x00\x11\x0c")
-    with pytest.raises(Undecodable, match="12-bit"):
+    with pytest.raises(DecodeError, match="12-bit"):
         decode(data, OPTIONS)
 
 

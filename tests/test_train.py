@@ -37,7 +37,7 @@ from harness.feed.order import Order
 from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.runtime.limits import Limits
 from harness.training import checkpoint_read
-from harness.tuning.training_steps import StepTrials
+from harness.tuning.training_steps import TrainingBenchmark
 from scripts.chaos_left import digest, lines
 
 ROOT = Path(__file__).parents[1]
@@ -179,10 +179,10 @@ def test_a_saved_config_starts_the_same_run_again(
 def made(monkeypatch: pytest.MonkeyPatch, kept_globals: None) -> list[str]:
     """Trials of steps, and data sets' images, in the order in which they are made."""
     made: list[str] = []
-    demand = StepTrials.demand
+    demand = TrainingBenchmark.demand
     pixels = feeds.InMemoryImages
     monkeypatch.setattr(
-        StepTrials, "demand", lambda *args: (made.append("steps"), demand(*args))[1]
+        TrainingBenchmark, "demand", lambda *args: (made.append("steps"), demand(*args))[1]
     )
     monkeypatch.setattr(
         feeds, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1]
@@ -234,7 +234,7 @@ def test_tuning_that_made_steps_needs_no_other(
                 reused=reused,
                 settings=train,
                 val=found.val_settings(train),
-                publish=lambda board: None,
+                publish=lambda writer: None,
             ),
             summary=lambda: {"seconds": 1.0, "reused": reused},
         )

@@ -23,8 +23,8 @@ from .. import BEGAN_S, __version__
 from .. import config as schema
 from ..clock.figures import Tag
 from ..runtime import folder, launch, signals
-from ..runtime.errors import described, tell, tell_crashes, told
-from ..runtime.files import read_regular, typed
+from ..runtime.errors import described, message, tell, tell_crashes
+from ..runtime.files import from_json, read_regular
 from . import compose, job
 
 # of the jobs in this process
@@ -58,7 +58,7 @@ def command() -> NoReturn:
                 # whoever reads may stop, as head does
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             sys.exit(import_module(f"..{room}.__main__", __package__).main(arguments[1:]))
-    with signals.caught(grace_s=0):
+    with signals.handle_signals(grace_s=0):
         signals.leave(cli())
 
 
@@ -146,7 +146,7 @@ def main(composed: DictConfig) -> float | None:
         if not is_sweep:
             _failed.append(error)
             return None
-        text, code = told(error)
+        text, code = message(error)
         failure = launch.ProcessError(f"{os.path.relpath(place)}: {text}", code)
         _failed.append(failure)
         # a launcher may have started this process: what is raised reaches the command line's
@@ -168,5 +168,5 @@ def _best_top1(place: Path) -> float | None:
     for line in read_regular(metrics).splitlines() if metrics.is_file() else ():
         # lines of steps have none
         with suppress(ValueError, KeyError, TypeError, RecursionError):
-            found.append(typed(float, json.loads(line)[Tag.VAL_TOP1]))
+            found.append(from_json(float, json.loads(line)[Tag.VAL_TOP1]))
     return max(found, default=None)

@@ -121,7 +121,8 @@ def main_worker(local_rank: int, job: Job) -> None:
     if processes and loader.num_workers != 0 and loader.start_method is StartMethod.forkserver:
         # while torch is imported here
         workers.start_server()
-    from ..monitor import console, monitor
+    from ..monitor import console
+    from ..monitor.monitor import refuse_hidden_gpu
     from ..runtime import distributed
 
     joined = distributed.joined(local_rank, config)
@@ -130,7 +131,7 @@ def main_worker(local_rank: int, job: Job) -> None:
         folder.logging_to(job.folder, world.rank),
         console.speaking(world.is_main),
     ):
-        monitor.refuse_hidden_gpu(config, world)
+        refuse_hidden_gpu(config, world)
         if config.mode is Mode.verify:
             _verify(world, job)
             return
@@ -189,18 +190,15 @@ def _apply(world: World, job: Job, saved: Saved | None) -> None:
 
 def _wire(world: World, job: Job, saved: Saved | None) -> None:
     """Wires the rooms in the order of the data, from the disk to the report."""
-    from ..diagnose.diagnosis import diagnose
     from ..feed.feeds import Feeds
-    from ..monitor import monitor
-    from ..report.page.document import write_report
+    from ..monitor.monitor import watched
     from ..report.reporter import Reporter
     from ..runtime import accelerator, limits
     from ..training import resume
     from ..training.engine import Engine
     from ..training.state import make_state
     from ..training.step import Step
-    from ..tuning.training_steps import StepTrials
-    from ..tuning.tuner import tuned
+    from ..tuning.training_steps import TrainingBenchmark
 
     config = job.config
     # all is imported, and what follows looks for signals
@@ -220,31 +218,32 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
         # nothing is refused any more
         folder.write_settings(job.folder, job.written)
     signals.check()
-    with monitor.watched(config, world, job.folder, job.began_s, resumed) as watch:
+    with watched(config, world, job.folder, job.began_s, resumed) as monitor:
         step = Step(state, len(splits.classes), splits.class_weights(config.optim))
-        trials = StepTrials(step)
+        trials = TrainingBenchmark(step)
         if config.mode is Mode.diagnose:
-            diagnose(feeds, trials, allowed, job.overridden, watch.board)
+            from ..diagnose.diagnosis import diagnose
+
+            diagnose(feeds, trials, allowed, job.overridden, monitor.writer)
             return
-        found = None
+        found = summary = None
         if config.loader.autotune:
+            from ..tuning.tuner import tuned
+
             found = tuned(feeds, trials, config, allowed, world, resumed)
-            found.report.publish(watch.board)
-            watch.course.mark("tuning")
-            train = found.report.settings
-            val = found.report.val
-        on_device = train.backend == "arrays" and accelerator.of(world.device).has_streams
+            found.report.publish(monitor.writer)
+            monitor.timer.mark("tuning")
+            train, val, summary = found.report.settings, found.report.val, found.summary
+        on_device = train.backend == "arrays" and accelerator.get(world.device).has_streams
         if config.mode is Mode.train and on_device and (found is None or found.report.reused):
             # a step first takes what the network needs: images get of the rest
-            with trials.kept():
+            with trials.preserved_state():
                 trials.demand(feeds.noise(train.batch_size), 0.0)
         # normalise -> step -> evaluate -> save
         feed = feeds.train(train, rest)
         val_feed = feeds.val(val)
         if found is not None:
-            found.follow(feed, val_feed, watch, state.step)
-        engine = Engine(step, feed, val_feed, watch, job.folder, splits.classes)
-        summary = None if found is None else found.summary
-        told = Reporter(job.overridden, summary, allowed.cores, write_report, splits)
-        with told.reporting(engine):
+            found.follow(feed, val_feed, monitor, state.step)
+        engine = Engine(step, feed, val_feed, monitor, job.folder, splits.classes)
+        with Reporter(job.overridden, summary, allowed.cores, splits).reporting(engine):
             engine.fit()

@@ -83,7 +83,7 @@ class StepClock:
     ) -> None:
         from ..runtime import accelerator  # which imports torch
 
-        own = accelerator.of(device)
+        own = accelerator.get(device)
         self.now = now or own.now
         self._timeline = Timeline(own, self.now) if own.has_streams else None
         # when a call returns, a CPU has done its work; MPS has not

@@ -296,7 +296,7 @@ class Ledger:
         for name, ms in other.longest.items():
             self.longest[name] = max(ms, self.longest[name])
 
-    def spread(self, name: str) -> Spread | None:
+    def quantiles(self, name: str) -> Spread | None:
         """Returns median, 95th percentile and maximum of a time; None before the first value."""
         if name not in self.longest:
             return None
@@ -315,7 +315,7 @@ class Ledger:
         ``by_host`` says that without device times the host's waits are the device's, at most.
         """
         run = self.sums["run"]
-        spreads = {name: self.spread(name) for name in self.longest}
+        spreads = {name: self.quantiles(name) for name in self.longest}
         # a device tells of its steps late, and of some not at all
         spreads.setdefault("step_ms", spreads.pop(HOST_STEP, None))
         spent_s = dict(self.sums["device"])
@@ -388,7 +388,7 @@ def by_tag(window: Window, ranks: int = 1) -> dict[str, float | Spread | None]:
     return found
 
 
-def told(total: Window, ranks: int) -> dict[str, Any]:
+def as_report(total: Window, ranks: int) -> dict[str, Any]:
     """Returns what ``report.json`` has of a whole run of so many ranks; what is empty is None."""
     logged = by_tag(total, ranks)
     mappings = ("shares", "wait_parts", "host_parts_s")

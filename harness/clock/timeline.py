@@ -231,7 +231,7 @@ class Timeline:
         # the host is then ahead, and kernels run without a pause. That takes less time than usual
         # by what the device had waited: all of it, or part where the queue was full or the host
         # waited for the device.
-        launch = ledger.spread("launch_ms")
+        launch = ledger.quantiles("launch_ms")
         usual_s = median(self._recent_s or [math.inf])
         if launch and launch.median >= 900 * usual_s:
             self._hold_s = usual_s

@@ -215,7 +215,7 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Returns ``values`` on ``device``, float64 as float32."""
     if values.dtype == np.float64:
         values = values.astype(np.float32)
-    return accelerator.of(device).copy(torch.from_numpy(values))
+    return accelerator.get(device).copy(torch.from_numpy(values))
 
 
 def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:

@@ -32,20 +32,20 @@ from ..runtime.errors import BadSample, DataError, is_out_of_memory
 from ..runtime.seeding import SampleRng
 from . import cifar, shapes
 from .cache import Gathered, PixelCache, open_caches
-from .decode import DecodeOptions, Undecodable, decode
+from .decode import DecodeError, DecodeOptions, decode
 from .own import OwnDataset, open_own
 from .storage import (
     ArraySource,
     FolderSource,
     Source,
     Subset,
+    evenly_spaced,
     open_evaluated,
     open_folder_splits,
     part,
     split,
-    spread,
 )
-from .transforms import TrainTransform
+from .transforms import CropTransform
 
 # Not the run's: another seed must not move images from training to validation.
 _SPLIT_SEED = 0
@@ -56,7 +56,7 @@ class ImageDataset:
     """A source, decoded and transformed; a sample depends on (seed, epoch, index) alone."""
 
     source: Source
-    transform: TrainTransform
+    transform: CropTransform
     options: DecodeOptions
     image_size: int
     seed: int
@@ -120,7 +120,7 @@ class ImageDataset:
             if isinstance(error, BadSample) or is_out_of_memory(error):
                 raise
             # any error: a StopIteration that got out would end a worker's epoch in silence
-            reason = str(error) if isinstance(error, Undecodable) else user_code.told(error)
+            reason = str(error) if isinstance(error, DecodeError) else user_code.message(error)
             raise BadSample(self.source.where(place), reason) from error
 
 
@@ -228,7 +228,7 @@ class Splits:
         digest = hashlib.sha256(os.fsencode("\n".join(source.classes)))
         if isinstance(whole, FolderSource):
             digest.update(whole.index.digest())
-            for path in map(source.where, spread(len(source), _LOOKED_AT)):
+            for path in map(source.where, evenly_spaced(len(source), _LOOKED_AT)):
                 state = None
                 # A file may be gone.
                 with suppress(OSError):
@@ -236,7 +236,7 @@ class Splits:
                     state = status.st_size, status.st_mtime_ns
                 digest.update(os.fsencode(f"{path} {state}\n"))
         else:
-            for i in spread(len(source), 16):
+            for i in evenly_spaced(len(source), 16):
                 # A bad sample, of a user's source by any error, is told when it is loaded.
                 with suppress(Exception):
                     content, label = source.read(i)
@@ -356,7 +356,7 @@ def load(
     if data.cache is not DataCache.none:
         kept, val_kept = open_caches((first, second), data, options, gathered)
     # augment
-    transform = TrainTransform.from_config(augment, data)
+    transform = CropTransform.from_config(augment, data)
     skips = data.on_error is OnError.skip
     images = ImageDataset(first, transform, options, size, seed, kept, skips)
     val_images = ImageDataset(second, centred, options, size, seed, val_kept, skips)
@@ -391,10 +391,10 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
     return Splits(images, images, source.classes, data.name, str(data.root), name, False)
 
 
-def as_evaluated(data: DataConfig) -> tuple[DecodeOptions, TrainTransform]:
+def as_evaluated(data: DataConfig) -> tuple[DecodeOptions, CropTransform]:
     """Returns how an image is decoded, and what it then goes through in evaluation."""
     options = DecodeOptions(data.exif_orientation, data.background, data.max_pixels)
-    return options, TrainTransform.from_config(AugmentConfig(Crop.center, hflip=0.0), data)
+    return options, CropTransform.from_config(AugmentConfig(Crop.center, hflip=0.0), data)
 
 
 def crop_error(images: ImageDataset) -> float:
@@ -405,7 +405,7 @@ def crop_error(images: ImageDataset) -> float:
     plain = replace(images, cache=None)
     crops = np.empty((2, 3, images.image_size, images.image_size), np.uint8)
     errors = []
-    for i in spread(len(images), 16):
+    for i in evenly_spaced(len(images), 16):
         # A bad sample is told when it is loaded.
         with suppress(BadSample):
             for dataset, crop in zip((plain, images), crops, strict=True):

@@ -1,7 +1,7 @@
 """Decodes bytes to eight-bit RGB, from every format and mode that data sets hold.
 
 The bytes decide what an image is, never the name of its file. Whatever is wrong with them ends as
-``Undecodable``. JPEGs are decoded by libjpeg-turbo itself, without Pillow in between: the same
+``DecodeError``. JPEGs are decoded by libjpeg-turbo itself, without Pillow in between: the same
 pixels in three quarters of the time.
 """
 
@@ -74,7 +74,7 @@ _READERS: tuple[tuple[bytes, type[ImageFile]], ...] = (
 )
 
 
-class Undecodable(ValueError):
+class DecodeError(ValueError):
     """Why bytes cannot be decoded to an image."""
 
 
@@ -145,14 +145,14 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
             flat = np.frombuffer(data, np.uint8)
             scans = (flat[:-2] == 0xFF) & (flat[1:-1] == 0xDA) & (flat[2:] == 0)
             if np.count_nonzero(scans) > 32:
-                raise Undecodable("more than 32 scans, which take too long; encode the file again")
+                raise DecodeError("more than 32 scans, which take too long; encode the file again")
         pixels: np.ndarray = simplejpeg.decode_jpeg(data)
-    except Undecodable:
+    except DecodeError:
         raise
     except (ValueError, KeyError, RuntimeError) as error:
         # damaged, of an unknown colour space, or no decoder to be had
         if _LOSS.search(str(error)) or ("extraneous" in str(error) and _ARITHMETIC.search(data)):
-            raise Undecodable(f"damaged: the decoder reported missing data ({error})") from error
+            raise DecodeError(f"damaged: the decoder reported missing data ({error})") from error
         return None
     # Decoding showed that the data is whole. Pillow turns other colours into RGB differently.
     return pixels if colours in ("Gray", "YCbCr", "RGB") else None
@@ -166,11 +166,11 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
     plugin = reader(data)
     if plugin is None:
         if data.startswith(b"version https://git-lfs.github.com/spec/"):
-            raise Undecodable(
+            raise DecodeError(
                 "a Git LFS pointer, not the image itself; run `git lfs pull` in the data set's "
                 "repository"
             )
-        raise Undecodable(
+        raise DecodeError(
             "not an image of a supported format (JPEG, PNG, WebP, BMP, TIFF, GIF, PPM)"
             if data
             else "empty file"
@@ -199,13 +199,13 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
             image.load()
             rgb = _to_rgb(image, options.background)
         return _turned(rgb, image, options)
-    except Undecodable:
+    except DecodeError:
         raise
     except Exception as error:
         # Pillow's readers raise anything on damaged bytes
         text = str(error) or type(error).__name__
         kind = "truncated file" if "truncated" in text.lower() else "cannot be decoded"
-        raise Undecodable(f"{kind}: {text}") from error
+        raise DecodeError(f"{kind}: {text}") from error
 
 
 def _turned(rgb: Image.Image, image: Image.Image, options: DecodeOptions) -> Image.Image:
@@ -220,7 +220,7 @@ def _turned(rgb: Image.Image, image: Image.Image, options: DecodeOptions) -> Ima
 
 def _check_size(width: int, height: int, options: DecodeOptions) -> None:
     if width * height > options.max_pixels:
-        raise Undecodable(
+        raise DecodeError(
             f"too large: {width}x{height} pixels, more than data.max_pixels={options.max_pixels}; "
             "raise it, or shrink the file"
         )
@@ -242,7 +242,7 @@ def _load_png(image: PngImageFile, data: bytes) -> None:
         again = PngImageFile(io.BytesIO(data))
         again.load()
         if again.tobytes() != image.tobytes():
-            raise Undecodable("truncated file: rows of pixels are missing")
+            raise DecodeError("truncated file: rows of pixels are missing")
 
 
 def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:

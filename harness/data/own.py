@@ -132,7 +132,7 @@ class OwnDataset:
             # no sample's fault
             if is_out_of_memory(error):
                 raise
-            raise BadSample(where, user_code.told(error)) from error
+            raise BadSample(where, user_code.message(error)) from error
         try:
             out[:] = _pixels(image, self.image_size)
             number = int(label)

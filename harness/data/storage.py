@@ -232,7 +232,7 @@ def part(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     return np.sort(np.concatenate(kept))
 
 
-def spread(length: int, most: int) -> list[int]:
+def evenly_spaced(length: int, most: int) -> list[int]:
     """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
     return [int(place) for place in np.linspace(0, length - 1, min(length, most))]
 

@@ -56,7 +56,7 @@ def random_crop_box(
 
 
 @dataclass(frozen=True, slots=True)
-class TrainTransform:
+class CropTransform:
     """Cuts out a part of an image, resizes and mirrors it; fields of ``AugmentConfig``."""
 
     # side of the result in pixels
@@ -76,7 +76,7 @@ class TrainTransform:
     stages: ClassVar[tuple[str, ...]] = ("resize",)
 
     @classmethod
-    def from_config(cls, augment: AugmentConfig, data: DataConfig) -> TrainTransform:
+    def from_config(cls, augment: AugmentConfig, data: DataConfig) -> CropTransform:
         """Returns the transform of training that the settings describe."""
         drawn = augment.scale, augment.ratio, augment.pad, augment.hflip
         how = data.eval_resize, data.eval_squash, data.interpolation.name

@@ -29,24 +29,24 @@ from ..clock.stages import SAMPLE, StageCost, StageMeter, StageTotals, total
 from ..config import Config, ConfigError
 from ..data.datasets import ImageDataset
 from ..data.decode import reader
-from ..data.storage import FolderSource, Source, Subset, spread
+from ..data.storage import FolderSource, Source, Subset, evenly_spaced
 from ..feed.base import Backend, FeedSettings
 from ..feed.feeds import Feeds
 from ..monitor.console import AddRow, aligned, live_table
 from ..monitor.host import Neighbours
-from ..monitor.writer import Board, publish
+from ..monitor.writer import RunWriter, publish
 from ..report.evidence import Evidence, worker_cost
-from ..report.statement import stated, typed
+from ..report.statement import as_overrides, stated
 from ..report.verdict import Verdict, judge
 from ..runtime import accelerator
-from ..runtime.distributed import World, again
+from ..runtime.distributed import World, resume_command
 from ..runtime.errors import LoaderError
 from ..runtime.files import open_regular
 from ..runtime.folder import log
 from ..runtime.limits import Limits
-from ..tuning.lab import Lab
+from ..tuning.lab import LoaderBenchmark
 from ..tuning.measures import Model, Rate, Trial
-from ..tuning.steps import TimedSteps
+from ..tuning.steps import StepBenchmark
 
 _ROUNDS = 3
 _LOADING_S = 1.5
@@ -102,7 +102,7 @@ def short_sides(source: Source) -> list[int]:
     """
     found: list[int] = []
     end = time.perf_counter() + 1.0
-    for i in spread(len(source), 24):
+    for i in evenly_spaced(len(source), 24):
         if time.perf_counter() > end:
             break
         # what is no image file raises something, and damaged bytes make Pillow raise anything
@@ -161,7 +161,7 @@ class Session:
     Every rank makes the same calls.
     """
 
-    lab: Lab
+    lab: LoaderBenchmark
     probes: FirstReads
     source: Source
     add_row: AddRow
@@ -517,10 +517,10 @@ def _changes(found: Figures) -> Iterator[tuple[str, Model, int]]:
 
 def diagnose(
     feeds: Feeds,
-    trainee: TimedSteps,
+    trainee: StepBenchmark,
     limits: Limits,
     overridden: Sequence[str],
-    board: Board | None,
+    writer: RunWriter | None,
 ) -> dict[str, Any]:
     """Returns what bounds training; the first rank prints it and writes ``diagnosis.json``.
 
@@ -532,7 +532,7 @@ def diagnose(
         trainee: the training step.
         limits: what this rank may use.
         overridden: what the user's command line set.
-        board: writes it, on the first rank alone.
+        writer: writes it, on the first rank alone.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -542,7 +542,7 @@ def diagnose(
     begin = time.perf_counter()
     config = feeds.config
     found = measure(feeds, trainee, limits, begin + 60.0)
-    half_precision = accelerator.of(trainee.device).half_precision
+    half_precision = accelerator.get(trainee.device).half_precision
     verdict = judged(found, trainer=config.trainer, half_precision=half_precision)
     names = ("demand", "step_cpu_s", "loading", "warm", "delivered", "wait_fraction", "fetch")
     runs = {name: getattr(found, name) for name in (*names, "copy_per_s")}
@@ -563,7 +563,7 @@ def diagnose(
         "notes": found.notes,
         "seconds": time.perf_counter() - begin,
     }
-    publish("diagnosis", lines(diagnosis), diagnosis, board)
+    publish("diagnosis", lines(diagnosis), diagnosis, writer)
     return diagnosis
 
 
@@ -590,7 +590,7 @@ def lines(diagnosis: Mapping[str, Any]) -> list[str]:
     return [*found, diagnosis["sentence"], "next:", diagnosis["command"]]
 
 
-def measure(feeds: Feeds, trainee: TimedSteps, limits: Limits, ends: float) -> Figures:
+def measure(feeds: Feeds, trainee: StepBenchmark, limits: Limits, ends: float) -> Figures:
     """Returns what runs until about ``ends`` found; warns of other programs."""
     config = feeds.config
     world = feeds.world
@@ -603,19 +603,19 @@ def measure(feeds: Feeds, trainee: TimedSteps, limits: Limits, ends: float) -> F
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
     title = "diagnosing (at most a minute, nothing is trained)"
     columns = (" ", f"{'run':34}", "images/s    ", "")
-    with trainee.kept():
+    with trainee.preserved_state():
         add_row = live_table(title, columns)
         size, notes = fitting_batch(feeds, trainee)
         loader = replace(config.loader, batch_size=size)
         probes = FirstReads(feeds.splits, replace(config, loader=loader), world)
         settings = world.agreed(probes.settings(limits))
-        lab = Lab(probes, trainee, limits, world, batch=feeds.noise(size))
+        lab = LoaderBenchmark(probes, trainee, limits, world, batch=feeds.noise(size))
         # what surrounds the runs takes time, and what is begun in time and ends late
         session = Session(lab, probes, train.source, add_row, ends - 5.0, notes=notes)
         runs = session.run(settings)
     others = neighbours.look()
     if others is not None:
-        log.warning("%s", neighbours.told(others))
+        log.warning("%s", neighbours.warning(others))
 
     # with what a batch takes besides its samples
     stages = runs["stages"]
@@ -625,7 +625,7 @@ def measure(feeds: Feeds, trainee: TimedSteps, limits: Limits, ends: float) -> F
     return Figures(
         **runs,
         model=lab.model(runs["demand"].images_per_s, runs["step_cpu_s"], loading),
-        device=accelerator.of(trainee.device).kind,
+        device=accelerator.get(trainee.device).kind,
         cores_from="quota" if limits.by_quota else "affinity",
         image_size=train.image_size,
         short_sides=short_sides(train.source),
@@ -635,13 +635,13 @@ def measure(feeds: Feeds, trainee: TimedSteps, limits: Limits, ends: float) -> F
     )
 
 
-def fitting_batch(feeds: Feeds, trainee: TimedSteps) -> tuple[int, list[str]]:
+def fitting_batch(feeds: Feeds, trainee: StepBenchmark) -> tuple[int, list[str]]:
     """Returns the user's batch size, or one whose step takes 2 s, with a note.
 
     Of longer steps, as on a CPU, a diagnosis would see too few.
     """
     size = feeds.config.loader.batch_size
-    if accelerator.of(trainee.device).kind == "cuda":
+    if accelerator.get(trainee.device).kind == "cuda":
         return size, []
     # batch normalisation needs more than one image
     run = trainee.demand(feeds.noise(2), 0.0)
@@ -661,5 +661,5 @@ def command(config: Config, overridden: Sequence[str], verdict: Verdict, world: 
     if verdict.kind in _NO_CEILING:
         more = "mode=diagnose"
     elif verdict.kind in ("compute", "balanced"):
-        more = typed(verdict.change)
-    return again(config, world, overridden, more.split(), "mode")
+        more = as_overrides(verdict.change)
+    return resume_command(config, world, overridden, more.split(), "mode")

@@ -16,7 +16,7 @@ from ..feed.base import ARRAYS, THREADS, Failure, FeedSettings
 from ..feed.feeds import Feeds
 from ..monitor.console import progress, say
 from ..monitor.writer import BAD_SAMPLES as FILE
-from ..monitor.writer import Board
+from ..monitor.writer import RunWriter
 from ..runtime import signals
 from ..runtime.errors import DataError
 
@@ -39,13 +39,13 @@ def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
     if is_main:
         # of an earlier look
         (folder / FILE).unlink(missing_ok=True)
-    with Board(folder, tensorboard=False) if is_main else nullcontext() as board:
+    with RunWriter(folder, tensorboard=False) if is_main else nullcontext() as writer:
         for name, dataset in (("training", feeds.splits.train), ("validation", feeds.splits.val)):
             began_s = time.perf_counter()
             found = _unreadable(feeds, dataset, settings, name)
-            if board is not None:
+            if writer is not None:
                 for failure in found:
-                    board.bad_sample(name, failure.sample, failure.where, failure.reason)
+                    writer.bad_sample(name, failure.sample, failure.where, failure.reason)
             bad += found
             total += len(dataset)
             say(

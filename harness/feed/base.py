@@ -303,7 +303,7 @@ def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
     return stages if isinstance(stages, tuple) else (SAMPLE,)
 
 
-class Filler:
+class BatchWorker:
     """What one worker does, a process, a thread or the trainer itself: it fills samples.
 
     For each chunk call ``timer.begin``, then ``fill``.

@@ -24,7 +24,7 @@ from ..runtime.folder import log
 from ..runtime.limits import Limits
 from ..runtime.seeding import uniforms
 from .base import ARRAYS, PROCESSES, THREADS, Backend, Failure, FeedSettings, HostBatch
-from .order import AnyOrder, Cursor, Order, ProbeOrder, Rest
+from .order import AnyOrder, Cursor, EpochRemainder, Order, ProbeOrder
 from .processes import ProcessFeed
 from .threads import ThreadFeed
 
@@ -90,7 +90,7 @@ class InMemoryImages:
         self, dataset: ImageDataset, settings: FeedSettings, device: torch.device | None = None
     ) -> None:
         self._dataset = dataset
-        self._own = accelerator.of(device or "cpu")
+        self._own = accelerator.get(device or "cpu")
         pad = _padding(dataset)
         # pixels from one row to the next, and rows from one image to the next
         self._pitch = pitch = dataset.image_size + pad
@@ -325,7 +325,7 @@ class Feeds:
         if workers is None:
             # more than 16 processes only for users who ask for them
             workers = max(1, min(16, int(limits.cores)))
-        is_gpu = accelerator.of(self.world.device).has_streams
+        is_gpu = accelerator.get(self.world.device).has_streams
         settings = FeedSettings(
             batch_size=loader.batch_size,
             num_workers=workers,
@@ -377,7 +377,7 @@ class Feeds:
         config = self.config
         return config.loader.batch_size * config.trainer.accumulate_steps * self.world.size
 
-    def train(self, settings: FeedSettings, rest: Rest | None = None) -> Backend:
+    def train(self, settings: FeedSettings, rest: EpochRemainder | None = None) -> Backend:
         """Returns the training feed; of one epoch only the ``rest``.
 
         Frees the images that probes of the arrays backend have left, if another one was chosen.

@@ -15,7 +15,7 @@ from ..runtime.seeding import order_rng
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class EpochRemainder:
     """The samples ``start`` to ``stop`` that are left of the order of ``epoch``, of all ranks."""
 
     epoch: int
@@ -94,7 +94,7 @@ class Order:
     drop_last: bool = False
     rank: int = 0
     world_size: int = 1
-    rest: Rest | None = None
+    rest: EpochRemainder | None = None
     parts: int = 1
     balance: tuple[np.ndarray, float] | None = field(default=None, compare=False)
 

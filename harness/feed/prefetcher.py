@@ -86,7 +86,7 @@ class DataPrefetcher:
         mix: Mix | None = None,
     ) -> None:
         self.loader = loader
-        own = accelerator.of(device)
+        own = accelerator.get(device)
         if not own.tells:
             _log.warning("DataPrefetcher: device=%s: no batch is copied ahead on this type", device)
         self.device = own.device
@@ -174,7 +174,7 @@ class Normalise:
             raise ValueError(f"DataPrefetcher: dtype={dtype}: use float32, bfloat16 or float16")
         self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._on_host = accelerator.of(device).kind == "cpu"
+        self._on_host = accelerator.get(device).kind == "cpu"
         scaled = torch.from_numpy(np.stack([255.0 * values[0], 1.0 / (255.0 * values[1])]))
         self._mean, self._scale = scaled.float().to(device)[:, None, :, None, None]
         # of results on a CPU

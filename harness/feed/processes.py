@@ -30,9 +30,9 @@ from ..runtime.workers import Watchdog
 from .base import (
     PROCESSES,
     Backend,
+    BatchWorker,
     FeedSettings,
     FillableDataset,
-    Filler,
     HostBatch,
     stages_of,
     too_slow,
@@ -325,7 +325,7 @@ class _Batches(Dataset[HostBatch]):
     meter: StageMeter | None
     times_samples: bool
     # this worker's, from its first batch on
-    _filler: Filler | None = None
+    _filler: BatchWorker | None = None
 
     def __getitems__(self, key: tuple[int, np.ndarray]) -> HostBatch:
         epoch, indices = key
@@ -333,7 +333,7 @@ class _Batches(Dataset[HostBatch]):
         worker = get_worker_info()
         if self._filler is None:
             slot = worker.id if worker else 0
-            self._filler = Filler(self.dataset, slot, self.meter, self.times_samples)
+            self._filler = BatchWorker(self.dataset, slot, self.meter, self.times_samples)
         # the batch's own time, without its samples, begins here
         timer = self._filler.timer
         lap = timer.begin(count)
@@ -355,7 +355,7 @@ def _as_it_is(batch: HostBatch) -> HostBatch:
 
 def _enter_worker(worker: int) -> None:
     workers.enter_worker()
-    workers.give_way()
+    workers.lower_priority()
 
 
 def _kill(running: list[BaseProcess]) -> None:

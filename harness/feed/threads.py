@@ -24,11 +24,11 @@ from ..runtime.folder import log
 from .base import (
     THREADS,
     Backend,
+    BatchWorker,
     BufferPool,
     Failure,
     FeedSettings,
     FillableDataset,
-    Filler,
     HostBatch,
     stages_of,
     too_slow,
@@ -96,7 +96,7 @@ class ThreadFeed(Backend):
         self._ahead = 1 + (settings.prefetch_factor or 0)
         # both from the first pass on, the filler for the consumer
         self._memory: BufferPool | None = None
-        self._own: Filler
+        self._own: BatchWorker
         self._pending: deque[_Batch] = deque()
         # whether batches of the pass have not been begun
         self._more = False
@@ -164,8 +164,8 @@ class ThreadFeed(Backend):
             self._threads[slot] = thread
         self._work.notify_all()
 
-    def _filler(self, slot: int) -> Filler:
-        return Filler(self._dataset, slot, self.meter, self.times_samples)
+    def _filler(self, slot: int) -> BatchWorker:
+        return BatchWorker(self._dataset, slot, self.meter, self.times_samples)
 
     def take(self, poll_s: float) -> HostBatch | None:
         """As in ``Backend``; raises whatever failed in place of the batch."""
@@ -259,7 +259,7 @@ class ThreadFeed(Backend):
         return batch, slice(first, batch.handed)
 
 
-def _fill(filler: Filler, batch: _Batch, rows: slice, done: threading.Condition) -> None:
+def _fill(filler: BatchWorker, batch: _Batch, rows: slice, done: threading.Condition) -> None:
     """Fills the samples of ``batch`` at ``rows``; notifies ``done`` of its end."""
     count = rows.stop - rows.start
     try:
@@ -298,13 +298,13 @@ def _serve(
     device: int | None,
 ) -> None:
     """The thread of ``slot``: fills chunks until it is not wanted; keeps no feed meanwhile."""
-    workers.give_way()
+    workers.lower_priority()
     own = threading.current_thread()
     try:
         if device is not None:
             # a new thread is on the first device
             torch.accelerator.set_device_index(device)
-        filler: Filler | None = None
+        filler: BatchWorker | None = None
         while True:
             with work:
                 chunk = None

@@ -16,8 +16,8 @@ from torchvision import transforms
 from torchvision.datasets import folder
 from torchvision.transforms import v2
 
-from ..data.decode import Undecodable, decode_jpeg
-from ..data.transforms import Box, TrainTransform, resize_into
+from ..data.decode import DecodeError, decode_jpeg
+from ..data.transforms import Box, CropTransform, resize_into
 from ..runtime.files import read_regular
 
 _Set = TypeVar("_Set", bound=folder.DatasetFolder)
@@ -56,7 +56,7 @@ def _steps(dataset: Any) -> Sequence[Any]:
 def _load(loader: Callable[[str], Any], path: str) -> np.ndarray:
     """Returns the pixels that ``loader`` gives, of an intact JPEG without Pillow."""
     try:
-        with suppress(Undecodable):
+        with suppress(DecodeError):
             # of a larger image Pillow warns
             pixels = decode_jpeg(read_regular(path), Image.MAX_IMAGE_PIXELS or 2**40)
             if pixels is not None:
@@ -109,7 +109,7 @@ class _Fast:
             top, left, h, w = self.random.get_params(image, self.random.scale, self.random.ratio)
             box = (left, top, w, h)
         else:
-            new_size = TrainTransform(self.size, resize=self.short).whole_size(width, height)
+            new_size = CropTransform(self.size, resize=self.short).whole_size(width, height)
         mirrored = self.flip is not None and bool(torch.rand(1) < self.flip)
         out = np.empty((self.size, self.size, 3), np.uint8)
         resize_into(pixels, box, out.transpose(2, 0, 1), mirrored, new_size, self.filter)

@@ -32,7 +32,7 @@ _SETTLE_S = 1.0
 
 
 @dataclass(eq=False)
-class Followed:
+class WatchedLoader:
     """A loader that the script made.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Pass:
         last_s: when it gave its last batch.
     """
 
-    loader: Followed
+    loader: WatchedLoader
     began_s: float
     told: bool = False
     wait: ExitStack = field(default_factory=ExitStack)
@@ -86,7 +86,7 @@ class _Pass:
     last_s: float = 0.0
 
 
-class Loops:
+class LoopTracker:
     """The loops of the thread that made this object.
 
     Attributes:
@@ -122,10 +122,10 @@ class Loops:
 
     def __init__(self) -> None:
         self.thread = get_ident()
-        self.followed: list[Followed] = []
-        self.own = accelerator.of("cpu")
+        self.followed: list[WatchedLoader] = []
+        self.own = accelerator.get("cpu")
         self._now: Callable[[], float] = time.perf_counter
-        self._known = WeakKeyDictionary[Any, Followed]()
+        self._known = WeakKeyDictionary[Any, WatchedLoader]()
         self._passes = WeakKeyDictionary[Any, _Pass]()
         # passes that gave a batch since the last told one did, and may be evaluations
         self._undecided: list[_Pass] = []
@@ -275,7 +275,7 @@ class Loops:
         device = next(weights).device
         self.clock = StepClock(device)
         self._now = self.clock.now
-        self.own = accelerator.of(device)
+        self.own = accelerator.get(device)
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank()
@@ -326,13 +326,13 @@ class Loops:
             self.clock.end_epoch()
             self._main = None
 
-    def training(self) -> list[Followed]:
+    def training(self) -> list[WatchedLoader]:
         """Returns the loaders that fed updates, the one that gave most batches first."""
         fed = [each for each in self.followed if each.trains]
         return sorted(fed, key=lambda each: -each.batches)
 
     @property
-    def main(self) -> Followed | None:
+    def main(self) -> WatchedLoader | None:
         """The loader that fed most updates."""
         return next(iter(self.training()), None)
 
@@ -352,7 +352,7 @@ class Loops:
             with clock.noted("watching"):
                 self.on_window(clock)
 
-    def made(self, loader: Any) -> Followed:
+    def made(self, loader: Any) -> WatchedLoader:
         """Returns what is known of a loader that is new."""
         dataset = getattr(loader, "dataset", None)
         length = 0
@@ -364,10 +364,12 @@ class Loops:
             images = dataset
         known = id(dataset), length
         is_stream = isinstance(dataset, IterableDataset)
-        own = self._known[loader] = Followed(_caller(), _settings(loader), known, images, is_stream)
+        own = self._known[loader] = WatchedLoader(
+            _caller(), _settings(loader), known, images, is_stream
+        )
         return own
 
-    def _loader(self, loader: Any) -> Followed:
+    def _loader(self, loader: Any) -> WatchedLoader:
         """Returns what is known of a loader that is used."""
         own = self._known.get(loader) or self.made(loader)
         alive = [id(each) for each in self._known.values()]

@@ -21,15 +21,15 @@ from torch.utils.data._utils import worker as _torch_worker
 from ..config import ConfigError
 from ..runtime.errors import RunError
 from . import workers
-from .loops import Followed, Loops
+from .loops import LoopTracker, WatchedLoader
 
 _worker: Any = _torch_worker
 # those of this process
-_loops: Loops | None = None
+_loops: LoopTracker | None = None
 
 
 @contextmanager
-def installed(loops: Loops) -> Iterator[None]:
+def installed(loops: LoopTracker) -> Iterator[None]:
     """Tells ``loops`` of all that torch does in the block."""
     global _loops
     with ExitStack() as stack:
@@ -44,7 +44,9 @@ def installed(loops: Loops) -> Iterator[None]:
             original = getattr(owner, name)
             stack.callback(setattr, owner, name, original)
             setattr(owner, name, _around(original, hook))
-        updated = register_optimizer_step_post_hook(lambda *args: _tell(Loops.updated, args[0]))
+        updated = register_optimizer_step_post_hook(
+            lambda *args: _tell(LoopTracker.updated, args[0])
+        )
         stack.callback(updated.remove)
         _loops = loops
         stack.callback(_forget)
@@ -68,12 +70,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _tell(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Returns what a ``method`` of ``Loops`` returns; None: nothing is watched here.
+    """Returns what a ``method`` of ``LoopTracker`` returns; None: nothing is watched here.
 
     After a fault of ours nothing is watched any more.
     """
     loops = _loops
-    if loops is None or (get_ident() != loops.thread and method is not Loops.open):
+    if loops is None or (get_ident() != loops.thread and method is not LoopTracker.open):
         return None
     try:
         return method(loops, *args, **named)
@@ -86,20 +88,20 @@ def _tell(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 def _make(make: Callable[..., None], loader: Any, *args: Any, **named: Any) -> None:
     make(loader, *args, **named)
-    _tell(Loops.made, loader)
+    _tell(LoopTracker.made, loader)
 
 
 def iterate(make: Callable[[Any], Any], loader: Any) -> Any:
     """Returns the iterator that ``make`` makes of a loader, of whose batches ``fetch`` tells."""
-    own = _tell(Loops.open, loader)
+    own = _tell(LoopTracker.open, loader)
     if own is None:
         return make(loader)
     iterator = _timed(loader, own.loader, make)
-    _tell(Loops.opened, own, iterator)
+    _tell(LoopTracker.opened, own, iterator)
     return iterator
 
 
-def _timed(loader: Any, followed: Followed, make: Callable[[Any], Any]) -> Any:
+def _timed(loader: Any, followed: WatchedLoader, make: Callable[[Any], Any]) -> Any:
     """Returns the iterator of a new pass, whose workers are timed."""
     workers.hook_libraries()
     if followed.meter is None:
@@ -118,15 +120,15 @@ def _timed(loader: Any, followed: Followed, make: Callable[[Any], Any]) -> Any:
 
 def fetch(take: Callable[[Any], Any], iterator: Any) -> Any:
     """Returns the batch that ``take`` takes of an iterator, and tells of it."""
-    own = _tell(Loops.ask, iterator)
+    own = _tell(LoopTracker.ask, iterator)
     if own is None:
         return take(iterator)
     try:
         batch = take(iterator)
     except BaseException as error:
-        _tell(Loops.lack, own, is_end=isinstance(error, StopIteration))
+        _tell(LoopTracker.lack, own, is_end=isinstance(error, StopIteration))
         raise
-    _tell(Loops.take, own, iterator, batch)
+    _tell(LoopTracker.take, own, iterator, batch)
     return batch
 
 
@@ -135,13 +137,13 @@ def _copy(copy: Callable[..., Any], tensor: torch.Tensor, *args: Any, **named: A
     start = None
     # most calls change only the type
     if not (given and all(isinstance(each, torch.dtype) for each in given)):
-        start = _tell(Loops.copying, tensor)
+        start = _tell(LoopTracker.copying, tensor)
     made = copy(tensor, *args, **named)
     if start is not None:
-        _tell(Loops.copied, made, start)
+        _tell(LoopTracker.copied, made, start)
     return made
 
 
 def _backward(backward: Callable[..., None], *args: Any, **named: Any) -> None:
-    _tell(Loops.backward)
+    _tell(LoopTracker.backward)
     backward(*args, **named)

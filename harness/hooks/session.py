@@ -19,23 +19,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..clock.clock import StepClock
-from ..clock.figures import RankFigures, Window, by_tag, told
+from ..clock.figures import RankFigures, Window, as_report, by_tag
 from ..clock.stages import GROUPS
 from ..feed.base import FeedSettings
-from ..monitor.goodput import Course
+from ..monitor.goodput import GoodputTimer
 from ..monitor.host import Sampler
 from ..monitor.monitor import sampling
-from ..monitor.writer import Board
+from ..monitor.writer import RunWriter
 from ..report.evidence import Evidence
 from ..report.page import document
 from ..report.run_report import closing, report, used
-from ..report.statement import Statement, stated, typed
+from ..report.statement import Statement, as_overrides, stated
 from ..report.verdict import Change, Verdict, judge
 from ..runtime import folder, limits
 from ..runtime.errors import printable
 from ..runtime.files import read_json, write_whole
 from . import patches
-from .loops import Followed, Loops
+from .loops import LoopTracker, WatchedLoader
 
 # our settings, some with their value, and what somebody's loop has in their place
 _WORDS: Mapping[str, str] = {
@@ -75,7 +75,7 @@ class LoaderCall:
         return f"{text}. {self.note}" if self.note else text
 
 
-def better(verdict: Verdict, followed: Followed) -> LoaderCall | None:
+def better(verdict: Verdict, followed: WatchedLoader) -> LoaderCall | None:
     """Returns the loader's arguments by which ``verdict`` has the workers feed the steps.
 
     None: it asks for no more workers.
@@ -105,7 +105,7 @@ def better(verdict: Verdict, followed: Followed) -> LoaderCall | None:
     return LoaderCall(followed.where, arguments, gain, note)
 
 
-def offered(followed: Followed) -> list[str]:
+def offered(followed: WatchedLoader) -> list[str]:
     """Returns the line that puts this project's decoding in, if it can serve the loader."""
     if followed.images is None:
         return []
@@ -119,12 +119,12 @@ def offered(followed: Followed) -> list[str]:
     return ["dataset = wellfed.faster(dataset): decodes, cuts, resizes and mirrors in one go"]
 
 
-def in_script(change: Change, followed: Followed) -> str:
+def in_script(change: Change, followed: WatchedLoader) -> str:
     """Returns the settings of ``change`` as somebody's own loop has them."""
     return ", ".join(_in_script(name, value, followed) for name, value in change.items())
 
 
-def _in_script(name: str, value: int | bool | str, followed: Followed) -> str:
+def _in_script(name: str, value: int | bool | str, followed: WatchedLoader) -> str:
     room, _, argument = name.partition(".")
     if argument == "autotune":
         tuned = "" if followed.streams else " (wellfed.tune finds them)"
@@ -150,7 +150,7 @@ _SAMPLE_S = 1.0
 _TOLD = ("where", "trains", "passes", "batches", "waited_s")
 
 
-class Session(Loops):
+class Session(LoopTracker):
     """What the hooks see of this process, written down.
 
     Args:
@@ -171,10 +171,10 @@ class Session(Loops):
         self._name = name
         self._place = place
         self._tensorboard = tensorboard
-        self._course = Course(began_s)
+        self._course = GoodputTimer(began_s)
         self._began = time.time()
         self._stack = ExitStack()
-        self._board: Board | None = None
+        self._writer: RunWriter | None = None
         self._sampler: Sampler | None = None
         self._has_children = False
         # say how fast training is at the end of each pass
@@ -185,15 +185,15 @@ class Session(Loops):
     def on_pass(self, clock: StepClock) -> None:
         """Tells how training went so far."""
         if self.tells_passes and not self.rank:
-            for line in closing(told(clock.total(), self.world_size), "samples"):
+            for line in closing(as_report(clock.total(), self.world_size), "samples"):
                 _say(line)
 
     def on_window(self, clock: StepClock) -> None:
         """Writes a window of steps."""
         window = clock.close_window()
-        if window and window.steps and self._board and self._sampler:
+        if window and window.steps and self._writer and self._sampler:
             figures: dict[str, Any] = {**by_tag(window), **self._sampler.read()}
-            self._board.scalars(self.updates, figures)
+            self._writer.scalars(self.updates, figures)
 
     def on_start(self) -> None:
         """Makes the folder, and begins to look at the machine: at the first update."""
@@ -209,8 +209,8 @@ class Session(Loops):
             self._place = wanted.with_name(f"{wanted.name}-{next(numbers)}")
         folder.own(self._place)
         self._stack.callback(folder.release, self._place)
-        board = Board(self._place, tensorboard=self._tensorboard)
-        self._board = self._stack.enter_context(board)
+        writer = RunWriter(self._place, tensorboard=self._tensorboard)
+        self._writer = self._stack.enter_context(writer)
         looks = sampling(self.own, self.world_size, _SAMPLE_S)
         self._sampler = self._stack.enter_context(looks)
 
@@ -272,15 +272,15 @@ class Session(Loops):
         if self.rank:
             _write_rank(RankFigures.of(self.rank, clock.total(), self.forward_ms))
             return
-        if self._board is None or self._place is None:
+        if self._writer is None or self._place is None:
             # there is no folder for it
             return
         self.on_window(clock)
         with self._stack:
             found = self._report(clock, status)
-            self._board.report(found)
+            self._writer.report(found)
             verdict: Statement = found["verdict"]
-            self._board.text("verdict", [verdict.sentence, *verdict.evidence])
+            self._writer.text("verdict", [verdict.sentence, *verdict.evidence])
         document.write_report(self._place)
         for line in self._words(found):
             _say(line)
@@ -308,7 +308,7 @@ class Session(Loops):
     def _stated(self, verdict: Verdict) -> Statement:
         """Returns ``verdict`` in the words of the loop."""
         main = self.main
-        return stated(verdict, partial(in_script, followed=main) if main else typed)
+        return stated(verdict, partial(in_script, followed=main) if main else as_overrides)
 
     def _report(self, clock: StepClock, status: str) -> dict[str, Any]:
         """Returns ``report.json``, as a run of our own leaves it."""

@@ -19,7 +19,7 @@ from ..data.storage import FolderSource
 from ..feed.base import Failure
 from ..feed.feeds import Feeds
 from ..monitor.console import progress, say
-from ..monitor.writer import BAD_SAMPLES, Board, plain
+from ..monitor.writer import BAD_SAMPLES, RunWriter, plain
 from ..runtime import limits, signals
 from ..runtime.distributed import World
 from ..runtime.errors import DataError
@@ -55,9 +55,9 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     if world.is_main:
         # of an attempt that failed
         (folder / BAD_SAMPLES).unlink(missing_ok=True)
-        with Board(folder, tensorboard=False) as board:
+        with RunWriter(folder, tensorboard=False) as writer:
             for failure in bad:
-                board.bad_sample("prediction", failure.sample, failure.where, failure.reason)
+                writer.bad_sample("prediction", failure.sample, failure.where, failure.reason)
     count = len(source) - len(bad)
     if not count:
         raise DataError(

@@ -11,7 +11,7 @@ from ..clock.figures import Window
 
 
 @dataclass(slots=True)
-class Course:
+class GoodputTimer:
     """Wall time since ``began_s``, a time of the clock ``now``, by what it went to."""
 
     began_s: float

@@ -291,7 +291,7 @@ class Neighbours:
             return others
         return taken(sampled)
 
-    def told(self, others: float) -> str:
+    def warning(self, others: float) -> str:
         """Returns what the user is warned of."""
         return (
             f"other programs took {others:.2g} of the {self._cores:g} cores meanwhile, so that "

@@ -17,23 +17,23 @@ from ..runtime import accelerator, limits
 from ..runtime.accelerator import Accelerator
 from ..runtime.distributed import World
 from .device import GpuSensor, Sensor, nvml_sees_gpu
-from .goodput import Course
+from .goodput import GoodputTimer
 from .host import HostSensor, Sampler
 from .wandb_writer import WandbWriter
-from .writer import Board
+from .writer import RunWriter
 
 
 @dataclass(slots=True)
-class Watch:
-    """What a run is watched with; board and sampler are the first rank's alone.
+class Monitor:
+    """What a run is watched with; writer and sampler are the first rank's alone.
 
-    ``course`` knows where the wall time went; ``on_window`` are called with the clock and the
+    ``timer`` knows where the wall time went; ``on_window`` are called with the clock and the
     window whenever a window ends.
     """
 
     clock: StepClock
-    course: Course
-    board: Board | None = None
+    timer: GoodputTimer
+    writer: RunWriter | None = None
     sampler: Sampler | None = None
     on_window: list[Callable[[StepClock, Window], None]] = field(default_factory=list)
 
@@ -41,29 +41,29 @@ class Watch:
 @contextmanager
 def watched(
     config: Config, world: World, folder: Path, began_s: float, resumed_step: int | None = None
-) -> Iterator[Watch]:
+) -> Iterator[Monitor]:
     """Yields the ``Watch`` of a run in ``folder``; closes its files and threads after the block.
 
     The command began at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the checkpoint's
     where the run goes on from one.
     """
-    watch = Watch(StepClock(world.device), Course(began_s))
-    watch.course.mark("start")
+    monitor = Monitor(StepClock(world.device), GoodputTimer(began_s))
+    monitor.timer.mark("start")
     with ExitStack() as stack:
         if world.is_main:
             goes_on = resumed_step is not None
             wandb = config.watch.wandb is not Wandb.disabled
-            watch.board = stack.enter_context(
-                Board(
+            monitor.writer = stack.enter_context(
+                RunWriter(
                     folder,
                     tensorboard=config.watch.tensorboard,
                     resumed_step=resumed_step,
                     wandb=WandbWriter(folder, config, goes_on) if wandb else None,
                 )
             )
-            looks = sampling(accelerator.of(world.device), world.local_size, config.watch.sample_s)
-            watch.sampler = stack.enter_context(looks)
-        yield watch
+            looks = sampling(accelerator.get(world.device), world.local_size, config.watch.sample_s)
+            monitor.sampler = stack.enter_context(looks)
+        yield monitor
 
 
 def sampling(own: Accelerator, ranks: int, interval_s: float) -> Sampler:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..clock.figures import Spread
 from ..runtime.errors import printable
-from ..runtime.files import open_regular, typed, write_whole
+from ..runtime.files import from_json, open_regular, write_whole
 from ..runtime.folder import log
 from .console import say
 
@@ -33,7 +33,7 @@ _BLOCK = 1_024
 Value = float | Spread | None
 
 
-class Board:
+class RunWriter:
     """Writes a run's figures into its folder; a context manager.
 
     A write that fails (a full disk) costs what it would have written and no more: one warning,
@@ -195,8 +195,8 @@ class Board:
         for line in data.splitlines(keepends=True):
             with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 values = json.loads(line)
-                found = typed(float, values["step"])
-                time_s = typed(float, values.get("time_s", 0.0))
+                found = from_json(float, values["step"])
+                time_s = from_json(float, values.get("time_s", 0.0))
                 if line.endswith(b"\n") and (step is None or found <= step):
                     kept.append(line)
                     self._began = self._now() - time_s
@@ -273,13 +273,13 @@ def _table() -> np.ndarray:
     return np.stack(places[::-1])
 
 
-def publish(name: str, lines: Sequence[str], value: Any, board: Board | None) -> None:
-    """Prints ``lines``; gives them to ``board``, if any, with ``value`` as ``name.json``."""
+def publish(name: str, lines: Sequence[str], value: Any, writer: RunWriter | None) -> None:
+    """Prints ``lines``; gives them to ``writer``, if any, with ``value`` as ``name.json``."""
     for line in lines:
         say(line)
-    if board is not None:
-        board.write(f"{name}.json", json.dumps(plain(value), indent=1, allow_nan=False))
-        board.text(name, lines)
+    if writer is not None:
+        writer.write(f"{name}.json", json.dumps(plain(value), indent=1, allow_nan=False))
+        writer.text(name, lines)
 
 
 def plain(value: Any) -> Any:

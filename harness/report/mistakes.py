@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..data.datasets import Splits
-from ..monitor.writer import Board, plain
+from ..monitor.writer import RunWriter, plain
 from ..runtime.errors import BadSample, printable
-from ..training.pictures import Answers, coded
+from ..training.pictures import PredictionLog, coded
 
 # pictures of mistakes
 _MOST = 24
@@ -33,7 +33,7 @@ _MOST_CLASSES = 2_000
 _UNEVEN = 10
 
 
-def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:
+def show(answers: PredictionLog, splits: Splits, writer: RunWriter, *, read: bool) -> None:
     """Writes ``classes.csv``, ``confusion.csv``, ``mistakes.json`` and TensorBoard's pictures.
 
     If ``read``, the mistaken images are read again, as the network saw them.
@@ -51,27 +51,27 @@ def show(answers: Answers, splits: Splits, board: Board, *, read: bool) -> None:
     if splits.labels is not None:
         columns["train_images"] = np.bincount(splits.labels, minlength=len(names))
     classes = {"class": names, **{name: plain(each.tolist()) for name, each in columns.items()}}
-    _table(board, "classes.csv", classes, zip(*classes.values(), strict=True))
+    _table(writer, "classes.csv", classes, zip(*classes.values(), strict=True))
     if len(names) <= _MOST_CLASSES:
         matrix = np.diag(correct)
         matrix[kinds[:, 0], kinds[:, 1]] = kinds[:, 2]
         rows = ([name, *row] for name, row in zip(names, matrix.tolist(), strict=True))
-        _table(board, "confusion.csv", ["", *names], rows)
+        _table(writer, "confusion.csv", ["", *names], rows)
         # by share of the true class; a root shows what is seldom
         shares = np.sqrt(matrix / np.maximum(1, images[:, None]))
         grey = (255 - 255 * shares).astype(np.uint8)
-        board.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
+        writer.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
     found = {
-        "counts": told(splits),
+        "counts": class_counts(splits),
         "classes": classes,
         "kinds": kinds[:_MOST_KINDS].tolist(),
-        "mistakes": _mistakes(answers, names, splits, board, read),
+        "mistakes": _mistakes(answers, names, splits, writer, read),
     }
-    board.write("mistakes.json", json.dumps(found))
+    writer.write("mistakes.json", json.dumps(found))
 
 
 def _mistakes(
-    answers: Answers, names: list[str], splits: Splits, board: Board, read: bool
+    answers: PredictionLog, names: list[str], splits: Splits, writer: RunWriter, read: bool
 ) -> list[dict[str, Any]]:
     """Returns the surest mistakes; shows their pictures in TensorBoard."""
     rows = []
@@ -102,11 +102,11 @@ def _mistakes(
                 tiles.append(tile)
                 texts.append(f"{row['given']}, not {row['label']}")
     if tiles:
-        board.images("val/mistakes", np.stack(tiles), texts)
+        writer.images("val/mistakes", np.stack(tiles), texts)
     return rows
 
 
-def told(splits: Splits) -> str | None:
+def class_counts(splits: Splits) -> str | None:
     """Returns a sentence on the training images of each class, and on very uneven classes."""
     if splits.labels is None:
         return None
@@ -117,7 +117,9 @@ def told(splits: Splits) -> str | None:
     return text
 
 
-def _table(board: Board, name: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+def _table(
+    writer: RunWriter, name: str, head: Iterable[str], rows: Iterable[Iterable[Any]]
+) -> None:
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows([head, *rows])
-    board.write(name, text.getvalue().rstrip("\n"))
+    writer.write(name, text.getvalue().rstrip("\n"))

@@ -12,15 +12,16 @@ from typing import Any
 from ..config import Mode, shown, walk
 from ..data.datasets import Splits
 from ..monitor.console import say
-from ..monitor.writer import BAD_SAMPLES, Board
+from ..monitor.writer import BAD_SAMPLES, RunWriter
 from ..runtime import accelerator, launch
-from ..runtime.distributed import again
+from ..runtime.distributed import resume_command
 from ..runtime.errors import described, words
 from ..runtime.folder import log
 from ..training.checkpoint_read import Record, records
 from ..training.engine import Engine
 from . import mistakes
 from .evidence import Evidence
+from .page.document import write_report
 from .run_report import closing, report
 from .statement import Statement, stated
 from .verdict import judge
@@ -35,21 +36,19 @@ class Reporter:
             the HParams page.
         tuning: called at the end, gives what tuning did, as plain values; None: nothing was tuned.
         cores: what this rank may use.
-        write_page: writes the page of a run's folder, once ``report.json`` is there.
         splits: the data set, of which the surest mistakes are shown.
     """
 
     overridden: tuple[str, ...]
     tuning: Callable[[], Mapping[str, Any]] | None
     cores: float
-    write_page: Callable[[Path], object]
     splits: Splits
 
     @contextmanager
     def reporting(self, engine: Engine) -> Iterator[None]:
         """Reports on ``engine`` at the end of the block, however it ends."""
         if engine.config.mode is Mode.train:
-            if told := mistakes.told(self.splits):
+            if told := mistakes.class_counts(self.splits):
                 say(told)
             if engine.config.watch.tensorboard:
                 say(f"watch it: tensorboard --logdir {_root(engine.folder)}")
@@ -63,24 +62,24 @@ class Reporter:
         self._report(engine, {})
 
     def _report(self, engine: Engine, ending: Mapping[str, str]) -> None:
-        board = engine.watch.board
+        writer = engine.monitor.writer
         # the report of what was done stays
-        if board is None or engine.status == "idle":
+        if writer is None or engine.status == "idle":
             return
         # a device that has failed answers nothing more
-        board.report({**_progress(engine), **ending})
+        writer.report({**_progress(engine), **ending})
         try:
-            self._publish(engine, board, ending)
+            self._publish(engine, writer, ending)
         except Exception as error:
             # how the run ended is not up to its report
             log.warning("report.json: %s: %s", type(error).__name__, words(error))
 
-    def _publish(self, engine: Engine, board: Board, ending: Mapping[str, str]) -> None:
+    def _publish(self, engine: Engine, writer: RunWriter, ending: Mapping[str, str]) -> None:
         """Writes all that there is to say of the run, and its last words."""
         found = self.figures(engine)
-        board.report({**found, **ending})
+        writer.report({**found, **ending})
         verdict: Statement = found["verdict"]
-        board.text("verdict", [verdict.sentence, *verdict.evidence])
+        writer.text("verdict", [verdict.sentence, *verdict.evidence])
 
         # few, for the page opens with five columns
         columns = ["loader.batch_size", "model.name", "optim.lr", "trainer.precision"]
@@ -95,13 +94,13 @@ class Reporter:
         told = ("top1", "images_per_s", "stall_fraction")
         results = {f"hparam/{name}": found.get(name) for name in told}
         goodput = found.get("goodput")
-        board.hparams(row, results | {"hparam/goodput": goodput and goodput["fraction"]})
+        writer.hparams(row, results | {"hparam/goodput": goodput and goodput["fraction"]})
 
         if engine.answers is not None:
             # a run that is asked to end reads no more images
             read = engine.status == "completed"
-            mistakes.show(engine.answers, self.splits, board, read=read)
-        self.write_page(engine.folder)
+            mistakes.show(engine.answers, self.splits, writer, read=read)
+        write_report(engine.folder)
         if engine.status == "completed":
             self._close(engine, found)
             if engine.stopped is None or engine.is_done:
@@ -112,19 +111,19 @@ class Reporter:
 
     def figures(self, engine: Engine) -> dict[str, Any]:
         """Returns ``report.json`` as plain values; what this device cannot give is absent."""
-        total = engine.watch.clock.total()
+        total = engine.monitor.clock.total()
         world = engine.world
         trainer = engine.config.trainer
         loader = engine.config.loader
         cache = self.splits.cache
-        own = accelerator.of(world.device)
+        own = accelerator.get(world.device)
         evidence = Evidence(
             window=total,
             stages=engine.feed.meter.read() if engine.feed.meter else None,
             settings=engine.feed.settings,
             cores=self.cores,
             device=own.kind,
-            sampled=engine.watch.sampler.means() if engine.watch.sampler else {},
+            sampled=engine.monitor.sampler.means() if engine.monitor.sampler else {},
             autotuned=self.tuning is not None,
             ranks=engine.ranks,
             trainer=trainer,
@@ -148,7 +147,7 @@ class Reporter:
             gpu_memory=engine.memory.peaks,
             skipped_updates=engine.skipped,
             bad_samples=len(engine.replaced) or None,
-            goodput=engine.watch.course.goodput(total),
+            goodput=engine.monitor.timer.goodput(total),
             stopped=engine.stopped,
             tuning=self.tuning and self.tuning(),
             cache=cache and cache.stats(),
@@ -213,7 +212,8 @@ class Reporter:
             resume = "resume=auto"
             without = []
         say(f"saved          {os.path.relpath(saved[-1].path)}")
-        say(f"go on with     {again(config, engine.world, self.overridden, [resume], *without)}")
+        command = resume_command(config, engine.world, self.overridden, [resume], *without)
+        say(f"go on with     {command}")
 
 
 def _progress(engine: Engine) -> dict[str, Any]:

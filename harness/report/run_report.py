@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..clock.figures import Tag, told
+from ..clock.figures import Tag, as_report
 from ..monitor.host import environment
 from ..monitor.writer import plain
 from .evidence import Evidence
@@ -33,7 +33,7 @@ def report(
     sampled = evidence.sampled
     found: dict[str, Any] = {
         "world_size": world_size,
-        **told(evidence.window, world_size),
+        **as_report(evidence.window, world_size),
         "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
         "sampled": sampled or None,
         "ranks": evidence.ranks or None,

@@ -85,12 +85,12 @@ class Statement:
     evidence: tuple[str, ...] = ()
 
 
-def typed(change: Change) -> str:
+def as_overrides(change: Change) -> str:
     """Returns settings as they are typed on the command line."""
     return " ".join(f"{name}={str(value).lower()}" for name, value in change.items())
 
 
-def stated(verdict: Verdict, tried: Callable[[Change], str] = typed) -> Statement:
+def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> Statement:
     """Returns ``verdict`` in words; ``tried`` words the settings to try."""
     kind = verdict.kind
     r = verdict.shares

@@ -54,10 +54,15 @@ def judge(r: Evidence) -> Verdict:
         return Verdict("unknown", r, why="few steps")
     if window.stall_fraction is None:
         return Verdict("unknown", r, why="no stall")
-    rule = unharmed
+    rule = explain_unharmed
     if r.lost >= HARM:
         # the rule for what costs the most
-        costs = {starved: r.starved, copied: r.copy, hosted: r.host, launched: r.launch}
+        costs = {
+            explain_data_bound: r.starved,
+            explain_copy_bound: r.copy,
+            explain_host_bound: r.host,
+            explain_launch_bound: r.launch,
+        }
         rule = max(costs, key=costs.__getitem__)
     ceiling = r.speedup
     if r.late:
@@ -65,7 +70,7 @@ def judge(r: Evidence) -> Verdict:
         ceiling = max(ceiling, 1 / max(0.01, 1 - r.late.share))
     else:
         found = rule(r)
-    return replace(lacking(r, found.kind) or found, ceiling=ceiling)
+    return replace(explain_shortage(r, found.kind) or found, ceiling=ceiling)
 
 
 def searched(r: Evidence) -> Change:
@@ -73,7 +78,7 @@ def searched(r: Evidence) -> Change:
     return {} if r.autotuned else {"loader.autotune": True}
 
 
-def unharmed(r: Evidence) -> Verdict:
+def explain_unharmed(r: Evidence) -> Verdict:
     """Returns what sets the pace where next to nothing is lost."""
     # a twentieth of the time for Python is no surprise where steps are short
     if r.stall >= FED or r.host >= 0.05:
@@ -91,7 +96,7 @@ def unharmed(r: Evidence) -> Verdict:
     return Verdict("compute", r, change)
 
 
-def starved(r: Evidence) -> Verdict:
+def explain_data_bound(r: Evidence) -> Verdict:
     """Returns why batches come too late: made too slowly, or long on the way."""
     cores = r.cores
     cost = r.cost
@@ -102,7 +107,7 @@ def starved(r: Evidence) -> Verdict:
     change = searched(r)
     if late and not is_full and (cost is None or r.unmade() < r.starved / 2):
         if r.moved >= r.handed:
-            return copied(r)
+            return explain_copy_bound(r)
         # making a batch here is quicker than fetching it
         if change and r.workers and cost and 0 < cost.wall_s * r.rate < r.starved:
             change = {"loader.num_workers": 0}
@@ -134,13 +139,13 @@ def more_in_flight(r: Evidence) -> Change:
     return {"loader.num_workers": wanted}
 
 
-def copied(r: Evidence) -> Verdict:
+def explain_copy_bound(r: Evidence) -> Verdict:
     """Returns that batches that are here wait to be brought to the device and normalised."""
     pins = r.device == "cuda" and not r.settings.pin_memory
     return Verdict("copy", r, {"loader.pin_memory": True} if pins else {})
 
 
-def hosted(r: Evidence) -> Verdict:
+def explain_host_bound(r: Evidence) -> Verdict:
     """Returns that Python keeps the device waiting between two steps."""
     match max(r.host_parts, key=r.host_parts.__getitem__):
         case "gc":
@@ -150,13 +155,13 @@ def hosted(r: Evidence) -> Verdict:
     return Verdict("host", r, {"loader.batch_size": 2 * r.settings.batch_size})
 
 
-def launched(r: Evidence) -> Verdict:
+def explain_launch_bound(r: Evidence) -> Verdict:
     """Returns that Python launches kernels more slowly than the device runs them."""
     larger = {"loader.batch_size": 2 * r.settings.batch_size}
     return Verdict("launch", r, larger if r.trainer.compile else {"trainer.compile": True})
 
 
-def lacking(r: Evidence, kind: Bottleneck) -> Verdict | None:
+def explain_shortage(r: Evidence, kind: Bottleneck) -> Verdict | None:
     """Returns what the machine lacked, where that can have caused ``kind``."""
     # slow processors do not harm an accelerator that is busy all the same
     if r.device == "cpu" or r.lost >= HARM:

@@ -2,7 +2,7 @@
 
 On CUDA the host runs ahead: work is queued on streams, and events tell when the device has done it.
 Elsewhere nothing is queued that we could time, and the methods for streams do nothing. Tests put an
-emulated device in the place of ``of``.
+emulated device in the place of ``get``.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _stream(device: torch.device, priority: int) -> Any:
     return torch.cuda.Stream(device, priority=priority)
 
 
-def of(device: torch.device | str | Accelerator) -> Accelerator:
+def get(device: torch.device | str | Accelerator) -> Accelerator:
     """Returns the accelerator behind ``device``; CUDA without an index is the current GPU."""
     if isinstance(device, Accelerator):
         return device

@@ -112,7 +112,7 @@ def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
         worker(int(os.environ.get("LOCAL_RANK", "0")), job)
 
 
-def again(
+def resume_command(
     config: Config, world: World, overridden: Iterable[str], more: Sequence[str], *without: str
 ) -> str:
     """Returns the line that starts such a run again, with ``more`` in place of its like.
@@ -164,7 +164,7 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
         names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         rank, size, local_size = (int(os.environ[name]) for name in names)
     device = choose_device(config.device, local_rank, local_size)
-    own = accelerator.of(device)
+    own = accelerator.get(device)
     own.make_current()
     # results are bitwise equal only at one number of threads: it is fixed for the whole run
     threads = config.trainer.num_threads
@@ -218,7 +218,7 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
             index = local_rank if count > 1 else 0
         if index >= count:
             raise ConfigError(f"device={name}: there is no device {index}; torch sees {count}")
-        return accelerator.of(torch.device("cuda", index)).device
+        return accelerator.get(torch.device("cuda", index)).device
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps: torch sees no Apple GPU; use device=cpu or device=auto")
     return device

@@ -186,7 +186,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and said is not None
 
 
-def told(error: BaseException) -> tuple[str, int]:
+def message(error: BaseException) -> tuple[str, int]:
     """Returns the line and the exit code; prints the traceback of an unknown cause."""
     if known := described(error):
         return known
@@ -196,7 +196,7 @@ def told(error: BaseException) -> tuple[str, int]:
 
 def tell(failures: Sequence[BaseException]) -> int:
     """Prints a line for each failure; returns the first one's exit code, 0 without any."""
-    lines = [told(failure) for failure in failures]
+    lines = [message(failure) for failure in failures]
     name = "\x1b[1;31merror:\x1b[0m" if draws(sys.stderr) else "error:"
     with contextlib.suppress(OSError):
         # nobody may read: the exit code says it too

@@ -40,7 +40,7 @@ def open_regular(path: AnyPath, flags: int = os.O_RDONLY, *, makes_way: bool = F
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 _log.warning("%s: not a regular file: made again", path)
-                set_aside(Path(os.fsdecode(path)))
+                quarantine(Path(os.fsdecode(path)))
     file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
@@ -136,7 +136,7 @@ def natural(name: str) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
-def typed(kind: Any, value: Any) -> Any:
+def from_json(kind: Any, value: Any) -> Any:
     """Returns ``value``, parsed from JSON, as a ``kind``, with dataclasses and tuples made again.
 
     For a float of a dataclass, null leaves the default. Texts are printable, numbers finite and not
@@ -154,12 +154,12 @@ def typed(kind: Any, value: Any) -> Any:
             items = {
                 name: item for name, item in value.items() if (hints[name], item) != (float, None)
             }
-            return kind(**{name: typed(hints[name], item) for name, item in items.items()})
+            return kind(**{name: from_json(hints[name], item) for name, item in items.items()})
     elif isinstance(value, list) and origin is tuple:
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(typed(*pair) for pair in zip(kinds, value, strict=True))
+        return tuple(from_json(*pair) for pair in zip(kinds, value, strict=True))
     elif origin is UnionType:
-        return value if value is None else typed(inner[0], value)
+        return value if value is None else from_json(inner[0], value)
     elif value in inner or type(value) is kind or (kind is float and type(value) is int):
         fits = value.isprintable() if isinstance(value, str) else 0 <= value < _LARGEST
         if fits:
@@ -167,7 +167,7 @@ def typed(kind: Any, value: Any) -> Any:
     raise ValueError("a value does not fit")
 
 
-def set_aside(path: Path) -> None:
+def quarantine(path: Path) -> None:
     """Removes what lies at ``path``; a folder gets another name instead.
 
     Raises:

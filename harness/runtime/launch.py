@@ -16,7 +16,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from . import signals, workers
-from .errors import LOST_RANK, RunError, tell_crashes, told
+from .errors import LOST_RANK, RunError, message, tell_crashes
 
 # of the others, once a process has failed
 _GRACE_S = 5.0
@@ -91,15 +91,15 @@ def run_processes(
 
 
 def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection) -> None:
-    workers.leave_with_parent()
+    workers.die_with_parent()
     tell_crashes()
-    with signals.caught(grace_s=0):
+    with signals.handle_signals(grace_s=0):
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             work(i, job)
             code = 0
         except BaseException as error:
-            text, code = told(error)
+            text, code = message(error)
             # a pipe that nobody reads yet holds 64 KiB
             errors.send((text[:4000], code))
         signals.leave(code)
@@ -125,7 +125,7 @@ def _watch(started: Mapping[SpawnProcess, Connection], grace_s: float) -> Proces
             if signals.received():
                 # others fail as well once one is gone
                 if not 1 < found.exit_code < 128 or found.exit_code == LOST_RANK:
-                    found = ProcessError(*told(signals.interrupted()))
+                    found = ProcessError(*message(signals.interrupted()))
                 # a failure tells more than the signal
                 if failure is None or failure.exit_code > 128 > found.exit_code:
                     failure = found

@@ -154,7 +154,7 @@ def random_state(device: torch.device | str = "cpu") -> dict[str, Any]:
             "cached": cached,
         },
         "torch": torch.get_rng_state(),
-        "cuda": accelerator.of(device).random_state(),
+        "cuda": accelerator.get(device).random_state(),
     }
 
 
@@ -165,4 +165,4 @@ def restore_random_state(state: dict[str, Any], device: torch.device | str = "cp
     keys = kept["keys"].numpy().astype(np.uint32)
     np.random.set_state((kept["kind"], keys, kept["position"], kept["has_gauss"], kept["cached"]))
     torch.set_rng_state(state["torch"])
-    accelerator.of(device).set_random_state(state["cuda"])
+    accelerator.get(device).set_random_state(state["cuda"])

@@ -97,7 +97,7 @@ def leave(code: int) -> NoReturn:
 
 
 @contextmanager
-def caught(grace_s: float = 25.0) -> Iterator[None]:
+def handle_signals(grace_s: float = 25.0) -> Iterator[None]:
     """Opens a block of the main thread in which signals set a flag; the former handlers come back.
 
     A handler that is there already, such as a launcher's, stays, and so does a signal that is

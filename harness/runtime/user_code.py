@@ -73,7 +73,7 @@ def explained(begin: str, end: str = "", kind: type[Exception] = ConfigError) ->
     except Exception as error:
         if isinstance(error, RunError | kind) or is_out_of_memory(error):
             raise
-        raise kind(f"{begin} {told(error)}{end}") from error
+        raise kind(f"{begin} {message(error)}{end}") from error
 
 
 def digest(name: str) -> str:
@@ -85,7 +85,7 @@ def digest(name: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
 
-def told(error: Exception) -> str:
+def message(error: Exception) -> str:
     """Returns ``error`` in one line, with the last place in the user's own code."""
     libraries = (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
     called = traceback.extract_tb(error.__traceback__)

@@ -66,10 +66,10 @@ def kill_starting() -> None:
 def enter_worker() -> None:
     """Prepares this process as a worker: deaf to signals, and gone with the trainer."""
     signals.ignored_in_worker()
-    leave_with_parent()
+    die_with_parent()
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Lowers the calling thread's priority for good: the training step goes first.
 
     If one of the step's OpenMP threads is preempted, the others spin. Loaders still get every core
@@ -80,7 +80,7 @@ def give_way() -> None:
         os.nice(10)
 
 
-def leave_with_parent() -> None:
+def die_with_parent() -> None:
     """Ends this process as soon as its parent has ended, in any way."""
     parent = multiprocessing.parent_process()
     if parent is None:

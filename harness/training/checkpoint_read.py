@@ -24,7 +24,7 @@ import torch
 from ..config import Config, from_plain
 from ..runtime import user_code
 from ..runtime.errors import CheckpointError, printable
-from ..runtime.files import open_regular, read_regular, typed
+from ..runtime.files import from_json, open_regular, read_regular
 from ..runtime.folder import log
 
 # 1 had no digest of the record itself
@@ -98,8 +98,8 @@ class Saved:
         with user_code.explained(f"{self.where}: cannot be used:", kind=CheckpointError):
             for key, value in state.items():
                 if key in COUNTS:
-                    typed(COUNTS[key], value)
-                elif key in _SIZES and not typed(int, value):
+                    from_json(COUNTS[key], value)
+                elif key in _SIZES and not from_json(int, value):
                     raise ValueError(f"{key} is 0")
             self.classes = tuple(state.get("classes", ()))
             # text that a file can hold
@@ -218,7 +218,7 @@ def _record(manifest: Path) -> Record:
     with user_code.explained(f"{name}: not the record of a checkpoint:", kind=CheckpointError):
         data = read_regular(manifest, 1 << 16)
         facts = json.loads(data)
-        schema = typed(int, facts["schema"])
+        schema = from_json(int, facts["schema"])
         if schema > SCHEMA:
             raise CheckpointError(
                 f"{name}: written by a newer version (schema {schema}, this one reads {SCHEMA})"
@@ -231,7 +231,7 @@ def _record(manifest: Path) -> Record:
         if facts["top1"] != facts["top1"]:
             facts["top1"] = None
         kinds = {"step": int, "epoch": int, "top1": float | None, "sha256": str}
-        values = (typed(kind, facts[key]) for key, kind in kinds.items())
+        values = (from_json(kind, facts[key]) for key, kind in kinds.items())
         record = Record(manifest.with_suffix(".pt"), *values)
         if order(manifest)[0] not in (-1, record.step):
             raise ValueError("another step")

@@ -26,12 +26,12 @@ from ..runtime import signals
 from ..runtime.distributed import World
 from ..runtime.errors import DiskError
 from ..runtime.files import write_whole
-from ..runtime.workers import give_way
+from ..runtime.workers import lower_priority
 from .checkpoint_read import UNNAMED, Record, order, pointed, records, sealed
 from .state import TrainState
 
 
-class Boundary:
+class StopAgreement:
     """What all ranks agree on between two steps: to end at a signal, to save, that time is over.
 
     Attributes:
@@ -86,7 +86,7 @@ class Boundary:
         return int(signum), bool(due) and wanted.enabled
 
 
-class Saves:
+class CheckpointWriter:
     """Writes the state of a run into its folder, once each, on the first rank.
 
     A thread writes, one save at a time. What is there at first is not written: it is nothing yet,
@@ -125,7 +125,7 @@ class Saves:
             # pointers that cannot be moved now are moved by the next save, and not believed here
             with suppress(OSError):
                 mark(self._folder, self._past)
-        self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
+        self._thread = ThreadPoolExecutor(1, "checkpoint", lower_priority)
         self._last: Future[list[Record]] | None = None
         self._file = BytesIO()
         # the state that was given to be written, unless that failed

@@ -21,8 +21,9 @@ from ..config import Mode, OnError
 from ..feed.base import Backend, Failure
 from ..feed.order import Order
 from ..feed.prefetcher import DataPrefetcher
-from ..monitor import device, monitor
+from ..monitor import device
 from ..monitor.console import progress, say
+from ..monitor.monitor import Monitor
 from ..monitor.writer import BAD_SAMPLES, Value
 from ..runtime import accelerator
 from ..runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
@@ -56,7 +57,7 @@ class Engine:
         step: trains its state, whose epoch and step say where to go on.
         feed: the training feed.
         val_feed: the validation feed.
-        watch: what the run is watched with.
+        monitor: what the run is watched with.
         folder: where the run's files go.
         classes: their names, which a checkpoint records.
 
@@ -74,14 +75,14 @@ class Engine:
     step: Step
     feed: Backend
     val_feed: Backend
-    watch: monitor.Watch
+    monitor: Monitor
     folder: Path
     classes: tuple[str, ...]
 
     status = "failed"
     stopped: str | None = None
     evaluation: Evaluation | None = None
-    answers: pictures.Answers | None = None
+    answers: pictures.PredictionLog | None = None
     skipped = 0
     ranks: tuple[RankFigures, ...] = ()
     worker_s = 0.0
@@ -93,28 +94,28 @@ class Engine:
     _shown = ""
 
     def __post_init__(self) -> None:
-        watch = self.watch
+        monitor = self.monitor
         self.state = state = self.step.state
         self.config = config = state.config
         self.world = world = state.world
         # a probe has no end
         assert isinstance(self.feed.order, Order)
         self.order = self.feed.order
-        self.saves = checkpoint_write.Saves(state, self.order, self.folder, self.classes)
-        self.train_batches = self.step.batches(self.feed, watch.clock)
+        self.saves = checkpoint_write.CheckpointWriter(state, self.order, self.folder, self.classes)
+        self.train_batches = self.step.batches(self.feed, monitor.clock)
         self.val_batches = device_batches(self.val_feed, config, world.device)
         # since the start, by set and number: the list may name what was mended since
         self.replaced: set[tuple[str, int]] = set()
         self._listed = listed(self.folder)
-        self.memory = device.MemoryWatch(accelerator.of(world.device))
+        self.memory = device.MemoryWatch(accelerator.get(world.device))
         # what the feed's workers had done at the last window, and when that was
         self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
-        self._boundary = checkpoint_write.Boundary(
-            config, world, state.step, began_s=watch.course.began_s
+        self._boundary = checkpoint_write.StopAgreement(
+            config, world, state.step, began_s=monitor.timer.began_s
         )
         self._logged_step = state.step
         steps = config.profile.steps if world.is_main else None
-        self._trace = profile.Trace(steps, self.folder, watch.clock.pause)
+        self._trace = profile.Trace(steps, self.folder, monitor.clock.pause)
 
     def fit(self) -> None:
         """Trains to the last epoch or step, or evaluates; ``status`` says how it ended."""
@@ -152,7 +153,7 @@ class Engine:
                 self.stopped = f"top-1 has not risen for {state.stale} epochs"
             if self.world.size > 1:
                 # what tells this rank from the others
-                total = self.watch.clock.total()
+                total = self.monitor.clock.total()
                 own = RankFigures.of(self.world.rank, total, self.step.forward_ms)
                 self.ranks = tuple(self.world.gathered(own))
             self.status = "completed"
@@ -187,14 +188,14 @@ class Engine:
         bar = progress(f"{name}: evaluating", len(self.val_feed), "batches")
         # a graph of its own would be compiled while training waits, for longer than a pass without
         # gradients lasts
-        with self._aside("evaluate"), self._eagerly(), bar as shown:
+        with self._untimed("evaluate"), self._uncompiled(), bar as shown:
             # each rank has norms' statistics of its own
             self.world.copy_from_first(network.buffers())
             batches = shown.over(self.val_batches)
             kept: list[Any] = []
             result = evaluate(network, batches, self.world, self.step.autocast, kept)
             places = self.val_feed.order.batches(0)
-            self.answers = pictures.Answers.gathered(kept, places, self.world)
+            self.answers = pictures.PredictionLog.gathered(kept, places, self.world)
             self.val_batches.close()
             self.val_feed.close()
         state = self.state
@@ -226,14 +227,14 @@ class Engine:
             part.close()
 
     @contextmanager
-    def _aside(self, name: str) -> Iterator[None]:
+    def _untimed(self, name: str) -> Iterator[None]:
         """A block whose time and load are not the training's."""
-        sampler = self.watch.sampler
+        sampler = self.monitor.sampler
         aside = sampler.aside() if sampler else nullcontext()
-        with self.watch.clock.pause(name), named(name), aside:
+        with self.monitor.clock.pause(name), named(name), aside:
             yield
 
-    def _eagerly(self) -> AbstractContextManager[Any]:
+    def _uncompiled(self) -> AbstractContextManager[Any]:
         """A block without torch.compile, whose graph is kept for whole batches of training."""
         block: AbstractContextManager[Any] = nullcontext()
         if self.config.trainer.compile:
@@ -273,7 +274,7 @@ class Engine:
         config = self.config.trainer
         self.feed.set_epoch(epoch)
         self.step.begin_epoch()
-        self.watch.clock.start_epoch()
+        self.monitor.clock.start_epoch()
         batches = iter(self.train_batches)
         count = left = len(self.feed)
         self._bounds = [self.order.taken(epoch, 0)]
@@ -323,7 +324,7 @@ class Engine:
         return due
 
     def _one_step(self, batches: DataPrefetcher, parts: int) -> None:
-        clock = self.watch.clock
+        clock = self.monitor.clock
         images_seen = 0
         with self._trace.step(self.state.step + 1):
             for part in range(parts):
@@ -332,21 +333,21 @@ class Engine:
                 self._whole = False
                 # a short batch would be compiled for itself
                 short = len(labels) < self.feed.settings.batch_size
-                with clock.computing(), self._eagerly() if short else nullcontext():
+                with clock.computing(), self._uncompiled() if short else nullcontext():
                     self.step(images, labels, part=part, parts=parts)
                 images_seen += len(labels)
             self._whole = True
             clock.step(images_seen)
         if self._starting:
             self._starting = False
-            board = self.watch.board
-            if board is not None:
+            writer = self.monitor.writer
+            if writer is not None:
                 # once, between two steps: the host waits for the device
-                with self._aside("pictures"):
+                with self._untimed("pictures"):
                     classes = self.classes
-                    pictures.show_batch(images[:16], labels[:16], self.config.data, classes, board)
-            if self.watch.sampler is not None:
-                self.watch.sampler.restart()
+                    pictures.show_batch(images[:16], labels[:16], self.config.data, classes, writer)
+            if self.monitor.sampler is not None:
+                self.monitor.sampler.restart()
 
     def _close_window(self, epoch: int) -> None:
         """Logs the window.
@@ -356,7 +357,7 @@ class Engine:
         Raises:
             NonFiniteError: too many updates in a row were skipped.
         """
-        clock = self.watch.clock
+        clock = self.monitor.clock
         now = self.state.step
         steps = now - self._logged_step
         self._logged_step = now
@@ -378,7 +379,7 @@ class Engine:
             if window.stall_fraction is not None:
                 shown.append(f"stall {window.stall_fraction:.0%}")
             values |= by_tag(window, self.world.size) | self._worked()
-            for look in self.watch.on_window:
+            for look in self.monitor.on_window:
                 look(clock, window)
         with clock.noted("logging"):
             self._write(epoch, values | self.memory.read())
@@ -417,8 +418,8 @@ class Engine:
             "steps": [self.state.step - steps + 1, self.state.step],
             "batches": [order[a:b].tolist() for a, b in itertools.pairwise(self._bounds)],
         }
-        if self.watch.board is not None:
-            self.watch.board.write("nonfinite.json", json.dumps(noted))
+        if self.monitor.writer is not None:
+            self.monitor.writer.write("nonfinite.json", json.dumps(noted))
 
     def _list_replaced(self) -> None:
         """Lists once what all ranks have replaced since the last time; every rank calls this.
@@ -434,14 +435,14 @@ class Engine:
         for name, feed in feeds.items():
             while feed.replaced:
                 new.append((name, feed.replaced.popleft()))
-        board = self.watch.board
+        writer = self.monitor.writer
         for name, failure in itertools.chain(*self.world.gathered(new)):
             if not self.replaced:
                 log.warning("%s: %s: another image takes its place", failure.where, failure.reason)
             self.replaced.add((name, failure.sample))
-            if board is not None and (name, failure.where) not in self._listed:
+            if writer is not None and (name, failure.where) not in self._listed:
                 self._listed.add((name, failure.where))
-                board.bad_sample(name, failure.sample, failure.where, failure.reason)
+                writer.bad_sample(name, failure.sample, failure.where, failure.reason)
         for name, feed in feeds.items():
             assert isinstance(feed.order, Order)
             bad, length = sum(each == name for each, _ in self.replaced), feed.order.length
@@ -453,10 +454,10 @@ class Engine:
                 )
 
     def _write(self, epoch: int, figures: Mapping[str, Value]) -> None:
-        if self.watch.board is not None:
-            sampled = self.watch.sampler.read() if self.watch.sampler is not None else {}
-            self.watch.board.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
+        if self.monitor.writer is not None:
+            sampled = self.monitor.sampler.read() if self.monitor.sampler is not None else {}
+            self.monitor.writer.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
 
     def _save(self, top1: float | None = None) -> None:
-        with self._aside("checkpoint"):
+        with self._untimed("checkpoint"):
             self.saves.save(top1)

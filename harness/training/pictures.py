@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..config import DataConfig
-from ..monitor.writer import Board
+from ..monitor.writer import RunWriter
 from ..runtime.distributed import World
 from ..runtime.errors import printable
 
@@ -22,7 +22,7 @@ from ..runtime.errors import printable
 _SIDE = 160
 
 
-class Answers(NamedTuple):
+class PredictionLog(NamedTuple):
     """What a network answered, one entry for each image.
 
     Attributes:
@@ -40,7 +40,7 @@ class Answers(NamedTuple):
     @classmethod
     def gathered(
         cls, kept: Sequence[Sequence[Tensor]], places: Iterable[np.ndarray], world: World
-    ) -> Answers:
+    ) -> PredictionLog:
         """Returns the answers of all ranks; every rank calls this.
 
         Args:
@@ -73,7 +73,7 @@ class Answers(NamedTuple):
 
 
 def show_batch(
-    images: Tensor, labels: Tensor, data: DataConfig, classes: Sequence[str], board: Board
+    images: Tensor, labels: Tensor, data: DataConfig, classes: Sequence[str], writer: RunWriter
 ) -> None:
     """Shows normalised ``images`` of training in ``first_batch.json`` and TensorBoard.
 
@@ -88,10 +88,10 @@ def show_batch(
     for mixed in labels.tolist()[len(texts) :]:
         shares = sorted(zip(mixed, names, strict=True), reverse=True)[:2]
         texts.append(" + ".join(f"{share:.0%} {name}" for share, name in shares if share))
-    board.images("train/first_batch", tiles, texts)
+    writer.images("train/first_batch", tiles, texts)
     rows = zip(texts, map(coded, tiles), strict=True)
     found = [{"label": text, "picture": picture} for text, picture in rows]
-    board.write("first_batch.json", json.dumps(found))
+    writer.write("first_batch.json", json.dumps(found))
 
 
 def coded(tile: np.ndarray) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..config import Config, Mode, adopted, shown, walk
-from ..feed.order import Order, Rest
+from ..feed.order import EpochRemainder, Order
 from ..monitor.console import say
 from ..runtime import launch, user_code
 from ..runtime.distributed import World
@@ -182,7 +182,7 @@ def take_over(
     saved: Saved | None,
     classes: tuple[str, ...],
     length: int,
-) -> Rest | None:
+) -> EpochRemainder | None:
     """Puts what ``saved`` holds into ``state``; returns what is left of its epoch, if any.
 
     ``length`` is the number of training images.
@@ -223,7 +223,7 @@ def take_over(
     return left
 
 
-def rest(saved: Saved, config: Config, world: World, length: int) -> Rest:
+def rest(saved: Saved, config: Config, world: World, length: int) -> EpochRemainder:
     """Returns what is left of the epoch in which the run was saved; ``length`` as in ``take_over``.
 
     Raises:
@@ -243,7 +243,7 @@ def rest(saved: Saved, config: Config, world: World, length: int) -> Rest:
                     f"{now}: the rest of the epoch would be of other samples; go on with the same, "
                     "or from a checkpoint of an epoch's end"
                 )
-        left = Rest(held["epoch"], held["samples"], held["stop"])
+        left = EpochRemainder(held["epoch"], held["samples"], held["stop"])
         # an order that cannot be shared by these ranks refuses the rest
         Order(length, config.loader.batch_size, world_size=world.size, rest=left)
     return left

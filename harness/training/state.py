@@ -18,7 +18,7 @@ from ..monitor.console import say
 from ..runtime import user_code
 from ..runtime.distributed import World
 from ..runtime.errors import CheckpointError
-from ..runtime.files import typed
+from ..runtime.files import from_json
 from ..runtime.seeding import random_state, restore_random_state
 from . import models
 from .average import Average
@@ -108,7 +108,7 @@ class TrainState:
             adopt(self.optimizer, held["optimizer"], saved.where)
             for name, module in modules.items():
                 module.load_state_dict(weights[name])
-            schedule.last_epoch = typed(int, held["schedule"]["last_epoch"])
+            schedule.last_epoch = from_json(int, held["schedule"]["last_epoch"])
             if held.get("steps_per_epoch", self.steps_per_epoch) != self.steps_per_epoch:
                 # with other batches the schedule goes on by the share of the epochs that is done
                 share = held["samples"] / held["stop"]
@@ -120,7 +120,7 @@ class TrainState:
             if self.scaler.is_enabled() and trained and trained.trainer.precision is Precision.fp16:
                 numbers = self.scaler.state_dict()
                 for name, fresh in numbers.items():
-                    numbers[name] = typed(type(fresh), held["scaler"][name])
+                    numbers[name] = from_json(type(fresh), held["scaler"][name])
                 self.scaler.load_state_dict(numbers)
                 # the device takes them, or refuses
                 self.scaler.scale(torch.zeros((), device=self.world.device))

@@ -76,7 +76,7 @@ class Step:
         self.begin_epoch()
         # of the latest forward passes of the network inside DDP: the ranks' waits are not in them
         self._passes_s: deque[float] = deque(maxlen=1000)
-        is_cpu = accelerator.of(world.device).kind == "cpu"
+        is_cpu = accelerator.get(world.device).kind == "cpu"
         if world.size > 1 and is_cpu and not config.trainer.compile:
             state.network.register_forward_pre_hook(self._begin_pass)
             state.network.register_forward_hook(self._end_pass)
@@ -114,7 +114,7 @@ class Step:
             # DDP's hooks are on what was trained when it was made; the former one goes first
             self.model = network
         if self.world.size > 1 and self.model is network:
-            place = accelerator.of(self.world.device).place
+            place = accelerator.get(self.world.device).place
             places = None if place is None else [place]
             self.model = DistributedDataParallel(network, device_ids=places)
 

@@ -1,6 +1,6 @@
 """Which loader settings to try next, when to stop, and which to choose.
 
-The searches measure by a ``Lab``, or in tests by a made-up machine that answers like one.
+The searches measure by a ``LoaderBenchmark``, in tests by a made-up machine that answers like one.
 ``tuner=auto`` looks at the user's setting first: what a sample costs in its workers, and what real
 steps get from it. Only where they wait for data is something else tried, by real steps too: as many
 workers as the model of throughput asks for, then another backend. The rules have their numbers in
@@ -18,7 +18,7 @@ from ..feed.base import ARRAYS, PROCESSES, THREADS, FeedSettings
 from ..feed.threads import MOST_THREADS
 from ..runtime.folder import log
 from ..runtime.limits import Limits
-from .lab import Lab
+from .lab import LoaderBenchmark
 from .measures import BUSY, FED, Kind, Model, Rate, Trial, TuningReport, in_flight
 
 # supply over demand that is aimed at
@@ -45,7 +45,9 @@ def most_workers(config: TunerConfig, limits: Limits) -> int:
     return config.max_workers or min(MOST_THREADS, max(8, 4 * int(limits.cores)))
 
 
-def grid(lab: Lab, own: FeedSettings, pin_choices: Sequence[bool], budget_s: float) -> TuningReport:
+def grid(
+    lab: LoaderBenchmark, own: FeedSettings, pin_choices: Sequence[bool], budget_s: float
+) -> TuningReport:
     """Searches num_workers x pin_memory as a well-known tutorial does, after ``own``.
 
     For each pin_memory, num_workers goes 0, 4, 8, ... up to twice the cores until one is no faster
@@ -107,7 +109,7 @@ class AutoSearch:
         complete: whether the time sufficed for all that was to be measured.
     """
 
-    lab: Lab
+    lab: LoaderBenchmark
     own: FeedSettings
     config: TunerConfig
     images_left: float = math.inf

@@ -36,7 +36,7 @@ from .measures import (
     shown,
     undisturbed,
 )
-from .steps import TimedSteps
+from .steps import StepBenchmark
 
 POLL_S = 0.05
 _BLOCKS = 10
@@ -125,7 +125,7 @@ class Supply:
 
 
 @dataclass(slots=True)
-class Lab:
+class LoaderBenchmark:
     """Measures settings for one data set and one step.
 
     Attributes:
@@ -139,7 +139,7 @@ class Lab:
     """
 
     probes: Probes
-    trainee: TimedSteps
+    trainee: StepBenchmark
     limits: Limits
     ranks: World
     worker_bytes: int = 100 << 20
@@ -226,7 +226,7 @@ class Lab:
     @property
     def now(self) -> Clock:
         """The device's clock."""
-        return accelerator.of(self.trainee.device).now
+        return accelerator.get(self.trainee.device).now
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
         """Returns whether page-locked batches fit and reach the device 5 % sooner on every rank."""
@@ -246,7 +246,7 @@ class Lab:
         Raises:
             RuntimeError: there is no room for page-locked memory.
         """
-        own = accelerator.of(self.trainee.device)
+        own = accelerator.get(self.trainee.device)
         if not own.has_streams or self.batch is None:
             return None
         images = self.batch.images

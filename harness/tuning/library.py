@@ -28,7 +28,7 @@ from ..runtime.distributed import World
 from ..runtime.errors import BadSample, LoaderError, words
 from .measures import Probes, TuningReport
 from .snapshot import Snapshot
-from .steps import Batches, TimedSteps
+from .steps import Batches, StepBenchmark
 from .tuner import tune as tune_probes
 
 Step = Callable[[Any], object]
@@ -87,7 +87,7 @@ def tune(
     method = start_method or get_start_method(allow_none=True) or get_all_start_methods()[0]
     own = FeedSettings(batch_size, num_workers, False, None, None, 300.0, method)
     probes = _Probes(dataset, collate_fn, worker_init_fn)
-    trainee = _Trainee(probes, step, state, torch.device(device))
+    trainee = _LoopBenchmark(probes, step, state, torch.device(device))
     config = config or TunerConfig()
     return tune_probes(probes, trainee, own, config, limits.measure(), trainee.world)
 
@@ -175,7 +175,7 @@ class _Timed(Dataset[Any]):
         return [*map(self.meter.timed(slot, self.dataset.__getitem__), indices)]
 
 
-class _Trainee(TimedSteps):
+class _LoopBenchmark(StepBenchmark):
     """The caller's step, which may change its batch."""
 
     copies = True
@@ -189,7 +189,7 @@ class _Trainee(TimedSteps):
         self._state = state
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserved_state(self) -> Iterator[None]:
         snapshot = Snapshot(self._state, self.device)
         try:
             for part in self._state:

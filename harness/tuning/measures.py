@@ -18,7 +18,7 @@ from ..clock.stages import roofline, workers_for
 from ..feed.base import ARRAYS, PROCESSES, THREADS, Backend, FeedSettings
 from ..feed.order import Cursor
 from ..monitor.console import aligned
-from ..monitor.writer import Board, plain, publish
+from ..monitor.writer import RunWriter, plain, publish
 from ..runtime.limits import Limits
 
 # Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
@@ -357,11 +357,11 @@ class TuningReport:
         arguments = ", ".join(f"{k}={v!r}" for k, v in self.loader_arguments.items())
         return f"DataLoader(dataset, shuffle=True, {arguments})"
 
-    def publish(self, board: Board | None) -> None:
-        """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page by ``board``."""
+    def publish(self, writer: RunWriter | None) -> None:
+        """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page by ``writer``."""
         names = ("settings", "ceiling", "sentence", "override", "dataloader")
         more = {name: getattr(self, name) for name in names}
-        publish("tuning", self.lines(), {**self.to_plain(), **more}, board)
+        publish("tuning", self.lines(), {**self.to_plain(), **more}, writer)
 
     def lines(self) -> list[str]:
         """Returns the outcome: before and after, why, how to get it again, what was refused."""

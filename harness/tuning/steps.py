@@ -25,7 +25,7 @@ Batches = Generator[tuple[Any, Tensor], None, None]
 _WARM_UP_STEPS = 5
 
 
-class TimedSteps(ABC):
+class StepBenchmark(ABC):
     """Times steps; a loop says how batches reach its step (``repeated``, ``fed``) and makes one.
 
     Every rank makes the same calls in the same order.
@@ -51,7 +51,7 @@ class TimedSteps(ABC):
     ) -> None:
         self.world = world
         self.device = world.device
-        self._own = accelerator.of(world.device)
+        self._own = accelerator.get(world.device)
         if not self._own.tells:
             raise ConfigError(
                 f"device={world.device}: steps on this type cannot be timed; choose workers by hand"
@@ -66,7 +66,7 @@ class TimedSteps(ABC):
         self._failed: Exception | None = None
 
     @abstractmethod
-    def kept(self) -> AbstractContextManager[None]:
+    def preserved_state(self) -> AbstractContextManager[None]:
         """Returns a block at whose end all that steps change is as before.
 
         That is weights, buffers, optimizer, counters and random states.

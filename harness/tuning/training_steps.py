@@ -14,11 +14,11 @@ from ..clock.clock import StepClock
 from ..feed.base import Backend, HostBatch
 from ..training.step import Step
 from .snapshot import Snapshot
-from .steps import Batches, StepRun, TimedSteps
+from .steps import Batches, StepBenchmark, StepRun
 
 
-class StepTrials(TimedSteps):
-    """The training step as tuning measures it, inside ``kept()``.
+class TrainingBenchmark(StepBenchmark):
+    """The training step as tuning measures it, inside ``preserved_state()``.
 
     Args:
         step: the run's own step.
@@ -30,7 +30,7 @@ class StepTrials(TimedSteps):
         self._step = step
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserved_state(self) -> Iterator[None]:
         """A block of training mode, before training, at whose end all is as before.
 
         Learning rates are 0 inside: repeated steps on one batch could diverge to NaN, whose timing
@@ -61,7 +61,7 @@ class StepTrials(TimedSteps):
             self._step.forget()
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """As in ``TimedSteps``."""
+        """As in ``StepBenchmark``."""
         run = super().demand(batch, limit_s)
         if self._step.config.loader.device_prefetch:
             # a thread of its own loads while the host launches
@@ -69,7 +69,7 @@ class StepTrials(TimedSteps):
         return run
 
     def repeated(self, batch: HostBatch) -> Batches:
-        """As in ``TimedSteps``: the batch's bytes are on the device.
+        """As in ``StepBenchmark``: the batch's bytes are on the device.
 
         Each step takes them augmented and normalised as in training, for that is the step's work,
         not the loader's.
@@ -80,7 +80,7 @@ class StepTrials(TimedSteps):
             yield from batches
 
     def fed(self, feed: Backend, clock: StepClock) -> Batches:
-        """As in ``TimedSteps``; once ``feed`` has failed, black batches, unless a rank is alone."""
+        """As in ``StepBenchmark``; black batches once ``feed`` has failed beside other ranks."""
         with closing(self._step.batches(feed, clock)) as batches:
             try:
                 yield from batches
@@ -94,7 +94,7 @@ class StepTrials(TimedSteps):
         yield from self.repeated(HostBatch(images, labels, labels))
 
     def train(self, batch: Tensor, labels: Tensor, *, part: int, parts: int) -> None:
-        """As in ``TimedSteps``."""
+        """As in ``StepBenchmark``."""
         self._step(batch, labels, part=part, parts=parts)
         # losses would take the device's memory
         self._step.forget()

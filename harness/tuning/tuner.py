@@ -36,16 +36,16 @@ from ..feed.feeds import Feeds
 from ..feed.threads import ThreadFeed
 from ..monitor.console import live_table, say
 from ..monitor.host import Neighbours, environment
-from ..monitor.monitor import Watch
+from ..monitor.monitor import Monitor
 from ..runtime import accelerator, user_code
 from ..runtime.distributed import World
-from ..runtime.files import read_regular, set_aside, typed, write_whole
+from ..runtime.files import from_json, quarantine, read_regular, write_whole
 from ..runtime.folder import log
 from ..runtime.limits import Limits
 from .auto import MET, AutoSearch, grid, most_workers
-from .lab import Lab
+from .lab import LoaderBenchmark
 from .measures import BUSY, FED, Model, Probes, SampleCost, TuningReport, undisturbed
-from .steps import TimedSteps
+from .steps import StepBenchmark
 
 _MAX_AGE_S = 30 * 24 * 3600.0
 # settings that decide what a sample or a step costs, and what is searched, besides all of augment
@@ -79,7 +79,7 @@ STEPS = 100
 
 def tune(
     probes: Probes,
-    trainee: TimedSteps,
+    trainee: StepBenchmark,
     own: FeedSettings,
     config: TunerConfig,
     limits: Limits,
@@ -104,13 +104,13 @@ def tune(
     Raises:
         BadSample: a sample cannot be read.
     """
-    device = accelerator.of(trainee.device)
+    device = accelerator.get(trainee.device)
     begin = device.now()
     own = ranks.agreed(own)
     # all ranks must come to the same numbers
     limits = replace(limits, cores=ranks.smallest(limits.cores))
-    lab = Lab(probes, trainee, limits, ranks)
-    with trainee.kept():
+    lab = LoaderBenchmark(probes, trainee, limits, ranks)
+    with trainee.preserved_state():
         title = f"tuning the loader (tuner={config.name.name})"
         columns = ("measured    ", "images/s  ", "waiting", "seconds", "setting")
         lab.tell = live_table(title, columns)
@@ -123,14 +123,14 @@ def tune(
             report = AutoSearch(lab, own, config, images_left, begin).run()
         others = neighbours.look()
         if others is not None:
-            log.warning("%s; tune again when they have ended", neighbours.told(others))
+            log.warning("%s; tune again when they have ended", neighbours.warning(others))
     device.release()
     return replace(report, seconds=device.now() - begin, others_cores=others)
 
 
 def tuned(
     feeds: Feeds,
-    trainee: TimedSteps,
+    trainee: StepBenchmark,
     config: Config,
     limits: Limits,
     world: World,
@@ -144,7 +144,7 @@ def tuned(
         BadSample: a sample cannot be read.
     """
     own = feeds.settings(limits)
-    device = accelerator.of(world.device)
+    device = accelerator.get(world.device)
     data = feeds.splits.fingerprint()
     memory = TuningCache(fingerprint(config, data, limits, world, device.name))
     report = None
@@ -152,8 +152,8 @@ def tuned(
         if config.tuner.fresh:
             memory.forget()
         if answer := memory.recall():
-            lab = Lab(feeds, trainee, limits, world)
-            report = _fitting(typed(TuningReport, answer), own, lab)
+            lab = LoaderBenchmark(feeds, trainee, limits, world)
+            report = _fitting(from_json(TuningReport, answer), own, lab)
     report = world.agreed(report)
     if report is None:
         # no update is left where a resumed run is done
@@ -181,7 +181,7 @@ def tuned(
     )
 
 
-def _fitting(report: TuningReport, own: FeedSettings, lab: Lab) -> TuningReport | None:
+def _fitting(report: TuningReport, own: FeedSettings, lab: LoaderBenchmark) -> TuningReport | None:
     """Returns a remembered report as it holds for this run; None if it does not fit today.
 
     What is never tuned comes from this run's settings, and so does all about the validation feed.
@@ -213,10 +213,10 @@ class Tuned:
     forget: Callable[[], object]
     most: int | None = None
     val_follows: bool = False
-    live: Live | None = None
+    live: OnlineTuner | None = None
     checked: bool = False
 
-    def follow(self, feed: Backend, val_feed: Backend, watch: Watch, step: int) -> None:
+    def follow(self, feed: Backend, val_feed: Backend, monitor: Monitor, step: int) -> None:
         """Checks while training what was predicted, and lets threads follow the run.
 
         ``step`` updates of the run are done.
@@ -225,8 +225,8 @@ class Tuned:
             feeds = [feed]
             if self.val_follows and isinstance(val_feed, ThreadFeed):
                 feeds.append(val_feed)
-            self.live = Live(feeds, self.report.limits.cores, self.most, step=step)
-        watch.on_window.append(self.look)
+            self.live = OnlineTuner(feeds, self.report.limits.cores, self.most, step=step)
+        monitor.on_window.append(self.look)
 
     def look(self, clock: StepClock, window: Window) -> None:
         """Takes in a window of steps, and what came before it."""
@@ -313,7 +313,7 @@ class Change:
     reason: str
 
 
-class Live:
+class OnlineTuner:
     """Gives feeds as many threads as pays.
 
     Args:
@@ -506,7 +506,7 @@ class TuningCache:
     def forget(self) -> None:
         """Removes the answer, if there is one and it can be removed."""
         with suppress(OSError):
-            set_aside(self.path)
+            quarantine(self.path)
 
 
 def _digest(data: bytes) -> bytes:

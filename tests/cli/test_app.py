@@ -75,14 +75,49 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_front_door_is_light() -> None:
     """Importing it imports no torch; an unknown name is an error."""
     code = (
-        "import sys; from harness import wellfed; assert 'torch' not in sys.modules\n"
-        "from harness.wellfed import DataPrefetcher, StepClock, tune\n"
-        "import harness; assert harness.tune is tune and not hasattr(harness, 'tun')"
+        "import sys, wellfed; assert 'torch' not in sys.modules\n"
+        "from wellfed import DataPrefetcher, StepClock, tune\n"
+        "assert not hasattr(wellfed, 'tun')"
     )
     done(ROOT, sys.executable, "-c", code)
 
 
-@pytest.mark.parametrize("command", [("train.py",), ("-m", "harness")], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import harness.feed.order",
+        "import wellfed.feed.order",
+        # as earlier versions pickled it
+        r"import wellfed, pickle; pickle.loads(b'charness.feed.order\nOrder\n.')",
+    ],
+)
+def test_no_class_has_two_names(first: str) -> None:
+    """Whichever name is imported first, both are one package."""
+    code = (
+        f"{first}\nimport importlib, harness.feed.order, wellfed.feed.order\n"
+        "assert harness is wellfed and harness.feed.order.Order is wellfed.feed.order.Order\n"
+        "assert wellfed.feed.order.Order.__module__ == 'wellfed.feed.order'\n"
+        "assert importlib.reload(harness.feed.order).__name__ == 'wellfed.feed.order'"
+    )
+    done(ROOT, sys.executable, "-c", code)
+
+
+def test_a_package_named_harness_is_the_users(tmp_path: Path) -> None:
+    """It is imported in a folder that has one, and nothing of ours by its name."""
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "__init__.py").write_text("OURS = False\n")
+    code = (
+        "import wellfed.feed.order, harness; assert not harness.OURS\n"
+        "try: import harness.feed\nexcept ModuleNotFoundError: pass\nelse: raise SystemExit(1)"
+    )
+    done(tmp_path, sys.executable, "-c", code)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("train.py",), ("-m", "wellfed"), ("-m", "harness")],
+    ids=["script", "module", "earlier"],
+)
 def test_the_command_says_its_version(command: tuple[str, ...]) -> None:
     """It is the project's, not Hydra's."""
     assert done(ROOT, sys.executable, *command, "--version").stdout.startswith(
@@ -118,24 +153,20 @@ def test_a_mistake_in_a_part_of_ones_own_is_one_line(tmp_path: Path) -> None:
 class TestInstalled:
     """What is installed, used from an empty folder."""
 
-    def test_a_wheel_takes_two_names(self, wheel: Path) -> None:
-        """Beside its metadata there are ``harness``, with conf/ in it, and ``wellfed.py``."""
+    def test_a_wheel_takes_one_name(self, wheel: Path) -> None:
+        """Beside its metadata there is ``wellfed``, with conf/ in it."""
         names = {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")}
-        assert names - {".lock", "bin"} == {"harness", "wellfed.py"}
-        assert {path.name for path in wheel.glob("harness/conf/*/digits.yaml")} == {"digits.yaml"}
+        assert names - {".lock", "bin"} == {"wellfed"}
+        assert {path.name for path in wheel.glob("wellfed/conf/*/digits.yaml")} == {"digits.yaml"}
 
     def test_an_editable_installation_has_the_front_door(self, tmp_path: Path) -> None:
-        """``wellfed`` is beside the checkout's own ``harness``, and the command runs."""
+        """``wellfed`` is the checkout's folder ``harness``, and the command runs."""
         target = installed(tmp_path / "site", "--editable", ROOT)
         (paths,) = target.glob("*.pth")
         here = {"PYTHONPATH": f"{target}:{paths.read_text().strip()}"}
-        code = (
-            "from wellfed import StepClock; import harness; print(harness.__file__, "
-            "StepClock.__module__)"
-        )
+        code = "from wellfed.clock import clock; print(clock.__file__, clock.StepClock.__module__)"
         shown = done(tmp_path, sys.executable, "-c", code, **here).stdout
-        assert shown == f"{ROOT}/harness/__init__.py harness.watch.clock\n"
-        assert not (target / "harness").exists()
+        assert shown == f"{ROOT}/harness/clock/clock.py wellfed.clock.clock\n"
         assert (
             "loader.num_workers="
             in done(tmp_path, target / "bin" / "wellfed", "--help", **here).stdout

@@ -250,7 +250,7 @@ def test_watch_finds_the_number_of_images(batch: object, expected: int) -> None:
 def test_the_clock_is_light_to_import() -> None:
     """Workers import the clock: neither torch nor numpy comes with it."""
     code = (
-        "import sys, harness.watch.clock; sys.exit(bool({'torch', 'numpy', 'rich'} & "
+        "import sys, harness.clock.clock; sys.exit(bool({'torch', 'numpy', 'rich'} & "
         "set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,7 +19,7 @@ def test_a_quantile_is_within_one_per_cent(scale_ms: float, share: float) -> Non
     ledger = Ledger()
     for value in values:
         ledger.count("step_ms", float(value) / 1e3)
-    spread = known(ledger.spread("step_ms"))
+    spread = known(ledger.quantiles("step_ms"))
     expected = float(np.percentile(values, share * 100, method="inverted_cdf"))
     assert {0.5: spread.median, 0.95: spread.p95}[share] == pytest.approx(expected, rel=0.0101)
 
@@ -30,7 +30,7 @@ def test_the_maximum_is_exact_and_a_spike_survives() -> None:
     for _ in range(10_000):
         ledger.count("step_ms", 0.01)
     ledger.count("step_ms", 1.2345678)
-    spread = known(ledger.spread("step_ms"))
+    spread = known(ledger.quantiles("step_ms"))
     assert spread.max == 1e3 * 1.2345678
     assert spread.p95 == pytest.approx(10.0, rel=0.01)
 
@@ -40,7 +40,7 @@ def test_values_out_of_range_are_counted(value: float) -> None:
     """A value outside the buckets neither raises nor gives a quantile above the maximum."""
     ledger = Ledger()
     ledger.count("step_ms", value)
-    spread = known(ledger.spread("step_ms"))
+    spread = known(ledger.quantiles("step_ms"))
     assert 0.0 <= spread.median <= spread.max == 1e3 * value
 
 

@@ -64,7 +64,7 @@ def test_the_host_never_waits(config: AugmentConfig, unsynchronised: None) -> No
     """Augmenting and mixing a batch has no synchronising call in it."""
     augment = BatchAugment.from_config(config, 0)
     mix = Mix.from_config(config, 5, 0)
-    device = accelerator.of("cuda").device
+    device = accelerator.get("cuda").device
     images = torch.zeros(64, 3, 32, 32, dtype=torch.uint8, device=device)
     labels = torch.zeros(64, dtype=torch.int64, device=device)
     if augment is not None:

@@ -15,7 +15,7 @@ from harness.data import datasets
 from harness.data.datasets import FakeDataset, ImageDataset, Splits, load
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.runtime.errors import DataError
 
 
@@ -189,7 +189,7 @@ def test_a_missing_folder_is_a_data_error(tmp_path: Path) -> None:
 def test_balanced_weights_are_scikit_learns() -> None:
     """By the training images; a class without any counts for nothing."""
     labels = np.repeat([0, 2, 3], [60, 30, 5])
-    transform = TrainTransform(8)
+    transform = CropTransform(8)
     images = ImageDataset(
         ArraySource(np.zeros((95, 8, 8, 3), np.uint8), labels, "abcd", "x"),
         transform,

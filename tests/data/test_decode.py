@@ -17,7 +17,7 @@ from PIL import Image
 from PIL.WebPImagePlugin import WebPImageFile
 
 from harness.data import decode as decode_room
-from harness.data.decode import DecodeOptions, Undecodable, decode
+from harness.data.decode import DecodeError, DecodeOptions, decode
 from harness.runtime.errors import BadSample
 
 RED = (255, 0, 0)
@@ -49,7 +49,7 @@ def pixels(data: bytes, options: DecodeOptions = OPTIONS) -> np.ndarray:
 
 
 def reason(data: bytes, options: DecodeOptions = OPTIONS) -> str:
-    with pytest.raises(Undecodable) as caught:
+    with pytest.raises(DecodeError) as caught:
         decode(data, options)
     assert str(BadSample("a\nfile", str(caught.value))).isprintable()
     return str(caught.value)
@@ -252,7 +252,7 @@ def test_deep_greys_are_scaled(data: bytes) -> None:
 )
 def test_greys_without_a_known_white_are_refused(values: np.ndarray, text: str) -> None:
     """Nothing says what is white: better no image than a wrong one."""
-    with pytest.raises(Undecodable, match=text):
+    with pytest.raises(DecodeError, match=text):
         pixels(encoded(Image.fromarray(values), "TIFF"))
 
 
@@ -611,7 +611,7 @@ def test_mutated_files_give_pixels_or_are_undecodable(
     for _ in range(120):
         try:
             assert decode(mutate(data, rng), options).shape[2:] == (3,)
-        except Undecodable:
+        except DecodeError:
             continue
 
 
@@ -647,5 +647,5 @@ def test_a_png_that_ends_early_is_damaged(shape: tuple[int, int], interlaced: bo
         whole = decode(ended(pixels, 0, interlaced=interlaced), DecodeOptions())
         assert np.array_equal(whole[..., 0], pixels)
         for missing in range(1, pixels.size):
-            with pytest.raises(Undecodable, match="^truncated file"):
+            with pytest.raises(DecodeError, match="^truncated file"):
                 decode(ended(pixels, missing, interlaced=interlaced), DecodeOptions())

@@ -124,9 +124,9 @@ def test_signal(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         here.closing.wait()
 
-    with signals.caught(), site(answer) as here, pytest.raises(Interrupted):
+    with signals.handle_signals(), site(answer) as here, pytest.raises(Interrupted):
         get(here, tmp_path / NAME, silence_s=1)
-    with signals.caught():
+    with signals.handle_signals():
         signals.check()  # the next block begins without the signal
 
 

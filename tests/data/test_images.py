@@ -16,14 +16,14 @@ from samples import eval_transform, numbers
 from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource, FolderSource
-from harness.data.transforms import TrainTransform, resized
+from harness.data.transforms import CropTransform, resized
 from harness.runtime.errors import BadSample
 
 OPTIONS = DecodeOptions()
 
 
 def dataset(transform: Any = None, source: Any = None, seed: int = 0) -> ImageDataset:
-    return ImageDataset(source or numbers(), transform or TrainTransform(8), OPTIONS, 8, seed)
+    return ImageDataset(source or numbers(), transform or CropTransform(8), OPTIONS, 8, seed)
 
 
 def filled(images: ImageDataset, epoch: int, index: int) -> np.ndarray:
@@ -113,16 +113,16 @@ def test_a_row_of_a_batch_is_filled() -> None:
     assert (batch[[0, 2]] == 77).all()
 
 
-TRANSFORMS: dict[str, TrainTransform] = {
-    "random_resized": TrainTransform(32),
-    "pad": TrainTransform(32, crop="pad"),
+TRANSFORMS: dict[str, CropTransform] = {
+    "random_resized": CropTransform(32),
+    "pad": CropTransform(32, crop="pad"),
     "eval": eval_transform(32),
 }
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_cached_pixels_give_the_same_samples(
-    folder: FolderSource, transform: TrainTransform
+    folder: FolderSource, transform: CropTransform
 ) -> None:
     """A sample is decoded once and kept; from then on its files may be gone, and every epoch is as
     without a cache.
@@ -141,7 +141,7 @@ def test_cached_pixels_give_the_same_samples(
 
 def test_a_cached_sample_is_read_and_not_decoded(folder: FolderSource) -> None:
     """The time of a look into the cache is part of reading; nothing is decoded."""
-    images = ImageDataset(folder, TrainTransform(32), OPTIONS, 32, 0, Kept())
+    images = ImageDataset(folder, CropTransform(32), OPTIONS, 32, 0, Kept())
     out = np.empty((3, 32, 32), np.uint8)
     told: list[list[str]] = [[], []]
     for laps in told:
@@ -169,7 +169,7 @@ def test_what_a_cache_makes_of_an_image_holds_from_the_first_epoch_on(folder: Fo
 @pytest.mark.parametrize("kind", ["files", "cached files", "arrays"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_many_threads_fill_one_batch(
-    folder: FolderSource, transform: TrainTransform, kind: str
+    folder: FolderSource, transform: CropTransform, kind: str
 ) -> None:
     """Any number of threads at once give what one gives."""
     source = numbers(5) if kind == "arrays" else folder
@@ -199,7 +199,7 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
     image.save(tmp_path / "a" / "0.jpg")
     image.resize((large, large)).save(tmp_path / "a" / "1.jpg")
     (tmp_path / "a" / "2.jpg").write_bytes((tmp_path / "a" / "0.jpg").read_bytes()[:-2000])
-    images = ImageDataset(FolderSource(tmp_path), TrainTransform(32), OPTIONS, 32, 0)
+    images = ImageDataset(FolderSource(tmp_path), CropTransform(32), OPTIONS, 32, 0)
     out = np.empty((3, 32, 32), np.uint8)
     process = psutil.Process()
     held = []

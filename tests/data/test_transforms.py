@@ -19,7 +19,7 @@ from torchvision.transforms.v2 import functional as tvf
 
 from harness.config import AugmentConfig, Crop, DataConfig, Interpolation
 from harness.data.datasets import as_evaluated
-from harness.data.transforms import TrainTransform, random_crop_box
+from harness.data.transforms import CropTransform, random_crop_box
 from harness.runtime.seeding import SampleRng, uniforms
 
 SCALE = (0.08, 1.0)
@@ -31,7 +31,7 @@ def planes(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(image).permute(2, 0, 1)
 
 
-def applied(transform: TrainTransform, image: np.ndarray, seed: int = 0) -> np.ndarray:
+def applied(transform: CropTransform, image: np.ndarray, seed: int = 0) -> np.ndarray:
     batch = np.full((2, transform.size, transform.size, 3), 77, np.uint8).transpose(0, 3, 1, 2)
     before = image.copy()
     transform(image, SampleRng(seed, 0, 0), batch[0])
@@ -114,7 +114,7 @@ def test_random_resized_pixels_are_torchvisions(width: int, height: int, hflip: 
         )
         expected = tvf.hflip(expected) if hflip else expected
         assert np.array_equal(
-            applied(TrainTransform(48, hflip=hflip), image, seed), expected.numpy()
+            applied(CropTransform(48, hflip=hflip), image, seed), expected.numpy()
         )
 
 
@@ -132,7 +132,7 @@ def test_photographs_are_cropped_as_pillow_does(name: str, interpolation: str) -
         expected = tvf.resized_crop(
             image, top, left, h, w, [224, 224], tv.InterpolationMode(interpolation)
         )
-        transform = TrainTransform(224, hflip=0.0, interpolation=interpolation)
+        transform = CropTransform(224, hflip=0.0, interpolation=interpolation)
         ours = applied(transform, np.array(image), seed)
         errors.append(np.abs(ours.transpose(1, 2, 0).astype(int) - np.asarray(expected)))
     assert np.mean(errors) <= 0.05 and np.max(errors) <= (1 if interpolation == "bilinear" else 10)
@@ -153,7 +153,7 @@ def test_centre_crops_are_torchvisions(
     ours = (
         eval_transform(size, resize)
         if hflip is None
-        else TrainTransform(size, "center", hflip=hflip, resize=resize)
+        else CropTransform(size, "center", hflip=hflip, resize=resize)
     )
     assert np.array_equal(applied(ours, image), theirs.numpy())
 
@@ -187,7 +187,7 @@ def test_every_crop_resizes_by_the_filter(crop: Crop) -> None:
     """Another filter gives other pixels, of the same places."""
     image = np.array(photograph("china"))
     first, second = (
-        applied(TrainTransform(64, crop.name, interpolation=name), image, 1).astype(int)
+        applied(CropTransform(64, crop.name, interpolation=name), image, 1).astype(int)
         for name in ("bilinear", "bicubic")
     )
     assert 0 < np.abs(first - second).mean() < 8
@@ -197,7 +197,7 @@ def test_every_crop_resizes_by_the_filter(crop: Crop) -> None:
 def test_images_of_the_right_size_stay_as_they_are(crop: str) -> None:
     """Pixels that fit are neither enlarged nor cut in evaluation."""
     image = noise(32, 32)
-    transform = eval_transform(32) if crop == "eval" else TrainTransform(32, crop=crop, hflip=0.0)
+    transform = eval_transform(32) if crop == "eval" else CropTransform(32, crop=crop, hflip=0.0)
     assert np.array_equal(applied(transform, image), image.transpose(2, 0, 1))
 
 
@@ -232,7 +232,7 @@ def test_pad_crops_are_windows_of_the_padded_image(pad: int, width: int, height:
             window = padded[:, top : top + 16, left : left + 16]
             windows[window.tobytes()] = (top, left, False)
             windows[window[:, :, ::-1].tobytes()] = (top, left, True)
-    transform = TrainTransform(16, crop="pad", pad=pad)
+    transform = CropTransform(16, crop="pad", pad=pad)
     seen = {windows[applied(transform, image, seed).tobytes()] for seed in range(2000)}
     assert seen == set(windows.values())
 
@@ -246,7 +246,7 @@ def test_pad_crops_draw_top_left_and_flip() -> None:
     for index, (top, left) in enumerate((draws[:, :2] * (2 * pad + 1)).astype(int).tolist()):
         window = padded[:, top : top + 16, left : left + 16]
         out = np.empty((3, 16, 16), np.uint8)
-        TrainTransform(16, crop="pad", pad=pad, hflip=0.3)(image, SampleRng(5, 6, index), out)
+        CropTransform(16, crop="pad", pad=pad, hflip=0.3)(image, SampleRng(5, 6, index), out)
         assert np.array_equal(out, window[:, :, ::-1] if draws[index, 2] < 0.3 else window)
 
 
@@ -254,7 +254,7 @@ def test_flips_have_torchvisions_rate() -> None:
     """Mirroring happens with the set probability, independent of the crop."""
     image = np.zeros((8, 8, 3), np.uint8)
     image[:, :4] = 255
-    transform = TrainTransform(8, crop="center", hflip=0.3)
+    transform = CropTransform(8, crop="center", hflip=0.3)
     mirrored = [bool(applied(transform, image, seed)[0, 0, 0] == 0) for seed in range(4000)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -269,13 +269,13 @@ def test_flips_have_torchvisions_rate() -> None:
 def test_settings_reach_the_transform(crop: Crop) -> None:
     """from_config takes every value over, and the result survives the way into a worker."""
     augment = AugmentConfig(crop=crop, scale=(0.2, 0.3), ratio=(0.9, 1.1), pad=2, hflip=0.25)
-    made = TrainTransform.from_config(
+    made = CropTransform.from_config(
         augment,
         DataConfig(
             image_size=24, eval_resize=28, eval_squash=True, interpolation=Interpolation.bicubic
         ),
     )
-    assert pickle.loads(pickle.dumps(made)) == TrainTransform(
+    assert pickle.loads(pickle.dumps(made)) == CropTransform(
         24, crop.name, (0.2, 0.3), (0.9, 1.1), 2, 0.25, 28, True, "bicubic"
     )
 
@@ -284,7 +284,7 @@ def test_settings_reach_the_transform(crop: Crop) -> None:
 @pytest.mark.parametrize("crop", [*Crop, "eval"], ids=str)
 def test_laps_are_told_in_order_and_change_nothing(crop: Crop | str, size: tuple[int, int]) -> None:
     """Each transform tells the end of the stages that it names, in order."""
-    transform = eval_transform(24) if crop == "eval" else TrainTransform(24, crop=Crop(crop).name)
+    transform = eval_transform(24) if crop == "eval" else CropTransform(24, crop=Crop(crop).name)
     image = noise(*size)
     told = list[str]()
     out = np.empty((3, 24, 24), np.uint8)
@@ -296,7 +296,7 @@ def test_laps_are_told_in_order_and_change_nothing(crop: Crop | str, size: tuple
 @pytest.mark.parametrize("crop", [*Crop, "eval"], ids=str)
 def test_any_layout_of_the_batch_does(crop: Crop | str) -> None:
     """A batch of planes gets the pixels that one in channels_last gets."""
-    transform = eval_transform(24) if crop == "eval" else TrainTransform(24, crop=Crop(crop).name)
+    transform = eval_transform(24) if crop == "eval" else CropTransform(24, crop=Crop(crop).name)
     for seed in range(4):  # some of them mirrored
         out = np.empty((3, 24, 24), np.uint8)
         transform(noise(60, 40), SampleRng(seed, 0, 0), out)

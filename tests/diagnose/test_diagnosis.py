@@ -19,14 +19,14 @@ from harness.diagnose.diagnosis import diagnose, fitting_batch
 from harness.feed.base import HostBatch
 from harness.feed.feeds import Feeds
 from harness.monitor.host import Neighbours
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from harness.runtime import seeding
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
 from harness.training.step import Step
 from harness.tuning.steps import StepRun
-from harness.tuning.training_steps import StepTrials
+from harness.tuning.training_steps import TrainingBenchmark
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
@@ -61,10 +61,10 @@ def diagnosed(
     splits = datasets.load(config.data, config.augment, config.seed)
     state = make_state(config, len(splits.classes), ALONE, 10)
     before = {name: tensor.clone() for name, tensor in state.network.state_dict().items()}
-    trials = StepTrials(Step(state))
-    with Board(folder, tensorboard=False) as board:
+    trials = TrainingBenchmark(Step(state))
+    with RunWriter(folder, tensorboard=False) as writer:
         feeds = Feeds(splits, config, ALONE)
-        found = diagnose(feeds, trials, LIMITS, ("data=imagefolder",), board)
+        found = diagnose(feeds, trials, LIMITS, ("data=imagefolder",), writer)
     return (
         found,
         state,

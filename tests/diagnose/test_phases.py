@@ -26,7 +26,7 @@ from harness.feed.feeds import Feeds
 from harness.feed.order import Cursor
 from harness.runtime.distributed import World
 from harness.runtime.errors import LoaderError
-from harness.tuning.lab import Lab
+from harness.tuning.lab import LoaderBenchmark
 from harness.tuning.measures import Rate, SampleCost, Trial
 
 
@@ -85,7 +85,7 @@ class Rig:
         )
 
     def copies_s(self) -> tuple[float, float] | None:
-        return Lab.copies_s(cast(Lab, self))
+        return LoaderBenchmark.copies_s(cast(LoaderBenchmark, self))
 
     def saw(self, batches: int) -> None:
         if batches:
@@ -299,17 +299,17 @@ def test_copies_are_those_of_the_settings(
     """
     rig = Rig()
     assert rig.run()["copy_per_s"] is None
-    monkeypatch.setattr(Lab, "copies_s", lambda _: (0.1, 0.01))
+    monkeypatch.setattr(LoaderBenchmark, "copies_s", lambda _: (0.1, 0.01))
     assert rig.run(pinned=pinned)["copy_per_s"] == pytest.approx(copy_per_s)
 
 
 def test_copies_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory cannot be page-locked a note says why, and the figure is absent."""
 
-    def refuse(_: Lab) -> tuple[float, float]:
+    def refuse(_: LoaderBenchmark) -> tuple[float, float]:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Lab, "copies_s", refuse)
+    monkeypatch.setattr(LoaderBenchmark, "copies_s", refuse)
     rig = Rig()
     found = rig.run()
     assert found["copy_per_s"] is None and found["notes"] == [

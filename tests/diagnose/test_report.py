@@ -14,7 +14,7 @@ from evidences import evidence
 from harness.clock.stages import StageCost, StageTotals
 from harness.config import Config
 from harness.diagnose.diagnosis import command, lines
-from harness.monitor.writer import Board, publish
+from harness.monitor.writer import RunWriter, publish
 from harness.report.evidence import Bottleneck
 from harness.report.verdict import Change, Verdict
 from harness.runtime.distributed import World
@@ -29,7 +29,7 @@ def ranks(count: int) -> World:
     return World(0, count, 0, count, torch.device("cpu"))
 
 
-def tell(board: Board | None) -> None:
+def tell(writer: RunWriter | None) -> None:
     """Publishes a diagnosis."""
     found = {
         "bottleneck": "decode",
@@ -41,7 +41,7 @@ def tell(board: Board | None) -> None:
         "what_ifs": [{"change": "1 more core", "images_per_s": 300.0, "speedup": 1.5}],
         "notes": ["P was not measured: why"],
     }
-    publish("diagnosis", lines(found), found, board)
+    publish("diagnosis", lines(found), found, writer)
 
 
 @pytest.fixture(autouse=True)
@@ -133,8 +133,8 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_file_holds_it_all(tmp_path: Path) -> None:
     """Whole, as plain values."""
-    with Board(tmp_path, tensorboard=False) as board:
-        tell(board)
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        tell(writer)
     found = json.loads((tmp_path / "diagnosis.json").read_text())
     assert found["bottleneck"] == "decode" and found["ceiling"] == 5.0
     assert found["settings"]["num_workers"] == 2
@@ -149,8 +149,8 @@ def test_the_file_holds_it_all(tmp_path: Path) -> None:
 
 def test_a_full_disk_does_not_end_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The file is lost, with a warning; the diagnosis is printed."""
-    with Board(tmp_path / "gone", tensorboard=False) as board:
-        tell(board)
+    with RunWriter(tmp_path / "gone", tensorboard=False) as writer:
+        tell(writer)
     printed = capsys.readouterr().out
     assert "diagnosis.json: No such file or directory; figures are lost" in printed
     assert "Decode-bound." in printed

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource, Source, Subset
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.feed.base import HostBatch
 from harness.feed.feeds import ArrayFeed, InMemoryImages, SyntheticFeed, pixel_bytes
 from harness.feed.order import Cursor, Order, ProbeOrder
@@ -64,9 +64,9 @@ class Files:
         return self._files[i], int(self.labels[i])
 
 
-def dataset(source: Source, transform: TrainTransform | None = None) -> ImageDataset:
+def dataset(source: Source, transform: CropTransform | None = None) -> ImageDataset:
     return ImageDataset(
-        source, transform or TrainTransform(SIDE, crop="pad", pad=2), DecodeOptions(), SIDE, seed=5
+        source, transform or CropTransform(SIDE, crop="pad", pad=2), DecodeOptions(), SIDE, seed=5
     )
 
 
@@ -107,19 +107,19 @@ def assert_same(found: list[HostBatch], expected: list[HostBatch]) -> None:
 @pytest.mark.parametrize(
     "transform",
     [
-        pytest.param(TrainTransform(SIDE, crop="pad", pad=2), id="pad"),
-        pytest.param(TrainTransform(SIDE, crop="pad", pad=0), id="no pad"),
-        pytest.param(TrainTransform(SIDE, crop="pad", pad=11, hflip=1.0), id="more pad than image"),
-        pytest.param(TrainTransform(SIDE, crop="center"), id="center"),
+        pytest.param(CropTransform(SIDE, crop="pad", pad=2), id="pad"),
+        pytest.param(CropTransform(SIDE, crop="pad", pad=0), id="no pad"),
+        pytest.param(CropTransform(SIDE, crop="pad", pad=11, hflip=1.0), id="more pad than image"),
+        pytest.param(CropTransform(SIDE, crop="center"), id="center"),
         pytest.param(
-            TrainTransform(SIDE, crop="center", resize=9, hflip=0.0), id="center of a resized image"
+            CropTransform(SIDE, crop="center", resize=9, hflip=0.0), id="center of a resized image"
         ),
         pytest.param(samples.eval_transform(SIDE), id="evaluation"),
         pytest.param(samples.eval_transform(SIDE, resize=10), id="evaluation of a resized image"),
     ],
 )
 def test_batches_are_bitwise_those_of_processes(
-    source: Callable[[], Source], transform: TrainTransform
+    source: Callable[[], Source], transform: CropTransform
 ) -> None:
     """Images, labels and indices, in the first epoch, later ones and one that comes again, short
     batches too.
@@ -318,7 +318,7 @@ class TestOnAGpu:
     @pytest.mark.parametrize("crop", ["pad", "center"])
     def test_batches_are_bitwise_the_hosts(self, source: Callable[[], Source], crop: str) -> None:
         """They lie on the device, labels too, and hold the same pixels."""
-        images = dataset(source(), TrainTransform(SIDE, crop=crop, pad=2))
+        images = dataset(source(), CropTransform(SIDE, crop=crop, pad=2))
         device = torch.device("cuda", 0)
         made = feed(images, InMemoryImages(images, READING, device))
         found = epochs(made, 0, 3)

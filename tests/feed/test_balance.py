@@ -16,10 +16,10 @@ from harness.data.datasets import ImageDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.own import OwnDataset
 from harness.data.storage import ArraySource, Source
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.feed.base import HostBatch
 from harness.feed.feeds import ArrayFeed, Feeds, InMemoryImages
-from harness.feed.order import Order, Rest
+from harness.feed.order import EpochRemainder, Order
 from harness.runtime.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,9 @@ def test_the_rest_of_an_epoch_is_what_was_left(world_size: int) -> None:
     """A run that goes on within an epoch sees the draws that are left, and no others."""
     whole = order_of(SIZES)
     ranks = [
-        replace(whole, batch_size=2, rank=rank, world_size=world_size, rest=Rest(1, 12, 30))
+        replace(
+            whole, batch_size=2, rank=rank, world_size=world_size, rest=EpochRemainder(1, 12, 30)
+        )
         for rank in range(world_size)
     ]
     left = zip(*(order.batches(1) for order in ranks), strict=True)
@@ -109,7 +111,7 @@ def feeds_of(backend: str, *, skips: bool = False, **loader: object) -> Feeds:
     source: Source = ArraySource(pixels, labels_of(SIZES), "abcd", "x")
     if skips:
         source = Broken(source)
-    transform = TrainTransform(8, crop=Crop.pad.name, pad=2)
+    transform = CropTransform(8, crop=Crop.pad.name, pad=2)
     images = ImageDataset(source, transform, DecodeOptions(), 8, seed=0, skips=skips)
     return Feeds(Splits(images, images, tuple("abcd"), "x", ""), config, CPU)
 

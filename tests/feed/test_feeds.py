@@ -27,7 +27,7 @@ from harness.config import (
 from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.feed.base import Backend, FeedSettings, HostBatch
 from harness.feed.feeds import BACKENDS, ArrayFeed, Feeds, InMemoryImages, SyntheticFeed
 from harness.feed.processes import ProcessFeed
@@ -149,12 +149,12 @@ def small(backend: BackendName | None = None, crop: Crop = Crop.pad, **loader: o
     """Feeds over 20 training and 6 validation images in arrays."""
     config = Config(loader=LoaderConfig(batch_size=4, backend=backend, **loader))  # type: ignore
 
-    def images(length: int, transform: TrainTransform) -> ImageDataset:
+    def images(length: int, transform: CropTransform) -> ImageDataset:
         pixels = np.random.default_rng(length).integers(0, 256, (length, 8, 8, 3), np.uint8)
         source = ArraySource(pixels, np.zeros(length), ("a",), "noise")
         return ImageDataset(source, transform, DecodeOptions(), 8, seed=0)
 
-    train = images(20, TrainTransform(8, crop=crop.name, pad=2))
+    train = images(20, CropTransform(8, crop=crop.name, pad=2))
     return Feeds(
         Splits(train, images(6, samples.eval_transform(8)), ("a",), "noise", ""), config, CPU
     )

@@ -10,7 +10,7 @@ from itertools import accumulate, chain, islice, zip_longest
 import numpy as np
 import pytest
 
-from harness.feed.order import Cursor, Order, ProbeOrder, Rest
+from harness.feed.order import Cursor, EpochRemainder, Order, ProbeOrder
 
 
 def batches(order: Order, epoch: int = 0) -> list[list[int]]:
@@ -91,7 +91,9 @@ def resting(order: Order, start: int, stop: int | None = None, epoch: int = 1) -
     """``order`` with nothing of ``epoch`` but what lies between ``start`` and ``stop``, or the
     epoch's end.
     """
-    return replace(order, rest=Rest(epoch, start, order.taken(epoch) if stop is None else stop))
+    return replace(
+        order, rest=EpochRemainder(epoch, start, order.taken(epoch) if stop is None else stop)
+    )
 
 
 @pytest.mark.parametrize(("world_size", "drop_last"), [(1, False), (1, True), (2, True), (3, True)])

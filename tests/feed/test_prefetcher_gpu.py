@@ -70,7 +70,7 @@ def test_values_are_the_cpus(dtype: torch.dtype, channels_last: bool) -> None:
 
 def test_one_side_stream_for_life() -> None:
     """Twenty epochs use the same stream and reserve no more memory after the fifth."""
-    own = accelerator.of("cuda")
+    own = accelerator.get("cuda")
     batches = DataPrefetcher(Loader(6, 64), "cuda", mean=MEAN, std=STD)
     stream = batches._transfer.stream
     reserved = []
@@ -89,7 +89,7 @@ def test_a_batch_in_use_is_not_written_over() -> None:
     """
     sums = []
     for images, _ in DataPrefetcher(Loader(40, 64), "cuda"):
-        accelerator.of("cuda").delay(SLEEP_S)
+        accelerator.get("cuda").delay(SLEEP_S)
         sums.append(images.double().mean())
         del images
     assert torch.stack(sums).tolist() == list(range(40))
@@ -127,7 +127,7 @@ def test_copies_are_told_to_the_clock() -> None:
     """
     ears = Ears()
     list(DataPrefetcher(Loader(3, 64), "cuda", clock=ears))
-    accelerator.of("cuda").synchronize()
+    accelerator.get("cuda").synchronize()
     assert len({id(event) for events in ears.heard for event in events}) == 9
     assert all(
         start.elapsed_time(end) > 0 and end.elapsed_time(ready) >= 0

@@ -380,7 +380,7 @@ def test_a_signal_is_heard_in_a_wait_for_a_stopped_worker(
     """
     monkeypatch.setattr(signals, "_received", [])
     feed = make_feed(2, times_samples=True)
-    with signals.caught(grace_s=2.0):
+    with signals.handle_signals(grace_s=2.0):
         batches = iter(feed)
         next(batches)
         queued(feed, 3)

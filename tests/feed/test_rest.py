@@ -13,10 +13,10 @@ import torch
 from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.feed.base import Backend, HostBatch
 from harness.feed.feeds import ArrayFeed, SyntheticFeed
-from harness.feed.order import Order, Rest
+from harness.feed.order import EpochRemainder, Order
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
 
@@ -31,7 +31,7 @@ def images(side: int) -> ImageDataset:
     pixels = np.random.default_rng(0).integers(0, 256, (LENGTH, 8, 8, 3), np.uint8)
     source = ArraySource(pixels, np.arange(LENGTH) % 10, map(str, range(10)), "noise")
     return ImageDataset(
-        source, TrainTransform(side, crop="pad", pad=2), DecodeOptions(), side, seed=5
+        source, CropTransform(side, crop="pad", pad=2), DecodeOptions(), side, seed=5
     )
 
 
@@ -87,7 +87,7 @@ def test_a_rest_gives_what_an_uninterrupted_pass_gives_from_there(
     make_feed: MakeFeed, position: int, primed: bool
 ) -> None:
     """Images, labels and indices are bitwise the same, also of the next epoch, which is whole."""
-    rest = Rest(EPOCH, ORDER.taken(EPOCH, position), ORDER.taken(EPOCH))
+    rest = EpochRemainder(EPOCH, ORDER.taken(EPOCH, position), ORDER.taken(EPOCH))
     whole = make_feed(ORDER)
     feed = make_feed(replace(ORDER, rest=rest))
     samples.assert_same(passed(feed, EPOCH, primed), passed(whole, EPOCH)[position:])
@@ -97,14 +97,14 @@ def test_a_rest_gives_what_an_uninterrupted_pass_gives_from_there(
 
 def test_after_a_primed_rest_of_nothing_the_next_epoch_is_whole(make_feed: MakeFeed) -> None:
     """A pass without a batch ends what was begun for it."""
-    feed = make_feed(replace(ORDER, rest=Rest(EPOCH, LENGTH, LENGTH)))
+    feed = make_feed(replace(ORDER, rest=EpochRemainder(EPOCH, LENGTH, LENGTH)))
     assert passed(feed, EPOCH, primed=True) == []
     samples.assert_same(passed(feed, EPOCH + 1), passed(make_feed(ORDER), EPOCH + 1))
 
 
 def test_an_epoch_that_is_chosen_during_a_pass_is_the_next_one(make_feed: MakeFeed) -> None:
     """The pass ends where it would have, whatever the length of the epoch that comes after it."""
-    feed = make_feed(replace(ORDER, rest=Rest(EPOCH, 12, LENGTH)))
+    feed = make_feed(replace(ORDER, rest=EpochRemainder(EPOCH, 12, LENGTH)))
     whole = make_feed(ORDER)
     feed.set_epoch(EPOCH)
     batches = iter(feed)

@@ -335,7 +335,7 @@ class TestEnds:
             gate.wait(WAIT_S)
 
         feed = make_feed(1, samples.Troubled(4, 0, trouble))
-        with signals.caught(grace_s=4.0), pytest.raises(Interrupted):
+        with signals.handle_signals(grace_s=4.0), pytest.raises(Interrupted):
             list(feed)
 
 

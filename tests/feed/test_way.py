@@ -16,7 +16,7 @@ from pictures import photograph
 from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.storage import FolderSource
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.feed.base import Backend, FeedSettings
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
@@ -85,7 +85,7 @@ def test_an_image_goes_that_way(
         (tmp_path / "set" / name).parent.mkdir(parents=True)
         photograph("china").reduce(4).save(tmp_path / "set" / name)
     images = ImageDataset(
-        FolderSource(tmp_path / "set"), TrainTransform(32, hflip=0.0), DecodeOptions(), 32, 0
+        FolderSource(tmp_path / "set"), CropTransform(32, hflip=0.0), DecodeOptions(), 32, 0
     )
     # the trainer itself stands for the worker process
     settings = FeedSettings(1, int(kind is ThreadFeed), False, None, False, 0.0, "fork")

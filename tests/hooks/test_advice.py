@@ -10,7 +10,7 @@ import pytest
 from harness.clock.figures import Ledger, Tag, Window
 from harness.clock.stages import StageCost, StageTotals
 from harness.feed.base import FeedSettings
-from harness.hooks.loops import Followed
+from harness.hooks.loops import WatchedLoader
 from harness.hooks.session import LoaderCall, better, in_script
 from harness.report.evidence import Evidence
 from harness.report.verdict import judge
@@ -44,8 +44,8 @@ def evidence(workers: int = 1, made: float = 1.0, **sampled: float) -> Evidence:
     )
 
 
-def loader(found: Evidence, **followed: Any) -> Followed:
-    return Followed("train.py:7", found.settings, **followed)
+def loader(found: Evidence, **followed: Any) -> WatchedLoader:
+    return WatchedLoader("train.py:7", found.settings, **followed)
 
 
 def call(found: Evidence, **followed: Any) -> LoaderCall | None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from harness.clock.figures import Window
 from harness.hooks import patches
-from harness.hooks.loops import Loops
+from harness.hooks.loops import LoopTracker
 
 Span = tuple[float, float]
 
@@ -73,7 +73,7 @@ class Script:
             VirtualClock(wake_s=0.05e-3), pinned_per_s=per_s, pageable_per_s=per_s,
             launch_s=20e-6, record_s=2e-6, wake_s=0.05e-3,
         )  # fmt: skip
-        loops = Loops()
+        loops = LoopTracker()
         loops.on_window = lambda clock: clock.close_window()  # type: ignore[assignment,method-assign]
         with emulated(own), _copies(own, self), patches.installed(loops):
             spans = self._train(own)

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from harness.feed.base import FeedSettings
 from harness.hooks.faster import faster
-from harness.hooks.loops import Followed
+from harness.hooks.loops import WatchedLoader
 from harness.hooks.session import offered
 
 NORMALIZE = T.Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
@@ -198,5 +198,5 @@ def test_it_is_offered_where_it_serves(root: Path) -> None:
     settings = FeedSettings(1, 0, False, None, False, 0.0, "")
     plain = ImageFolder(str(root), transform)
     sets = (plain, faster(plain), ImageFolder(str(root), T.ToTensor()), None)
-    lines = [offered(Followed("train.py:7", settings, images=each)) for each in sets]
+    lines = [offered(WatchedLoader("train.py:7", settings, images=each)) for each in sets]
     assert [bool(line) for line in lines] == [True, False, False, False]

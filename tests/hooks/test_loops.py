@@ -17,7 +17,7 @@ from harness.clock.clock import StepClock
 from harness.clock.figures import Window
 from harness.hooks import loops as loops_module
 from harness.hooks import patches
-from harness.hooks.loops import Loops
+from harness.hooks.loops import LoopTracker
 
 BATCH = 4
 WAIT_S = BATCH * 0.01
@@ -59,8 +59,8 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 @pytest.fixture
-def loops(time: Time, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loops]:
-    found = Loops()
+def loops(time: Time, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopTracker]:
+    found = LoopTracker()
     monkeypatch.setattr(found, "on_window", lambda clock: clock.close_window())
     with patches.installed(found):
         yield found
@@ -85,7 +85,7 @@ def loader(time: Time, batches: int = 6, **more: Any) -> DataLoader[Tensor]:
     return DataLoader(Slow(time, batches * BATCH), BATCH, **more)
 
 
-def told(loops: Loops) -> Window:
+def told(loops: LoopTracker) -> Window:
     loops.end(completed=True)
     assert loops.clock
     return loops.clock.total()
@@ -98,7 +98,7 @@ def check(total: Window, steps: int, wait_s: float = WAIT_S, step_s: float = STE
     assert total.shares["starved"] == pytest.approx(wait_s / (wait_s + step_s))
 
 
-def test_each_update_is_a_step(loops: Loops, time: Time) -> None:
+def test_each_update_is_a_step(loops: LoopTracker, time: Time) -> None:
     """The first step of each epoch is kept apart, and time between epochs is none of a step's."""
     train = Training(time)
     batches = loader(time)
@@ -112,7 +112,7 @@ def test_each_update_is_a_step(loops: Loops, time: Time) -> None:
     assert [each.trains for each in loops.followed] == [True]
 
 
-def test_what_follows_the_update_is_python_s(loops: Loops, time: Time) -> None:
+def test_what_follows_the_update_is_python_s(loops: LoopTracker, time: Time) -> None:
     """Time between an optimizer's step and the next batch is the host's."""
     train = Training(time)
     for batch in loader(time):
@@ -122,7 +122,7 @@ def test_what_follows_the_update_is_python_s(loops: Loops, time: Time) -> None:
     assert total.shares["host"] == pytest.approx(0.05 / (WAIT_S + STEP_S + 0.05))
 
 
-def test_batches_without_an_update_belong_to_the_next(loops: Loops, time: Time) -> None:
+def test_batches_without_an_update_belong_to_the_next(loops: LoopTracker, time: Time) -> None:
     """With accumulation a step has several waits."""
     train = Training(time)
     for number, batch in enumerate(loader(time, 12), 1):
@@ -135,7 +135,7 @@ def test_batches_without_an_update_belong_to_the_next(loops: Loops, time: Time) 
 @pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
 @pytest.mark.parametrize("left", [False, True], ids=["to its end", "left early"])
 def test_an_evaluation_amid_an_epoch_is_no_step(
-    loops: Loops, time: Time, grad: bool, left: bool
+    loops: LoopTracker, time: Time, grad: bool, left: bool
 ) -> None:
     """Its waits and its work are no training's."""
     train = Training(time)
@@ -155,7 +155,7 @@ def test_an_evaluation_amid_an_epoch_is_no_step(
     assert [each.trains for each in loops.followed] == [True, False]
 
 
-def test_an_evaluation_before_training_is_none(loops: Loops, time: Time) -> None:
+def test_an_evaluation_before_training_is_none(loops: LoopTracker, time: Time) -> None:
     """Nothing is known of the training before the first update."""
     val = loader(time, 2)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_an_evaluation_before_training_is_none(loops: Loops, time: Time) -> None
     assert [each.trains for each in loops.followed] == [False, True]
 
 
-def test_two_loaders_feed_one_step(loops: Loops, time: Time) -> None:
+def test_two_loaders_feed_one_step(loops: LoopTracker, time: Time) -> None:
     """Waits for both add up; a short one that begins again within the epoch ends none."""
     train = Training(time)
     short = loader(time, 2)
@@ -184,7 +184,7 @@ def test_two_loaders_feed_one_step(loops: Loops, time: Time) -> None:
     assert [each.trains for each in loops.followed] == [True, True]
 
 
-def test_two_optimizers_make_one_step(loops: Loops, time: Time) -> None:
+def test_two_optimizers_make_one_step(loops: LoopTracker, time: Time) -> None:
     """The computing of a step ends with its last update."""
     first, second = Training(time), Training(time)
     for batch in loader(time):
@@ -196,7 +196,7 @@ def test_two_optimizers_make_one_step(loops: Loops, time: Time) -> None:
     assert total.shares["compute"] == pytest.approx(2 * STEP_S / (WAIT_S + 2 * STEP_S + 0.01))
 
 
-def test_a_loader_made_again_is_the_same(loops: Loops, time: Time) -> None:
+def test_a_loader_made_again_is_the_same(loops: LoopTracker, time: Time) -> None:
     """With a new data set for each epoch, too: what is kept does not grow."""
     train = Training(time)
     for _ in range(5):
@@ -213,7 +213,7 @@ class Stream(IterableDataset[Tensor]):
         return iter(torch.zeros(2 * BATCH, 2))
 
 
-def test_a_stream_is_told_from_a_data_set_with_indices(loops: Loops, time: Time) -> None:
+def test_a_stream_is_told_from_a_data_set_with_indices(loops: LoopTracker, time: Time) -> None:
     """Of a stream more workers may give samples twice."""
     train = Training(time)
     for each in (loader(time), DataLoader(Stream(), BATCH)):
@@ -222,7 +222,7 @@ def test_a_stream_is_told_from_a_data_set_with_indices(loops: Loops, time: Time)
     assert [each.streams for each in loops.followed] == [False, True]
 
 
-def test_a_loader_of_another_thread_is_not_counted(loops: Loops, time: Time) -> None:
+def test_a_loader_of_another_thread_is_not_counted(loops: LoopTracker, time: Time) -> None:
     """Where a thread of the script's prefetches, its waits are nobody's."""
     train = Training(time)
     other = loader(time, 3)
@@ -235,7 +235,7 @@ def test_a_loader_of_another_thread_is_not_counted(loops: Loops, time: Time) -> 
     assert [each.elsewhere for each in loops.followed] == [True, False]
 
 
-def test_a_forked_process_has_no_hooks(loops: Loops, time: Time) -> None:
+def test_a_forked_process_has_no_hooks(loops: LoopTracker, time: Time) -> None:
     """A child that trains too tells nobody."""
     child = os.fork()
     if not child:
@@ -255,13 +255,13 @@ def test_hooks_leave_torch_as_it_was(time: Time) -> None:
         return [loader.__init__, loader.__iter__, base.__next__, Tensor.to]
 
     before = hooked()
-    found = Loops()
+    found = LoopTracker()
     with pytest.raises(ZeroDivisionError):
         _fail_within(found, time)
     assert hooked() == before
 
 
-def _fail_within(loops: Loops, time: Time) -> None:
+def _fail_within(loops: LoopTracker, time: Time) -> None:
     with patches.installed(loops):
         for batch in loader(time):
             Training(time)(batch)
@@ -269,7 +269,7 @@ def _fail_within(loops: Loops, time: Time) -> None:
 
 
 def test_a_fault_of_ours_ends_the_watching_alone(
-    loops: Loops, time: Time, monkeypatch: pytest.MonkeyPatch
+    loops: LoopTracker, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The script goes on as if nobody watched."""
     train = Training(time)

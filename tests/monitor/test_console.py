@@ -82,7 +82,7 @@ def test_text_from_outside_is_only_text(
 def test_markup_is_only_text_on_a_terminal_too() -> None:
     """On a terminal too no control character comes from outside."""
     seen = on_terminal(
-        "from itertools import count; from harness.watch.console import say, progress\n"
+        "from itertools import count; from harness.monitor.console import say, progress\n"
         "text = '[red]x[/red] \\x1b[2J[/]'\n"
         "say(text); say(text)\n"
         "with progress(text, 9, 'files', now=count().__next__) as bar:\n"
@@ -95,7 +95,7 @@ def test_markup_is_only_text_on_a_terminal_too() -> None:
 
 def test_a_long_line_on_a_terminal_is_not_broken() -> None:
     """A path can be copied from the terminal in one piece."""
-    assert "x" * 300 in on_terminal("from harness.watch.console import say; say('x' * 300)")
+    assert "x" * 300 in on_terminal("from harness.monitor.console import say; say('x' * 300)")
 
 
 def test_a_warning_from_anywhere_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +192,7 @@ def test_a_bar_goes_over_items(capsys: pytest.CaptureFixture[str]) -> None:
 def test_styles_are_for_terminals() -> None:
     """A warning and the verdict are seen among many lines; a pipe has plain ones."""
     code = (
-        "import logging; from harness.watch.console import say; say('verdict', stands_out=True)\n"
+        "import logging; from harness.monitor.console import say; say('verdict', stands_out=True)\n"
         "logging.getLogger('wellfed').warning('careful')"
     )
     seen = on_terminal(code)
@@ -279,7 +279,7 @@ def test_a_live_table_in_a_pipe_is_lines(
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:
     """`train.py | head -1` goes on training."""
     code = (
-        "import sys; from harness.watch.console import say\n"
+        "import sys; from harness.monitor.console import say\n"
         "for line in range(20000): say('line %d' % line)\n"
         "sys.stderr.write('done')"
     )
@@ -297,7 +297,7 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
 def test_a_full_disk_under_the_output_does_not_end_the_run() -> None:
     """`train.py > log` goes on training where the log's disk is full."""
     code = (
-        "import sys; from harness.watch.console import say\nsay('a'); say('b'); "
+        "import sys; from harness.monitor.console import say\nsay('a'); say('b'); "
         "sys.stderr.write('done')"
     )
     with open("/dev/full", "w") as full:
@@ -313,7 +313,7 @@ def test_a_terminal_without_unicode_gets_escapes() -> None:
         [
             sys.executable,
             "-c",
-            "from harness.watch.console import say; say('Z\\u00fcrich \\u6771')",
+            "from harness.monitor.console import say; say('Z\\u00fcrich \\u6771')",
         ],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},

@@ -8,7 +8,7 @@ import pytest
 from model_time import known
 
 from harness.clock.figures import Ledger, Window
-from harness.monitor.goodput import Course
+from harness.monitor.goodput import GoodputTimer
 
 
 class Clock:
@@ -28,7 +28,7 @@ def figures(**known: object) -> Window:
 def test_busy_seconds_and_the_rest_make_up_the_wall_time() -> None:
     """Start, tuning, parts of the steps, first steps and pauses are named; the rest is other."""
     clock = Clock()
-    course = Course(90.0, clock)
+    course = GoodputTimer(90.0, clock)
     course.mark("start")
     clock.now_s = 106.0
     course.mark("tuning")
@@ -55,4 +55,4 @@ def test_busy_seconds_and_the_rest_make_up_the_wall_time() -> None:
 
 def test_there_is_none_where_the_device_time_is_not_known() -> None:
     """Without a share of computing nothing is claimed."""
-    assert Course(0.0, Clock()).goodput(figures(shares={}, elapsed_s=5.0)) is None
+    assert GoodputTimer(0.0, Clock()).goodput(figures(shares={}, elapsed_s=5.0)) is None

@@ -53,8 +53,8 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     """Other ranks have a clock and nothing else; no thread is left behind the block."""
     before = threading.active_count()
     with monitor.watched(Config(), World(1, 2, 1, 2, torch.device("cpu")), tmp_path, 0.0) as watch:
-        assert (watch.board, watch.sampler) == (None, None)
+        assert (watch.writer, watch.sampler) == (None, None)
     with monitor.watched(Config(), CPU, tmp_path, 0.0) as watch:
-        assert watch.board is not None
+        assert watch.writer is not None
         assert watch.sampler is not None
     assert threading.active_count() == before

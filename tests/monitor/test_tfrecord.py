@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,10 @@ def test_a_record_is_as_tensorboard_writes_it(
     monkeypatch.setattr("time.time", lambda: 100.0)
     text = random.Random(size).randbytes(size) if fill is None else bytes([fill]) * size
     found: list[bytes] = []
-    with Board(tmp_path, tensorboard=True) as board:
-        monkeypatch.setattr(board, "_append", lambda name, data: found.append(data) or True)
+    with RunWriter(tmp_path, tensorboard=True) as writer:
+        monkeypatch.setattr(writer, "_append", lambda name, data: found.append(data) or True)
         for _ in range(2):
-            board._event(file_version=text.hex())
+            writer._event(file_version=text.hex())
     written = io.BytesIO()
     from tensorboard.compat.proto.event_pb2 import Event
 

@@ -19,7 +19,7 @@ from harness.cli import job
 from harness.config import Config, ConfigError, Wandb
 from harness.monitor import wandb_writer
 from harness.monitor.wandb_writer import WandbWriter
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from harness.runtime.distributed import World
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -82,9 +82,9 @@ def settings(mode: Wandb = Wandb.offline) -> Config:
     return config
 
 
-def board(folder: Path, mode: Wandb = Wandb.offline, resumed: int | None = None) -> Board:
+def writer(folder: Path, mode: Wandb = Wandb.offline, resumed: int | None = None) -> RunWriter:
     writer = WandbWriter(folder, settings(mode), resumed is not None)
-    return Board(folder, tensorboard=False, resumed_step=resumed, wandb=writer)
+    return RunWriter(folder, tensorboard=False, resumed_step=resumed, wandb=writer)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -95,7 +95,7 @@ def test_figures_images_text_and_report_arrive(service: Service, tmp_path: Path)
     """Windows and images as history, text and the report as summary; the run has the folder's name
     and all settings, its files are in the folder, and it ends well.
     """
-    with board(tmp_path) as written:
+    with writer(tmp_path) as written:
         written.scalars(10, {"train/loss": 0.5, "val/top1": None})
         written.scalars(10, {"val/top1": 0.25}, epoch=1)
         written.images("val/mistakes", np.zeros((2, 3, 4, 5), np.uint8), ["cat", "dog"])
@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_goes_on_there(service: Service, tmp_path: Path) -> N
     for resumed, folder in ((None, "x"), (20, "x"), (None, "x"), (20, "y")):
         (tmp_path / folder).mkdir(exist_ok=True)
         service.logged = []
-        with board(tmp_path / folder, resumed=resumed) as written:
+        with writer(tmp_path / folder, resumed=resumed) as written:
             for step in (10, 30) if resumed is None else (25, 30, 35):
                 written.scalars(step, {"train/loss": 1.0})
         if resumed is not None and folder == "x":
@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_goes_on_there(service: Service, tmp_path: Path) -> N
 
 def test_an_error_is_told_there(service: Service, tmp_path: Path) -> None:
     """A run that a signal or an error ends has not ended well."""
-    with pytest.raises(KeyboardInterrupt), board(tmp_path):
+    with pytest.raises(KeyboardInterrupt), writer(tmp_path):
         raise KeyboardInterrupt
     assert service.ended == [1]
 
@@ -154,7 +154,7 @@ def test_what_fails_there_is_one_warning(
             raise RuntimeError("connection\nrefused")
 
     service.trouble = fail
-    with board(tmp_path) as written:
+    with writer(tmp_path) as written:
         for step in (10, 20):
             written.scalars(step, {"train/loss": 1.0})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
@@ -167,11 +167,11 @@ def test_a_missing_login_is_told_with_the_way_out(
 ) -> None:
     """Nobody is asked for a key in the middle of a run. Offline needs none."""
     service.logged_in = False
-    with board(tmp_path, Wandb.online):
+    with writer(tmp_path, Wandb.online):
         pass
     (line,) = warnings(caplog)
     assert "wandb login" in line
-    with board(tmp_path):
+    with writer(tmp_path):
         pass
     assert service.ended == [0]
 
@@ -189,7 +189,7 @@ def test_a_service_that_hangs_costs_a_bounded_time(
     monkeypatch.setattr(wandb_writer, "_END_S", 0.05)
     free = threading.Event()
     service.trouble = lambda name: name == call and free.wait(60)
-    written = board(tmp_path)
+    written = writer(tmp_path)
     written_by = written._wandb._thread  # type: ignore[union-attr]
     for step in range(100):
         written.scalars(step, {"train/loss": 1.0})

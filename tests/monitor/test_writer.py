@@ -22,7 +22,7 @@ from PIL import Image
 
 from harness.clock.figures import Ledger, Spread, Tag
 from harness.clock.stages import StageCost, StageTotals
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from harness.training.engine import listed
 
 
@@ -46,8 +46,8 @@ def logged(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 def test_scalars_reach_both_files(tmp_path: Path) -> None:
     """A line of JSON and an event hold the same tags; a spread is three; None is absent."""
-    with Board(tmp_path, tensorboard=True, now=iter([5.0, 7.5]).__next__) as board:
-        board.scalars(
+    with RunWriter(tmp_path, tensorboard=True, now=iter([5.0, 7.5]).__next__) as writer:
+        writer.scalars(
             10,
             {Tag.LOSS: 0.5, "time/step_ms": Spread(1.0, 2.0, 3.0), Tag.GPU_POWER_W: None},
             epoch=2,
@@ -78,8 +78,8 @@ def test_stages_are_told_per_sample_with_how_busy_the_workers_were() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 def test_a_value_that_is_not_finite_is_null_in_json(tmp_path: Path, value: float) -> None:
     """The line stays valid JSON, and TensorBoard has the value itself."""
-    with Board(tmp_path, tensorboard=True) as board:
-        board.scalars(1, {"train/loss": value})
+    with RunWriter(tmp_path, tensorboard=True) as writer:
+        writer.scalars(1, {"train/loss": value})
     assert lines(tmp_path)[0]["train/loss"] is None
     assert str(logged(tmp_path, "train/loss")[0][1]) == str(value)
 
@@ -87,8 +87,8 @@ def test_a_value_that_is_not_finite_is_null_in_json(tmp_path: Path, value: float
 def test_without_tensorboard_there_is_no_event_file(tmp_path: Path) -> None:
     """Everything else is written as before, and TensorBoard is not imported."""
     code = (
-        "import sys; from pathlib import Path; from harness.watch.board import Board\n"
-        f"board = Board(Path({str(tmp_path)!r}), tensorboard=False)\n"
+        "import sys; from pathlib import Path; from harness.monitor.writer import RunWriter\n"
+        f"board = RunWriter(Path({str(tmp_path)!r}), tensorboard=False)\n"
         "board.scalars(1, {'a': 1.0}); board.text('t', ['x']); board.hparams({}, {})\n"
         "board.close()\n"
         "sys.exit('tensorboard' in sys.modules or 'torch' in sys.modules)"
@@ -104,9 +104,9 @@ def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         os, "write", lambda handle, data: (written.append(data), real(handle, data))[1]
     )
-    with Board(tmp_path, tensorboard=False) as board:
-        board.scalars(1, {f"tag/{i}": float(i) for i in range(5000)})
-        board.scalars(2, {"a": 1.0})
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        writer.scalars(1, {f"tag/{i}": float(i) for i in range(5000)})
+        writer.scalars(2, {"a": 1.0})
     assert [data.count(b"\n") for data in written] == [1, 1]
     assert all(data.endswith(b"\n") for data in written)
 
@@ -114,8 +114,9 @@ def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_is_written_survives_a_kill(tmp_path: Path) -> None:
     """A process that dies at once loses no figure in either file."""
     code = (
-        "import os; from pathlib import Path; from harness.watch.board import Board\n"
-        f"Board(Path({str(tmp_path)!r}), tensorboard=True).scalars(7, {{'a': 1.0}}); os._exit(9)"
+        "import os; from pathlib import Path; from harness.monitor.writer import RunWriter\n"
+        f"writer = RunWriter(Path({str(tmp_path)!r}), tensorboard=True)\n"
+        "writer.scalars(7, {'a': 1.0}); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     assert (lines(tmp_path)[0]["step"], logged(tmp_path, "a")) == (7, [(7, 1.0)])
@@ -123,14 +124,14 @@ def test_what_is_written_survives_a_kill(tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     """Steps after the checkpoint, and a line that was cut off, give way."""
-    with Board(tmp_path, tensorboard=True) as board:
+    with RunWriter(tmp_path, tensorboard=True) as writer:
         for step in (10, 20, 30):
-            board.scalars(step, {"a": 1.0})
+            writer.scalars(step, {"a": 1.0})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 40, "a"')
-    with Board(tmp_path, tensorboard=True, resumed_step=20) as board:
+    with RunWriter(tmp_path, tensorboard=True, resumed_step=20) as writer:
         for step in (30, 40):
-            board.scalars(step, {"a": 2.0})
+            writer.scalars(step, {"a": 2.0})
     expected = [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
     assert [(line["step"], line["a"]) for line in lines(tmp_path)] == expected
     assert logged(tmp_path, "a") == expected
@@ -151,9 +152,9 @@ def test_hparams_are_a_row_of_the_run_itself(tmp_path: Path) -> None:
         "precision": Precision.bf16,
         "betas": (0.9, 1),
     }
-    with Board(tmp_path, tensorboard=True) as board:
-        board.scalars(50, {"a": 1.0})
-        board.hparams(settings, {"hparam/top1": 0.9, "hparam/top5": None})
+    with RunWriter(tmp_path, tensorboard=True) as writer:
+        writer.scalars(50, {"a": 1.0})
+        writer.hparams(settings, {"hparam/top1": 0.9, "hparam/top5": None})
     read = events(tmp_path)
     content = {
         tag: HParamsPluginData.FromString(data)
@@ -174,8 +175,8 @@ def test_hparams_are_a_row_of_the_run_itself(tmp_path: Path) -> None:
 
 def test_text_reaches_the_text_page(tmp_path: Path) -> None:
     """What looks like markup in it stays text: TensorBoard shows indented lines as code."""
-    with Board(tmp_path, tensorboard=True) as board:
-        board.text("verdict", ["**fine** <img src=http://f>", "a\nb"])
+    with RunWriter(tmp_path, tensorboard=True) as writer:
+        writer.text("verdict", ["**fine** <img src=http://f>", "a\nb"])
     read = events(tmp_path)
     assert read.Tensors("verdict/text_summary")[0].tensor_proto.string_val == [
         b"    **fine** <img src=http://f>\n    a\\nb"
@@ -186,8 +187,8 @@ def test_the_report_is_plain_json(tmp_path: Path) -> None:
     """Dataclasses are objects without what is absent; NaN is null; enums are their names."""
     ledger = Ledger(steps=2)
     ledger.count("data_wait_ms", 0.002)
-    with Board(tmp_path, tensorboard=False) as board:
-        board.report(
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        writer.report(
             {
                 "status": "done",
                 "total": ledger.window(),
@@ -210,17 +211,17 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed write leaves the former report whole and no half-made file beside it."""
-    with Board(tmp_path, tensorboard=False) as board:
-        board.report({"status": "running"})
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        writer.report({"status": "running"})
 
         def full(handle: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
-        board.report({"status": "completed"})
+        writer.report({"status": "completed"})
     assert json.loads((tmp_path / "report.json").read_text()) == {"status": "running"}
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-    assert board.dropped == 1
+    assert writer.dropped == 1
 
 
 def test_a_full_disk_costs_figures_and_one_warning(
@@ -233,13 +234,13 @@ def test_a_full_disk_costs_figures_and_one_warning(
         real(handle, data[:7])
         return 7
 
-    with caplog.at_level(logging.WARNING), Board(tmp_path, tensorboard=True) as board:
+    with caplog.at_level(logging.WARNING), RunWriter(tmp_path, tensorboard=True) as writer:
         with monkeypatch.context() as patched:
             patched.setattr(os, "write", full)
-            board.scalars(1, {"a": 1.0})
-            board.scalars(2, {"a": 1.0})
-        board.scalars(3, {"a": 1.0})
-    assert board.dropped == 4
+            writer.scalars(1, {"a": 1.0})
+            writer.scalars(2, {"a": 1.0})
+        writer.scalars(3, {"a": 1.0})
+    assert writer.dropped == 4
     assert len(caplog.records) == 1
     assert "figures are lost until it can be written, training goes on" in caplog.text
     assert [line["step"] for line in lines(tmp_path)] == [3]
@@ -249,9 +250,9 @@ def test_a_full_disk_costs_figures_and_one_warning(
 def test_a_real_limit_on_file_size_does_not_end_the_process(tmp_path: Path) -> None:
     """Under RLIMIT_FSIZE the process ends well and the files hold whole records."""
     code = (
-        "import resource; from pathlib import Path; from harness.watch.board import Board\n"
+        "import resource; from pathlib import Path; from harness.monitor.writer import RunWriter\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
-        f"board = Board(Path({str(tmp_path)!r}), tensorboard=True)\n"
+        f"board = RunWriter(Path({str(tmp_path)!r}), tensorboard=True)\n"
         "for step in range(200): board.scalars(step, {'a': 1.0, 'b': 2.0})\n"
         "board.report({'big': 'x' * 5000}); board.close(); print(board.dropped)"
     )
@@ -267,17 +268,17 @@ def test_a_folder_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     """Someone deletes the run's folder: nothing can be written, and nothing is raised."""
     folder = tmp_path / "run"
     folder.mkdir()
-    with Board(folder, tensorboard=True) as board:
+    with RunWriter(folder, tensorboard=True) as writer:
         folder.rmdir()
-        board.scalars(1, {"a": 1.0})
-        board.report({})
-    assert board.dropped == 3
+        writer.scalars(1, {"a": 1.0})
+        writer.report({})
+    assert writer.dropped == 3
 
 
 def test_a_tensor_is_refused(tmp_path: Path) -> None:
     """A tensor among the figures would be a hidden wait for the device."""
-    with Board(tmp_path, tensorboard=False) as board, pytest.raises(TypeError, match="Tensor"):
-        board.scalars(1, {"train/loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+    with RunWriter(tmp_path, tensorboard=False) as writer, pytest.raises(TypeError, match="Tensor"):
+        writer.scalars(1, {"train/loss": torch.tensor(1.0)})  # type: ignore[dict-item]
 
 
 @pytest.mark.timeout(20)
@@ -289,10 +290,10 @@ def test_odd_metrics_give_way(
     """What lies in the place of the figures is neither waited for nor kept."""
     path = tmp_path / "metrics.jsonl"
     oddities.put(plant, path)
-    with Board(tmp_path, tensorboard=False, resumed_step=step) as board:
-        board.scalars(6, {Tag.LOSS: 0.5})
+    with RunWriter(tmp_path, tensorboard=False, resumed_step=step) as writer:
+        writer.scalars(6, {Tag.LOSS: 0.5})
     assert [line["step"] for line in lines(tmp_path)] == [6]
-    assert board.dropped == 0 and oddities.untouched(path) and len(caplog.messages) <= 1
+    assert writer.dropped == 0 and oddities.untouched(path) and len(caplog.messages) <= 1
 
 
 @pytest.mark.parametrize(
@@ -301,18 +302,18 @@ def test_odd_metrics_give_way(
 def test_an_odd_step_is_dropped_on_resuming(tmp_path: Path, step: str) -> None:
     """So is a line whose step is none."""
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
-    Board(tmp_path, tensorboard=False, resumed_step=5).close()
+    RunWriter(tmp_path, tensorboard=False, resumed_step=5).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 def test_a_resumed_step_is_not_logged_twice(tmp_path: Path) -> None:
     """What the resumed step has logged stays; what it lacks is added; the time goes on."""
     clock = iter([100.0, 107.0, 200.0, 203.0, 204.0, 205.0])
-    with Board(tmp_path, tensorboard=True, now=lambda: next(clock)) as board:
-        board.scalars(5, {Tag.LOSS: 0.5, Tag.VAL_TOP1: 0.25}, epoch=1)
-    with Board(tmp_path, tensorboard=True, resumed_step=5, now=lambda: next(clock)) as board:
-        board.scalars(5, {Tag.VAL_TOP1: 0.25}, epoch=1)
-        board.scalars(5, {Tag.VAL_TOP1: 0.25, Tag.VAL_LOSS: 1.0}, epoch=1)
+    with RunWriter(tmp_path, tensorboard=True, now=lambda: next(clock)) as writer:
+        writer.scalars(5, {Tag.LOSS: 0.5, Tag.VAL_TOP1: 0.25}, epoch=1)
+    with RunWriter(tmp_path, tensorboard=True, resumed_step=5, now=lambda: next(clock)) as writer:
+        writer.scalars(5, {Tag.VAL_TOP1: 0.25}, epoch=1)
+        writer.scalars(5, {Tag.VAL_TOP1: 0.25, Tag.VAL_LOSS: 1.0}, epoch=1)
     told = [{key: line[key] for key in line if key != "epoch"} for line in lines(tmp_path)]
     assert told == [
         {"step": 5, "time_s": 7.0, Tag.LOSS: 0.5, Tag.VAL_TOP1: 0.25},
@@ -328,8 +329,8 @@ def test_an_odd_list_of_bad_samples_gives_way(tmp_path: Path, plant: Plant) -> N
     path = tmp_path / "bad_samples.jsonl"
     oddities.put(plant, path)
     assert not listed(tmp_path)
-    with Board(tmp_path, tensorboard=False) as board:
-        board.bad_sample("training", 3, "x.jpg", "why")
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        writer.bad_sample("training", 3, "x.jpg", "why")
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["where"] == "x.jpg"
     assert oddities.untouched(path)
@@ -339,9 +340,9 @@ def test_an_odd_list_of_bad_samples_gives_way(tmp_path: Path, plant: Plant) -> N
 def test_images_are_one_picture(tmp_path: Path, count: int, side: int, size: Any) -> None:
     """Side by side, eight in a row."""
     tiles = np.full((count, 3, side, side), 200, np.uint8)
-    with Board(tmp_path, tensorboard=True) as board:
-        board.scalars(7, {"train/loss": 1.0})
-        board.images("val/mistakes", tiles, ["日本\x1b<b>" * 20] * count)
+    with RunWriter(tmp_path, tensorboard=True) as writer:
+        writer.scalars(7, {"train/loss": 1.0})
+        writer.images("val/mistakes", tiles, ["日本\x1b<b>" * 20] * count)
     (image,) = events(tmp_path).Images("val/mistakes")
     assert (image.step, image.width, image.height) == (7, *size)
     picture = Image.open(io.BytesIO(image.encoded_image_string))

@@ -407,7 +407,7 @@ def test_json_holds_what_programs_need(
 
 def test_it_starts_without_torch(make_run: MakeRun) -> None:
     """As a command it answers before torch would be imported."""
-    begin = "import sys; from harness.compare.__main__ import main"
+    begin = "import sys; from harness.report.compare.__main__ import main"
     code = f"{begin}; main([{str(make_run('a'))!r}]); sys.exit('torch' in sys.modules)"
     done = ran(sys.executable, "-c", code)
     assert (done.returncode, done.stderr) == (0, "")

@@ -18,13 +18,13 @@ from torch import nn
 from harness.feed.order import Order
 from harness.runtime.distributed import World
 from harness.training.evaluate import evaluate
-from harness.training.pictures import Answers
+from harness.training.pictures import PredictionLog
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 CLASSES = 7
 
 
-def evaluated(ranks: int, batch_size: int) -> tuple[Any, Answers, torch.Tensor, torch.Tensor]:
+def evaluated(ranks: int, batch_size: int) -> tuple[Any, PredictionLog, torch.Tensor, torch.Tensor]:
     """An evaluation on so many ranks; logits and labels of the whole set."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES)).eval()
@@ -48,7 +48,7 @@ def evaluated(ranks: int, batch_size: int) -> tuple[Any, Answers, torch.Tensor, 
                 kept,
             )
         all_ranks: Any = SimpleNamespace(gathered=lambda own: gathered.append(own) or gathered)
-        answers = Answers.gathered(kept, batches, all_ranks)
+        answers = PredictionLog.gathered(kept, batches, all_ranks)
     return result, answers, logits, labels
 
 
@@ -104,9 +104,11 @@ def test_answers_change_no_result() -> None:
 
 def test_no_mistake_is_none() -> None:
     """A network that is always right, or gives no numbers, has nothing that breaks."""
-    nothing = Answers(np.arange(3), np.arange(3), np.arange(3), np.ones(3, np.float32))
+    nothing = PredictionLog(np.arange(3), np.arange(3), np.arange(3), np.ones(3, np.float32))
     assert nothing.confused().tolist() == [] and len(nothing.surest(24)) == 0
-    odd = Answers(np.arange(2), np.arange(2), np.zeros(2, int), np.full(2, np.nan, np.float32))
+    odd = PredictionLog(
+        np.arange(2), np.arange(2), np.zeros(2, int), np.full(2, np.nan, np.float32)
+    )
     assert odd.surest(24).tolist() == [1]
 
 

@@ -39,9 +39,9 @@ def test_figures_that_cannot_be_had_hide_no_error(
         def total(self) -> None:
             raise RuntimeError("CUDA error: unspecified launch failure")
 
-    board = Board()
+    writer = Board()
     engine: Any = SimpleNamespace(
-        watch=SimpleNamespace(board=board, clock=Clock(), sampler=None),
+        monitor=SimpleNamespace(writer=writer, clock=Clock(), sampler=None),
         status="failed" if fails else "completed",
         evaluation=None,
         state=SimpleNamespace(epoch=1, step=30),
@@ -49,13 +49,13 @@ def test_figures_that_cannot_be_had_hide_no_error(
         folder=tmp_path,
         config=Config(),
     )
-    reporter = Reporter((), None, 2.0, lambda folder: None, SimpleNamespace(labels=None))
+    reporter = Reporter((), None, 2.0, SimpleNamespace(labels=None))
     ends = pytest.raises(ValueError, match="the first error") if fails else nullcontext()
     with ends, reporter.reporting(engine):
         if fails:
             raise ValueError("the first error")
     error = {"error": "ValueError: the first error"} if fails else {}
-    assert board.reported == {"status": engine.status, "epochs": 1, "steps": 30, **error}
+    assert writer.reported == {"status": engine.status, "epochs": 1, "steps": 30, **error}
     assert "RuntimeError: CUDA error" in caplog.text
 
 

@@ -15,7 +15,7 @@ from harness.clock.clock import StepClock
 from harness.clock.figures import FIGURES, by_tag
 from harness.config import Config
 from harness.feed.base import FeedSettings
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from harness.report.reporter import Reporter
 
 SAVED = Path(__file__).with_name(
@@ -58,8 +58,8 @@ def on_a_cpu() -> StepClock:
 def written(clock: StepClock, folder: Path) -> dict[str, Any]:
     """What a window and the whole run leave in ``metrics.jsonl`` and ``report.json``."""
     engine: Any = SimpleNamespace(
-        watch=SimpleNamespace(
-            clock=clock, sampler=None, course=SimpleNamespace(goodput=lambda total: None)
+        monitor=SimpleNamespace(
+            clock=clock, sampler=None, timer=SimpleNamespace(goodput=lambda total: None)
         ),
         status="completed",
         stopped=None,
@@ -78,14 +78,12 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
         config=Config(),
     )
     window = clock.total()
-    with Board(folder, tensorboard=False, now=lambda: 0.0) as board:
-        board.scalars(40, by_tag(window), epoch=1)
-        report = Reporter((), None, 2.0, lambda folder: None, SimpleNamespace(cache=None)).figures(
-            engine
-        )
+    with RunWriter(folder, tensorboard=False, now=lambda: 0.0) as writer:
+        writer.scalars(40, by_tag(window), epoch=1)
+        report = Reporter((), None, 2.0, SimpleNamespace(cache=None)).figures(engine)
         for name in ("environment", "verdict", "loader", "run"):  # of the machine, of other rooms
             report.pop(name)
-        board.report(report)
+        writer.report(report)
     metrics = json.loads((folder / "metrics.jsonl").read_text())
     return {"metrics": metrics, "report": json.loads((folder / "report.json").read_text())}
 

@@ -27,7 +27,7 @@ from evidences import (
 from harness.clock.figures import Ledger, RankFigures, Tag
 from harness.config import Config, walk
 from harness.report.evidence import Bottleneck, Evidence
-from harness.report.statement import stated, typed
+from harness.report.statement import as_overrides, stated
 from harness.report.verdict import Verdict, judge
 
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -47,7 +47,7 @@ def test_every_kind_has_a_case() -> None:
 
 def test_every_change_can_be_typed(composed: Callable[..., Config]) -> None:
     """A run takes its settings, which then have the new values."""
-    changes = {typed(case.change): case.change for case in CASES.values()}
+    changes = {as_overrides(case.change): case.change for case in CASES.values()}
     for line, change in changes.items():
         config = composed(*line.split())
         found = {path: getattr(value, "name", value) for path, value, _ in walk(config)}

@@ -11,7 +11,7 @@ from evidences import CASES
 
 from harness.config import Config
 from harness.diagnose.diagnosis import command
-from harness.hooks.loops import Followed
+from harness.hooks.loops import WatchedLoader
 from harness.hooks.session import in_script
 from harness.report.statement import stated
 from harness.report.verdict import Verdict, judge
@@ -25,7 +25,7 @@ def told(verdict: Verdict, config: Config) -> Iterator[str]:
     on_console = stated(verdict)
     yield on_console.sentence
     for streams in (False, True):
-        loader = Followed("train.py:7", verdict.shares.settings, streams=streams)
+        loader = WatchedLoader("train.py:7", verdict.shares.settings, streams=streams)
         step = stated(verdict, partial(in_script, followed=loader)).next_step
         if step:
             yield f"{'a stream' if streams else 'a script'}: {step}"

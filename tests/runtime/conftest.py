@@ -30,7 +30,7 @@ from harness.runtime.accelerator import Accelerator
 def own(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     """The device: emulated in virtual time and on the wall clock, and CUDA."""
     if request.param == "cuda":
-        device = accelerator.of("cuda")
+        device = accelerator.get("cuda")
         finish(device)
         device.release()
         yield device

@@ -17,10 +17,10 @@ from harness.config import ConfigError
 from harness.data.datasets import ImageDataset
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
-from harness.data.transforms import TrainTransform
-from harness.feed.base import Filler
+from harness.data.transforms import CropTransform
+from harness.feed.base import BatchWorker
 from harness.runtime import user_code
-from harness.runtime.errors import described, told
+from harness.runtime.errors import described, message
 
 ADVICE = (
     "; halve loader.batch_size (trainer.accumulate_steps=2 keeps the images of an update) or set "
@@ -64,9 +64,9 @@ def test_an_error_that_cannot_say_what_it_is(
         def __str__(self) -> str:
             raise ZeroDivisionError
 
-    assert told(Odd()) == ("Odd: ", 1)
+    assert message(Odd()) == ("Odd: ", 1)
     assert "ZeroDivisionError" not in capsys.readouterr().err
-    wrapped = ConfigError(user_code.told(Odd()))
+    wrapped = ConfigError(user_code.message(Odd()))
     wrapped.__cause__ = Odd()
     assert described(wrapped) == ("Odd: ", 2)
 
@@ -130,14 +130,14 @@ def test_what_others_say_has_an_answer(error: Exception, said: str, code: int) -
 def test_memory_is_no_samples_fault() -> None:
     """An allocator that refuses while a sample is made ends the run, and skips nothing."""
 
-    class Full(TrainTransform):
+    class Full(CropTransform):
         def __call__(self, *_: object) -> None:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     source = ArraySource(np.zeros((2, 8, 8, 3), np.uint8), np.arange(2), ["a", "b"], "x")
     options = DecodeOptions(False, (255, 255, 255), 100)
     dataset = ImageDataset(source, Full(8), options, 8, 0, skips=True)
-    filler = Filler(dataset, 0, None, None)
+    filler = BatchWorker(dataset, 0, None, None)
     pixels, labels = np.zeros((2, 3, 8, 8), np.uint8), np.zeros(2, np.int64)
     with pytest.raises(MemoryError, match="can't allocate memory"):
         filler.fill(filler.timer.begin(2), 0, np.arange(2), pixels, labels)
@@ -152,7 +152,7 @@ def test_a_run_without_memory_ends_with_8(tmp_path: Path) -> None:
         "-c",
         "import resource, sys; "
         f"resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit})); "
-        "from harness.app import command; command()",
+        "from harness.cli.app import command; command()",
         "data=digits",
         "data.image_size=4000",
         "data.eval_resize=null",

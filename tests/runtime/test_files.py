@@ -43,8 +43,10 @@ PLAIN: dict[str, Any] = {
 
 def test_plain_values_become_what_they_were() -> None:
     """Dataclasses, optional ones and tuples, and null where a float has a default."""
-    assert files.typed(Outer, PLAIN) == Outer(3, "a", True, Inner(2.0), ((0.5, 1), (1.5, 2)), "y")
-    assert files.typed(Outer, PLAIN | {"inner": None}).inner is None
+    assert files.from_json(Outer, PLAIN) == Outer(
+        3, "a", True, Inner(2.0), ((0.5, 1), (1.5, 2)), "y"
+    )
+    assert files.from_json(Outer, PLAIN | {"inner": None}).inner is None
 
 
 @pytest.mark.parametrize(
@@ -68,14 +70,14 @@ def test_nothing_is_converted(change: dict[str, Any]) -> None:
     text that drives a terminal: refused.
     """
     with pytest.raises((ValueError, TypeError)):
-        files.typed(Outer, PLAIN | change)
+        files.from_json(Outer, PLAIN | change)
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], [1], {}])
 def test_something_else_is_no_dataclass(value: object) -> None:
     """Whatever a file holds in place of an object is refused."""
     with pytest.raises(ValueError, match="does not fit"):
-        files.typed(Outer, value)
+        files.from_json(Outer, value)
 
 
 @pytest.mark.timeout(10)

@@ -82,7 +82,10 @@ def test_an_unknown_error_shows_its_traceback(capfd: pytest.CaptureFixture[str])
 
 def test_a_save_that_failed_after_a_signal_is_told(tmp_path: Path) -> None:
     """The rank that could not save counts, though another one ended by the signal before it."""
-    with signals.caught(), pytest.raises(ProcessError, match="^checkpoints: no room$") as caught:
+    with (
+        signals.handle_signals(),
+        pytest.raises(ProcessError, match="^checkpoints: no room$") as caught,
+    ):
         run_processes(jobs.fail_to_save, tmp_path, 2)
     assert caught.value.exit_code == 7
 
@@ -117,7 +120,10 @@ def test_a_process_that_says_nothing_is_told_by_its_end(
 
 def test_a_signal_is_passed_on() -> None:
     """A signal to the parent alone reaches the processes, and its exit code comes home."""
-    with signals.caught(), pytest.raises(ProcessError, match="^stopped by SIGTERM$") as caught:
+    with (
+        signals.handle_signals(),
+        pytest.raises(ProcessError, match="^stopped by SIGTERM$") as caught,
+    ):
         run_processes(jobs.interrupt_parent, None, 1)
     assert caught.value.exit_code == 143
 
@@ -147,7 +153,7 @@ def test_a_signal_that_is_passed_on_cuts_nothing_short(tmp_path: Path, stage: st
     """A process that ends by the group's signal clears up, though its parent passes the same signal
     on meanwhile.
     """
-    with signals.caught(), pytest.raises(ProcessError, match="^stopped by SIGTERM$"):
+    with signals.handle_signals(), pytest.raises(ProcessError, match="^stopped by SIGTERM$"):
         run_processes(jobs.clear_up, (tmp_path, stage), 1)
     assert (tmp_path / "cleared").exists()
 
@@ -197,7 +203,7 @@ def test_a_command_begins_before_anything_is_imported() -> None:
         pytest.param(
             "/a/harness/__main__.py",
             "--nproc-per-node=2",
-            "torchrun --nproc-per-node=2 -m harness",
+            "torchrun --nproc-per-node=2 -m wellfed",
             id="installed ranks",
         ),
     ],

@@ -41,7 +41,7 @@ def test_a_signal_sets_a_flag(number: signal.Signals) -> None:
     """Nothing happens at the signal; check() raises Interrupted with the
     exit code of that signal.
     """
-    with signals.caught():
+    with signals.handle_signals():
         signals.check()
         assert signals.received() == 0
         send(number)
@@ -195,7 +195,7 @@ def test_handlers_come_back() -> None:
     former = [signal.getsignal(number) for number in NUMBERS]
 
     def fail_inside() -> None:
-        with signals.caught():
+        with signals.handle_signals():
             assert [signal.getsignal(number) for number in NUMBERS] != former
             raise ZeroDivisionError
 

@@ -143,7 +143,7 @@ def test_a_server_is_started_once() -> None:
 def test_a_process_that_nobody_started_watches_nobody() -> None:
     """The main process has no parent to leave with."""
     before = threading.active_count()
-    workers.leave_with_parent()
+    workers.die_with_parent()
     assert threading.active_count() == before
 
 
@@ -185,7 +185,7 @@ def test_a_signal_shortens_a_watchdog_s_limit(
     """
     monkeypatch.setattr(signals, "_received", [])
     freed = threading.Event()
-    with workers.Watchdog(3600.0, freed.set) as watchdog, signals.caught(grace_s=10.0):
+    with workers.Watchdog(3600.0, freed.set) as watchdog, signals.handle_signals(grace_s=10.0):
         watchdog.wait = 0
         assert not freed.wait(0.3)
         signal.raise_signal(signal.SIGTERM)

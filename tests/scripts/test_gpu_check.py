@@ -78,7 +78,7 @@ class DeviceStep:
         self.model = torch.nn.Identity()
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        own = accelerator.of("cpu")
+        own = accelerator.get("cpu")
         own.delay(self.seconds) if own.has_streams else time.sleep(self.seconds)
 
     def forget(self) -> None:

@@ -20,7 +20,7 @@ from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import make_state
 from harness.training.step import Step
-from harness.tuning.training_steps import StepTrials
+from harness.tuning.training_steps import TrainingBenchmark
 
 LIMITS = Limits(cores=64.0, memory_bytes=10**12, shm_bytes=10**11, open_files=10**6)
 
@@ -177,7 +177,7 @@ class Launching(nn.Module):
 
 def trials(
     device: EmulatedDevice, network: nn.Module, *, parts: int = 1, ahead: bool = True
-) -> tuple[Step, StepTrials]:
+) -> tuple[Step, TrainingBenchmark]:
     """Returns the harness' own step on ``network`` and its trials.
 
     Of ``parts`` batches an update; ``ahead``: with a prefetcher.
@@ -191,4 +191,4 @@ def trials(
     config.data.mean = (0.5, 0.5, 0.5)
     config.data.std = (0.5, 0.5, 0.5)
     step = Step(make_state(config, 0, world, 100, network=network))
-    return step, StepTrials(step)
+    return step, TrainingBenchmark(step)

@@ -556,13 +556,13 @@ def emulated(device: Any, monkeypatch: pytest.MonkeyPatch | None = None) -> Iter
 
     With ``monkeypatch`` torch's own pinning goes to the device too.
     """
-    known = accelerator.of
+    known = accelerator.get
 
-    def of(asked: torch.device | str) -> accelerator.Accelerator:
+    def get(asked: torch.device | str) -> accelerator.Accelerator:
         return device if torch.device(asked).type in ("cpu", "cuda") else known(asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerator, "of", of)
+        patch.setattr(accelerator, "get", get)
         patch.setattr(accelerator, "count", lambda: 1)
         if monkeypatch is not None:
             monkeypatch.setattr(

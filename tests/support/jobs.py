@@ -204,7 +204,7 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
     from harness.runtime.distributed import joined
     from harness.training.state import make_state
     from harness.training.step import Step
-    from harness.tuning.training_steps import StepTrials
+    from harness.tuning.training_steps import TrainingBenchmark
 
     config, folder, broken = job
     with joined(local_rank, config) as world:
@@ -225,10 +225,10 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
 
         network.register_forward_pre_hook(count)
         before = [tensor.clone() for tensor in (*network.parameters(), *network.buffers())]
-        trials = StepTrials(step)
+        trials = TrainingBenchmark(step)
         error = None
         measured = 0
-        with trials.kept():
+        with trials.preserved_state():
             demand = trials.demand(batch, 0.2)
             try:
                 feed: Any = SlowRanks(batch, world.rank, world.rank == broken)

@@ -122,7 +122,7 @@ def look(folder: Path, step: int) -> None:
     # all that is asked of a state at a start
     world = World(0, 1, 0, 1, torch.device("cpu"))
     state: Any = SimpleNamespace(step=0, pending=False, config=Config(), world=world)
-    checkpoint_write.Saves(state, Order(10, 10), folder.parent, ()).close()
+    checkpoint_write.CheckpointWriter(state, Order(10, 10), folder.parent, ()).close()
     for name, path in pointers.items():
         assert os.readlink(folder / name) == path.name
     committed = {record.path for record in checkpoint_read.records(folder)}

@@ -18,7 +18,7 @@ from harness.feed.base import FeedSettings
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.tuning.auto import AutoSearch
-from harness.tuning.lab import Lab, Needs
+from harness.tuning.lab import LoaderBenchmark, Needs
 from harness.tuning.measures import Kind, Rate, SampleCost, Trial, TuningReport
 
 
@@ -112,7 +112,7 @@ class Machine:
         return dataclasses.replace(trial, rate=interval, cost=cost)
 
 
-class MadeUp(Lab):
+class MadeUp(LoaderBenchmark):
     """A lab in which ``machine`` answers; ``fits`` says why a setting does not fit."""
 
     machine: Machine
@@ -159,13 +159,15 @@ def room(
     worker_bytes: int = 0,
     held_bytes: int = 0,
     limits: Limits | None = None,
-) -> Lab:
+) -> LoaderBenchmark:
     """A lab that knows what a batch, a worker and the images in memory take."""
     probes: Any = SimpleNamespace(
         batch_bytes=lambda _: batch_bytes, held_bytes=lambda _: held_bytes
     )
     none: Any = None
-    return Lab(probes, none, limits or Limits(8.0, 10**11, 10**11, 10**5), none, worker_bytes)
+    return LoaderBenchmark(
+        probes, none, limits or Limits(8.0, 10**11, 10**11, 10**5), none, worker_bytes
+    )
 
 
 def search(

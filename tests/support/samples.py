@@ -22,16 +22,16 @@ import torch
 
 from harness.clock.stages import SAMPLE, Lap, StageMeter, cells
 from harness.data.storage import ArraySource
-from harness.data.transforms import TrainTransform
+from harness.data.transforms import CropTransform
 from harness.feed.base import PROCESSES, FeedSettings, HostBatch
 from harness.runtime import workers
 from harness.runtime.errors import BadSample
 from harness.runtime.seeding import SampleRng
 
 
-def eval_transform(size: int, resize: int | None = None) -> TrainTransform:
+def eval_transform(size: int, resize: int | None = None) -> CropTransform:
     """Returns a center crop that is never mirrored, as in evaluation."""
-    return TrainTransform(size, crop="center", hflip=0.0, resize=resize)
+    return CropTransform(size, crop="center", hflip=0.0, resize=resize)
 
 
 class ToldMeter(StageMeter):

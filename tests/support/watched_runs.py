@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from commands import ROOT, ran
 
 LOOPS = ROOT / "tests" / "support" / "loops"
-WATCH = ("-m", "harness", "watch")
+WATCH = ("-m", "wellfed", "watch")
 Run = subprocess.CompletedProcess[str]
 
 

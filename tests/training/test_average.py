@@ -22,7 +22,7 @@ from harness.training.checkpoint_read import Saved
 from harness.training.optimizer import lr_factor
 from harness.training.state import TrainState, make_state
 from harness.training.step import Step
-from harness.tuning.training_steps import StepTrials
+from harness.tuning.training_steps import TrainingBenchmark
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 FACTS: dict[str, Any] = {"classes": ["a"], "ranks": 1, "length": 100, "stop": 96}
@@ -137,7 +137,7 @@ def test_trials_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
     step = make(settled())
     step(*next(batches(1)))
     before = averaged(step)
-    with StepTrials(step).kept():
+    with TrainingBenchmark(step).preserved_state():
         step(*next(batches(1)))
     assert same(averaged(step), before)
 

@@ -18,12 +18,12 @@ from harness.config import AugmentConfig, Config
 from harness.feed.base import Backend, Failure, HostBatch
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
-from harness.monitor.goodput import Course
-from harness.monitor.monitor import Watch
+from harness.monitor.goodput import GoodputTimer
+from harness.monitor.monitor import Monitor
 from harness.runtime.distributed import World
 from harness.runtime.errors import NonFiniteError
 from harness.training import checkpoint_read
-from harness.training.checkpoint_write import Saves
+from harness.training.checkpoint_write import CheckpointWriter
 from harness.training.engine import Engine
 from harness.training.state import make_state
 from harness.training.step import Step
@@ -90,7 +90,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
             step,
             feed,
             val_feed,
-            Watch(StepClock(), Course(0.0)),
+            Monitor(StepClock(), GoodputTimer(0.0)),
             tmp_path,
             ("a",),
         )
@@ -234,7 +234,7 @@ def test_an_error_in_an_evaluation_loses_no_step(
     log: list[str] = []
     engine = make_engine(Recorded("train", 3, log), Recorded("val", 1, log))
     engine.config.checkpoint.enabled = True
-    engine.saves = Saves(engine.state, engine.order, tmp_path, ("a",))
+    engine.saves = CheckpointWriter(engine.state, engine.order, tmp_path, ("a",))
 
     def fails(*_: object) -> None:
         raise error

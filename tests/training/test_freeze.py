@@ -20,7 +20,7 @@ from harness.training.checkpoint_read import Saved
 from harness.training.optimizer import frozen_names
 from harness.training.state import make_state
 from harness.training.step import Step
-from harness.tuning.training_steps import StepTrials
+from harness.tuning.training_steps import TrainingBenchmark
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 FACTS: dict[str, Any] = {"classes": ["a"], "ranks": 1, "length": 100, "stop": 96}
@@ -166,7 +166,7 @@ def test_trials_leave_what_is_frozen() -> None:
     """Timed steps train what the epoch trains, and change nothing."""
     step = make(settled())
     before = kept(step)
-    with StepTrials(step).kept():
+    with TrainingBenchmark(step).preserved_state():
         step(*batch(0))
         assert not step.state.network[1].training and step.state.network.training
         assert len(step.state.optimizer.state) == 2

@@ -20,10 +20,10 @@ from harness.config import DataConfig
 from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from harness.runtime.errors import BadSample
 from harness.training import pictures
-from harness.training.pictures import Answers
+from harness.training.pictures import PredictionLog
 
 HOSTILE = ("<img src=x>", 'a,"b"\n', "\x1b[31mred", "caf\udce9", "\u202eevil", "plain", "empty")
 SIDE = 12
@@ -50,18 +50,18 @@ def splits_of(classes: tuple[str, ...] = HOSTILE) -> Splits:
     return Splits(dataset, dataset, classes, "mine", "")
 
 
-def answers_of(splits: Splits, given: list[int]) -> Answers:
+def answers_of(splits: Splits, given: list[int]) -> PredictionLog:
     labels: Any = splits.labels
     sure = np.linspace(0.5, 0.9, 12, dtype=np.float32)
-    return Answers(np.arange(12), labels, np.array(given), sure)
+    return PredictionLog(np.arange(12), labels, np.array(given), sure)
 
 
 GIVEN = [1, 1, 2, 3, 4, 5, 1, 1, 2, 4, 4, 5]
 
 
 def shown(folder: Path, splits: Splits, **more: bool) -> dict[str, Any]:
-    with Board(folder, tensorboard=False) as board:
-        pictures.show(answers_of(splits, GIVEN), splits, board, **{"read": True, **more})
+    with RunWriter(folder, tensorboard=False) as writer:
+        pictures.show(answers_of(splits, GIVEN), splits, writer, **{"read": True, **more})
     found: dict[str, Any] = json.loads((folder / "mistakes.json").read_text())
     return found
 
@@ -137,8 +137,8 @@ def test_noise_has_no_pictures(tmp_path: Path) -> None:
     """Images that are made on the device cannot be read again."""
     noise = FakeDataset(12, 8, 7)
     fake = Splits(noise, noise, HOSTILE, "fake", "")
-    with Board(tmp_path, tensorboard=False) as board:
-        pictures.show(answers_of(splits_of(), GIVEN), fake, board, read=True)
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        pictures.show(answers_of(splits_of(), GIVEN), fake, writer, read=True)
     found = json.loads((tmp_path / "mistakes.json").read_text())
     assert found["mistakes"][0]["where"] == "sample 9" and "picture" not in found["mistakes"][0]
     assert found["counts"] is None and "train_images" not in found["classes"]
@@ -164,14 +164,14 @@ def test_the_first_batch_is_shown_as_the_network_sees_it(
     pixels = np.arange(4 * 3 * 64).reshape(4, 3, 8, 8) % 256
     images = torch.from_numpy((pixels / 255 - mean) / std).float()
     seen: list[np.ndarray] = []
-    monkeypatch.setattr(Board, "images", lambda self, tag, tiles, texts: seen.append(tiles))
+    monkeypatch.setattr(RunWriter, "images", lambda self, tag, tiles, texts: seen.append(tiles))
     mixed = torch.tensor([[0.7, 0.3], [1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
     for labels, expected in (
         (torch.tensor([0, 1, 1, 0]), ["a\\n", "b", "b", "a\\n"]),
         (mixed, ["70% a\\n + 30% b", "100% a\\n", "75% b + 25% a\\n", "100% b"]),
     ):
-        with Board(tmp_path, tensorboard=False) as board:
-            pictures.show_batch(images, labels, data, ("a\n", "b"), board)
+        with RunWriter(tmp_path, tensorboard=False) as writer:
+            pictures.show_batch(images, labels, data, ("a\n", "b"), writer)
         found = json.loads((tmp_path / "first_batch.json").read_text())
         assert [row["label"] for row in found] == expected
     assert np.array_equal(seen[0], pixels) and seen[0].dtype == np.uint8

@@ -12,7 +12,7 @@ import torch
 from checkpoints import commit
 
 from harness.config import Config, DataCache, Interpolation, Mode, Precision, to_plain, walk
-from harness.feed.order import Rest
+from harness.feed.order import EpochRemainder
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.training import models, resume
@@ -401,10 +401,10 @@ def test_a_batch_size_that_was_chosen_stays(composed: Composed) -> None:
 def test_the_rest_of_the_epoch_is_found(composed: Composed) -> None:
     """A checkpoint within an epoch leaves the samples up to where the epoch would end."""
     saved = kept(composed, 1, 320)
-    assert resume.rest(saved, composed(), ALONE, 1000) == Rest(1, 320, 960)
+    assert resume.rest(saved, composed(), ALONE, 1000) == EpochRemainder(1, 320, 960)
     state: Any = SimpleNamespace(step=5, epoch=1, samples=320, load=lambda _: None, world=ALONE)
     state.config = composed("resume=x")
-    assert resume.take_over(state, saved, CLASSES, 1000) == Rest(1, 320, 960)
+    assert resume.take_over(state, saved, CLASSES, 1000) == EpochRemainder(1, 320, 960)
     state.samples = 0
     assert resume.take_over(state, saved, CLASSES, 1000) is None
 

@@ -17,7 +17,7 @@ from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
 from harness.training import checkpoint_read, checkpoint_write
-from harness.training.checkpoint_write import Boundary, Saves
+from harness.training.checkpoint_write import CheckpointWriter, StopAgreement
 from harness.training.state import TrainState, make_state
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -48,7 +48,7 @@ def config() -> Config:
 def test_a_checkpoint_is_due_every_so_many_steps(config: Config) -> None:
     """checkpoint.every_steps counts the run's updates, wherever it began."""
     config.checkpoint.every_steps = 4
-    boundary = Boundary(config, CPU, 6)
+    boundary = StopAgreement(config, CPU, 6)
     assert [step for step in range(7, 17) if boundary.ask(step)[1]] == [8, 12, 16]
 
 
@@ -56,7 +56,7 @@ def test_a_checkpoint_is_due_every_so_many_minutes(config: Config) -> None:
     """checkpoint.every_minutes counts from the one before, and a late one is not made up for."""
     config.checkpoint.every_minutes = 1.0
     now = 0.0
-    boundary = Boundary(config, CPU, 0, lambda: now)
+    boundary = StopAgreement(config, CPU, 0, lambda: now)
     due = []
     # the boundary reads ``now``
     for step, now in enumerate((30.0, 59.0, 61.0, 119.0, 300.0, 310.0), 1):  # noqa: B007
@@ -72,7 +72,7 @@ def test_without_checkpoints_a_signal_alone_is_heard(
     config.checkpoint.enabled = enabled
     config.checkpoint.every_steps = 1
     config.checkpoint.every_minutes = 1e-9
-    boundary = Boundary(config, CPU, 0)
+    boundary = StopAgreement(config, CPU, 0)
     assert boundary.ask(1) == (0, enabled)
     monkeypatch.setattr(signals, "_received", [(10, 0.0)])
     assert boundary.ask(2) == (10, enabled)
@@ -95,7 +95,7 @@ def test_ranks_ask_each_other_soon_enough(config: Config, step_s: float, asked: 
     found = []
     now = 0.0
     ranks.other = (0, 0, 0, step_s)
-    boundary = Boundary(config, ranks, 0, lambda: now)  # type: ignore[arg-type]
+    boundary = StopAgreement(config, ranks, 0, lambda: now)  # type: ignore[arg-type]
     for step in range(1, 21):
         now += min(step_s, 0.01)
         before = ranks.asked
@@ -108,7 +108,7 @@ def test_ranks_ask_each_other_soon_enough(config: Config, step_s: float, asked: 
 def test_a_rank_hears_of_the_others(config: Config) -> None:
     """A signal or a save that another rank tells of is this one's as well."""
     ranks = Ranks()
-    boundary = Boundary(config, ranks, 0)  # type: ignore[arg-type]
+    boundary = StopAgreement(config, ranks, 0)  # type: ignore[arg-type]
     ranks.other = (12, 1, 1, 0.0)
     assert boundary.ask(1) == (12, True)
     assert boundary.is_over
@@ -118,9 +118,9 @@ def test_the_time_of_a_command_is_over_for_all_ranks_at_once(config: Config) -> 
     """trainer.max_hours counts from the command's start; several ranks end where they ask."""
     config.trainer.max_hours = 1.0
     now = 100.0
-    alone = Boundary(config, CPU, 0, lambda: now, began_s=50.0)
+    alone = StopAgreement(config, CPU, 0, lambda: now, began_s=50.0)
     ranks = Ranks()
-    together = Boundary(config, ranks, 0, lambda: now, began_s=50.0)  # type: ignore[arg-type]
+    together = StopAgreement(config, ranks, 0, lambda: now, began_s=50.0)  # type: ignore[arg-type]
     together.ask(1)
     found = []
     for step, now in ((2, 3649.0), (3, 3650.0)):  # noqa: B007
@@ -163,9 +163,9 @@ def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path:
     assert (kept["classes"], kept["ranks"], kept["stop"]) == (["a", "b"], 1, 100)
 
 
-def make_saves(config: Config, state: TrainState, folder: Path) -> Saves:
+def make_saves(config: Config, state: TrainState, folder: Path) -> CheckpointWriter:
     """The saves of a run that has classes and images."""
-    return Saves(state, Order(100, 10), folder, ("a", "b"))
+    return CheckpointWriter(state, Order(100, 10), folder, ("a", "b"))
 
 
 def test_a_state_may_change_while_it_is_saved(
@@ -256,7 +256,7 @@ def test_only_training_s_first_rank_saves(
     config.checkpoint.enabled = how != "disabled"
     config.mode = Mode.evaluate if how == "evaluation" else Mode.train
     state.world = World(1, 2, 1, 2, CPU.device) if how == "second rank" else CPU
-    saves = Saves(state, Order(100, 10), tmp_path, ())
+    saves = CheckpointWriter(state, Order(100, 10), tmp_path, ())
     state.step = 3
     saves.save()
     saves.close()

@@ -18,9 +18,9 @@ from harness.config import Config
 from harness.data.datasets import FakeDataset, Splits
 from harness.feed.base import FeedSettings
 from harness.feed.feeds import Feeds
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from harness.runtime.distributed import World
-from harness.runtime.files import typed
+from harness.runtime.files import from_json
 from harness.runtime.limits import Limits
 from harness.tuning.measures import TuningReport
 
@@ -131,7 +131,7 @@ def test_the_summary_is_for_the_report() -> None:
 )
 def test_an_answer_can_be_recalled(original: TuningReport) -> None:
     """Through JSON and back it is the same."""
-    recalled = typed(TuningReport, json.loads(json.dumps(original.to_plain(), allow_nan=False)))
+    recalled = from_json(TuningReport, json.loads(json.dumps(original.to_plain(), allow_nan=False)))
     assert recalled == original
 
 
@@ -140,8 +140,8 @@ def test_everything_is_written(tmp_path: Path) -> None:
     lines to type.
     """
     own = report()
-    with Board(tmp_path, tensorboard=False) as board:
-        own.publish(board)
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        own.publish(writer)
 
     def refuse(constant: str) -> float:
         raise AssertionError(constant)
@@ -150,5 +150,5 @@ def test_everything_is_written(tmp_path: Path) -> None:
     for name in ("override", "dataloader", "sentence", "ceiling"):
         assert written.pop(name) == getattr(own, name)
     assert written.pop("settings")["num_workers"] == 3
-    assert typed(TuningReport, written) == own
+    assert from_json(TuningReport, written) == own
     assert written["trials"][0]["rate"] == {"images_per_s": 55.0, "low": 0.0, "high": None}

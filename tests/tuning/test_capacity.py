@@ -9,7 +9,7 @@ from machines import room
 
 from harness.feed.base import FeedSettings
 from harness.runtime.limits import Limits
-from harness.tuning.lab import Lab, Needs
+from harness.tuning.lab import LoaderBenchmark, Needs
 
 MB = 10**6
 ROOMY = Limits(cores=8.0, memory_bytes=100_000 * MB, shm_bytes=100_000 * MB, open_files=100_000)
@@ -138,7 +138,7 @@ def test_a_refusal_shows_the_sum(
 def test_what_another_feed_takes_is_not_free(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, or to the file."""
     limits = replace(ROOMY, shm_bytes=1000, memory_bytes=1000, open_files=64 + 800)
-    monkeypatch.setattr(Lab, "needs", lambda *_: Needs(**{kind: 500}))
+    monkeypatch.setattr(LoaderBenchmark, "needs", lambda *_: Needs(**{kind: 500}))
     lab = room(0, limits=limits)
     assert lab.refusal(settings(1), Needs(**{kind: 300})) is None
     assert lab.refusal(settings(1), Needs(**{kind: 301})) is not None

@@ -70,7 +70,7 @@ def tuned(
     network = Launching(device, STEP_S, *HOSTS[host], first_s)
     if plain:
         step = own_step(device, network)
-        trainee: Any = library._Trainee(
+        trainee: Any = library._LoopBenchmark(
             machine, step, [network, SGD(network.parameters(), 0.1)], device.device
         )  # type: ignore[arg-type]
     else:
@@ -161,10 +161,10 @@ def demanded(
         if plain:
             step = own_step(device, network)
             state = [network, SGD(network.parameters(), 0.1)]
-            trainee: Any = library._Trainee(machine, step, state, device.device)  # type: ignore
+            trainee: Any = library._LoopBenchmark(machine, step, state, device.device)  # type: ignore
         else:
             _, trainee = trials(device, network, parts=parts, ahead=ahead)
-        with trainee.kept():
+        with trainee.preserved_state():
             begin = device.now()
             return trainee.demand(batch, limit_s), device.now() - begin
 
@@ -283,7 +283,7 @@ def test_ten_trials_leave_no_more_memory_than_one() -> None:
         _, trainee = trials(device, Launching(device, STEP_S, *HOSTS["eager"]))
         machine = Machine(device, 1 / (0.3 * TAKES))
         reserved = []
-        with trainee.kept():
+        with trainee.preserved_state():
             for _ in range(10):
                 trainee.deliver(machine.probe(own(4)), 4, 0.5)
                 reserved.append(device.memory_pool.reserved)

@@ -19,7 +19,7 @@ from harness.feed.base import Backend, FeedSettings, HostBatch
 from harness.feed.order import Cursor
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
-from harness.tuning.lab import Lab
+from harness.tuning.lab import LoaderBenchmark
 from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.tuning.steps import StepRun
 
@@ -81,7 +81,7 @@ class Step:
         self.skipped: list[int] = []
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserved_state(self) -> Iterator[None]:
         yield
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
@@ -96,11 +96,13 @@ def batch() -> HostBatch:
     return HostBatch(torch.zeros(10, 3, 4, 4, dtype=torch.uint8), torch.zeros(10), torch.zeros(10))
 
 
-def lab(step: Step | None = None, ranks: Ranks | None = None, limits: Limits = PLENTY) -> Lab:
-    return Lab(Feeds(), step or Step(), limits, ranks or Ranks())  # type: ignore[arg-type]
+def lab(
+    step: Step | None = None, ranks: Ranks | None = None, limits: Limits = PLENTY
+) -> LoaderBenchmark:
+    return LoaderBenchmark(Feeds(), step or Step(), limits, ranks or Ranks())  # type: ignore[arg-type]
 
 
-def asked(lab: Lab) -> list[tuple[FeedSettings, bool]]:
+def asked(lab: LoaderBenchmark) -> list[tuple[FeedSettings, bool]]:
     assert isinstance(lab.probes, Feeds)
     return lab.probes.asked
 
@@ -116,13 +118,13 @@ def fail(error: Exception) -> Callable[[], StepRun]:
 def supply(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supply probe that finds 200 images/s and workers of 50 MB."""
 
-    def found(self: Lab, feed: Backend, limit_s: float, skip: int) -> SimpleNamespace:
+    def found(self: LoaderBenchmark, feed: Backend, limit_s: float, skip: int) -> SimpleNamespace:
         self.batch = batch()
         cost = SampleCost(0.01, 0.005, 0.1)
         rate = Rate(200.0, 190.0, 210.0)
         return SimpleNamespace(rate=rate, cost=cost, worker_bytes=50 * 10**6, batches=7)
 
-    monkeypatch.setattr(Lab, "supplied", found)
+    monkeypatch.setattr(LoaderBenchmark, "supplied", found)
 
 
 def test_what_does_not_fit_is_refused_before_it_runs() -> None:
@@ -261,7 +263,7 @@ def test_pinning_must_pay(
 ) -> None:
     """On CUDA the copy from page-locked memory must fit and be clearly faster."""
     monkeypatch.setattr(Step, "device", torch.device("cuda"))
-    monkeypatch.setattr(Lab, "copies_s", lambda _: (1.0, pinned_s))
+    monkeypatch.setattr(LoaderBenchmark, "copies_s", lambda _: (1.0, pinned_s))
     limits = dataclasses.replace(PLENTY, memory_bytes=memory_bytes)
     own = lab(limits=limits)
     own.batch = batch()

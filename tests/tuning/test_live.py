@@ -14,7 +14,7 @@ from harness.clock.figures import Ledger
 from harness.clock.stages import StageCost, StageTotals
 from harness.feed.base import THREADS, FeedSettings
 from harness.feed.threads import ThreadFeed
-from harness.tuning.tuner import Live, Period
+from harness.tuning.tuner import OnlineTuner, Period
 
 MOST = 8
 CORES = 2
@@ -69,18 +69,18 @@ class Feed:
         self.totals = StageTotals(then.samples + samples, cost.wall_s, {"read": cost})
 
 
-def policy(threads: int, cores: float, most: int) -> Live:
+def policy(threads: int, cores: float, most: int) -> OnlineTuner:
     """Gives a feed as many threads as pays; ``judge`` is told of each period."""
-    return Live([cast(Any, Feed(threads))], cores, most)
+    return OnlineTuner([cast(Any, Feed(threads))], cores, most)
 
 
-def after(live: Live, period: Period) -> int:
+def after(live: OnlineTuner, period: Period) -> int:
     """The number of threads from ``period`` on."""
     live.judge(period)
     return live.threads
 
 
-def course(live: Live, *machines: Machine, each: int = 8) -> list[int]:
+def course(live: OnlineTuner, *machines: Machine, each: int = 8) -> list[int]:
     """The numbers of threads after each period, ``each`` of them on one machine after the other."""
     return [after(live, machine.period(live.threads)) for machine in machines for _ in range(each)]
 
@@ -223,7 +223,7 @@ class Run:
     """Windows of ten steps on ``feeds``, which ``live`` looks at."""
 
     feeds: tuple[Feed, Feed]
-    live: Live
+    live: OnlineTuner
     cpu_s: list[float]
     seconds: float = 0.0
 
@@ -249,7 +249,7 @@ class Run:
 def run() -> Run:
     feeds = (Feed(2), Feed(2))
     cpu_s = [0.0]
-    live = Live(
+    live = OnlineTuner(
         cast("list[ThreadFeed]", feeds),
         CORES,
         MOST,
@@ -309,7 +309,7 @@ def test_threads_are_no_more_than_samples_in_the_making(run: Run) -> None:
     """Of small batches there are too few to share."""
     small = Feed(2)
     small.settings = replace(small.settings, batch_size=1)
-    live = Live([cast(Any, small)], CORES, MOST, cpu_now=lambda: run.cpu_s[0])
+    live = OnlineTuner([cast(Any, small)], CORES, MOST, cpu_now=lambda: run.cpu_s[0])
     alone = Run((small, small), live, run.cpu_s)
     alone.windows(LATE, 40)
     assert small.settings.num_workers == 3

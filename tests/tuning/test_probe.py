@@ -16,7 +16,7 @@ from harness.feed.base import HostBatch
 from harness.runtime import signals
 from harness.runtime.errors import BadSample, Interrupted, LoaderError
 from harness.runtime.limits import Limits
-from harness.tuning.lab import Lab, Supply
+from harness.tuning.lab import LoaderBenchmark, Supply
 from harness.tuning.measures import Rate
 
 BATCH = 10
@@ -137,7 +137,7 @@ class TimedFeed:
         self.closed += 1
 
 
-class Timed(Lab):
+class Timed(LoaderBenchmark):
     """A lab on the clocks of ``feed``."""
 
     feed: Any = None
@@ -301,8 +301,10 @@ def test_the_tutorials_passes_hold_their_start(monkeypatch: pytest.MonkeyPatch) 
 
     probes: Any = SimpleNamespace(probe=fresh, batch_bytes=lambda _: 0, held_bytes=lambda _: 0)
     ranks: Any = OneRank()
-    monkeypatch.setattr(Lab, "now", lambda _: sum(feed.clock for feed in feeds))
-    trial = Lab(probes, cast(Any, None), LIMITS, ranks).attempt(samples.settings(2), "passes")
+    monkeypatch.setattr(LoaderBenchmark, "now", lambda _: sum(feed.clock for feed in feeds))
+    trial = LoaderBenchmark(probes, cast(Any, None), LIMITS, ranks).attempt(
+        samples.settings(2), "passes"
+    )
     assert (trial.kind, len(feeds)) == ("supply", 4)
     assert trial.rate is not None and 4 * 15 * BATCH / trial.images_per_s > 4 * 3.0
 

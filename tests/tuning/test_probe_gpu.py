@@ -12,7 +12,7 @@ import torch
 from harness.feed.base import HostBatch
 from harness.runtime import accelerator
 from harness.runtime.seeding import random_state
-from harness.tuning.lab import Lab
+from harness.tuning.lab import LoaderBenchmark
 from harness.tuning.snapshot import Snapshot
 
 pytestmark = [
@@ -29,7 +29,7 @@ def test_copies_are_timed_on_the_device() -> None:
         trainee=SimpleNamespace(device=torch.device("cuda", 0)),
         batch=HostBatch(images, labels, labels),
     )
-    seconds = Lab.copies_s(lab)
+    seconds = LoaderBenchmark.copies_s(lab)
     assert seconds is not None
     pageable_s, pinned_s = seconds
     assert 0 < pinned_s <= 1.2 * pageable_s
@@ -38,11 +38,11 @@ def test_copies_are_timed_on_the_device() -> None:
 def test_waiting_for_the_device_costs_no_processor_time() -> None:
     """The host sleeps while the device works."""
     device = torch.device("cuda", torch.cuda.current_device())
-    accelerator.of(device).synchronize()
+    accelerator.get(device).synchronize()
     wall_s = time.perf_counter()
     cpu_s = time.process_time()
     torch.cuda._sleep(500_000_000)
-    accelerator.of(device).synchronize()
+    accelerator.get(device).synchronize()
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     assert wall_s > 0.05
     assert cpu_s < 0.5 * wall_s

@@ -16,8 +16,8 @@ from harness.config import Config
 from harness.data import datasets
 from harness.feed.base import FeedSettings
 from harness.feed.feeds import Feeds
-from harness.monitor.goodput import Course
-from harness.monitor.monitor import Watch
+from harness.monitor.goodput import GoodputTimer
+from harness.monitor.monitor import Monitor
 from harness.runtime import seeding
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
@@ -25,7 +25,7 @@ from harness.training.state import TrainState, make_state
 from harness.training.step import Step
 from harness.tuning import tuner
 from harness.tuning.measures import TuningReport
-from harness.tuning.training_steps import StepTrials
+from harness.tuning.training_steps import TrainingBenchmark
 from harness.tuning.tuner import Change, Tuned, tuned
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -58,7 +58,7 @@ def run(composed: Composed, *overrides: str, limits: Limits = LIMITS) -> Tuned:
     config = composed("data=digits", "loader.autotune=true", *overrides)
     splits = datasets.load(config.data, config.augment, config.seed)
     state = make_state(config, len(splits.classes), ALONE, 10)
-    trainee = StepTrials(Step(state))
+    trainee = TrainingBenchmark(Step(state))
     return tuned(Feeds(splits, config, ALONE), trainee, config, limits, ALONE)
 
 
@@ -164,7 +164,7 @@ def test_threads_follow_the_run(
     monkeypatch.setattr(tuner, "tune", chosen_as_it_was)
     found = run(composed, *overrides)
     feeds = made(composed, *overrides)
-    watch = Watch(StepClock("cpu"), Course(0.0))
+    watch = Monitor(StepClock("cpu"), GoodputTimer(0.0))
     found.follow(feeds.train(found.report.settings), feeds.val(found.report.val), watch, 5)
     assert (
         [feed.settings.num_workers for feed in found.live.feeds] if found.live else []
@@ -196,7 +196,7 @@ def test_the_report_tells_how_to_begin_with_the_last_number(
     found.follow(
         feeds.train(found.report.settings),
         feeds.val(found.report.val),
-        Watch(StepClock("cpu"), Course(0.0)),
+        Monitor(StepClock("cpu"), GoodputTimer(0.0)),
         5,
     )
     assert "settled" not in found.summary() and found.live is not None
@@ -295,7 +295,9 @@ def test_tuning_leaves_the_state_as_it_was(composed: Composed, kept_globals: Non
     state = make_state(config, len(splits.classes), ALONE, 10)
     step = Step(state)
     before = digest(state)
-    report = tuned(Feeds(splits, config, ALONE), StepTrials(step), config, LIMITS, ALONE).report
+    report = tuned(
+        Feeds(splits, config, ALONE), TrainingBenchmark(step), config, LIMITS, ALONE
+    ).report
     assert digest(state) == before
     assert report.demand is not None
     assert step.read().loss is None

@@ -26,7 +26,7 @@ from harness.runtime.seeding import random_state
 from harness.training.state import make_state
 from harness.training.step import Step, device_batches
 from harness.tuning.snapshot import Snapshot
-from harness.tuning.training_steps import StepTrials
+from harness.tuning.training_steps import TrainingBenchmark
 
 DEVICE = torch.device("cpu")
 CPU = World(0, 1, 0, 1, DEVICE)
@@ -144,7 +144,7 @@ def train(step: Step, config: Config, updates: int) -> None:
     step.read()
 
 
-def try_out(trials: StepTrials) -> None:
+def try_out(trials: TrainingBenchmark) -> None:
     """Some of every trial, and whatever else draws random numbers."""
     trials.demand(batch(), 0.2)
     trials.deliver(Endless(batch(seed=9)), 1, 0.2)
@@ -226,10 +226,10 @@ def test_all_is_as_before(config: Config, before: int) -> None:
     train(step, config, before)
     # a norm that does not learn
     step.state.network[2].eval()
-    trials = StepTrials(step, now=Hand(0.02))
+    trials = TrainingBenchmark(step, now=Hand(0.02))
     was = everything(step)
     where = addresses(step)
-    with trials.kept():
+    with trials.preserved_state():
         try_out(trials)
         changed = {name for name, value in everything(step).items() if value != was[name]}
     assert changed >= {"buffers", "modes", "optimizer", "schedule", "counts", "random"}
@@ -243,8 +243,8 @@ def test_all_is_as_before_after_an_error() -> None:
     step = make(config)
     train(step, config, 1)
     was = everything(step)
-    trials = StepTrials(step, now=Hand(0.02))
-    with pytest.raises(LoaderError, match="third"), trials.kept():
+    trials = TrainingBenchmark(step, now=Hand(0.02))
+    with pytest.raises(LoaderError, match="third"), trials.preserved_state():
         trials.deliver(Endless(batch(), broken_at(3)), 0, 9.0)
     assert everything(step) == was
 
@@ -253,8 +253,8 @@ def test_weights_stand_still() -> None:
     """In the block the learning rate is 0, so that no batch can make NaNs."""
     step = make(settled("adamw"))
     weights = [parameter.detach().clone() for parameter in step.state.network.parameters()]
-    trials = StepTrials(step, now=Hand(0.02))
-    with trials.kept():
+    trials = TrainingBenchmark(step, now=Hand(0.02))
+    with trials.preserved_state():
         try_out(trials)
         assert step.state.step > 5
         assert step.state.schedule.get_last_lr() == [0.0, 0.0]
@@ -265,13 +265,13 @@ def test_weights_stand_still() -> None:
 
 def timed(
     seconds: float, *, parts: int = 1, world: World = CPU
-) -> tuple[StepTrials, TimedStep, Hand]:
+) -> tuple[TrainingBenchmark, TimedStep, Hand]:
     """Trials of a step that takes ``seconds`` of a fake clock."""
     hand = Hand()
     config = settled(parts=parts)
     config.data.image_size = 8
     step = TimedStep(hand, seconds, config, world)
-    return StepTrials(step, now=hand), step, hand  # type: ignore[arg-type]
+    return TrainingBenchmark(step, now=hand), step, hand  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -333,8 +333,8 @@ def test_augmentation_is_part_of_a_trial() -> None:
     expected = next(step.batches([batch()]))[0]
     seen = []
     step.state.network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    trials = StepTrials(step, now=Hand(0.02))
-    with trials.kept():
+    trials = TrainingBenchmark(step, now=Hand(0.02))
+    with trials.preserved_state():
         trials.demand(batch(), 0.5)
         trials.deliver(Endless(batch()), 1, 0.5)
     assert len(seen) > 10
@@ -520,8 +520,8 @@ def test_gradients_that_were_there_come_back() -> None:
     step.read()
     was = everything(step)
     where = [parameter.grad for parameter in step.state.network.parameters()]
-    trials = StepTrials(step, now=Hand(0.02))
-    with trials.kept():
+    trials = TrainingBenchmark(step, now=Hand(0.02))
+    with trials.preserved_state():
         try_out(trials)
     assert everything(step) == was
     assert all(

@@ -27,7 +27,7 @@ from harness.monitor.host import Neighbours
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample
 from harness.runtime.limits import Limits
-from harness.tuning.lab import Lab
+from harness.tuning.lab import LoaderBenchmark
 from harness.tuning.measures import Rate, TuningReport
 from harness.tuning.steps import StepRun
 from harness.tuning.tuner import tune
@@ -81,7 +81,7 @@ class Step:
         self.seconds, self.open, self.blocks = seconds, 0, 0
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserved_state(self) -> Iterator[None]:
         self.open += 1
         self.blocks += 1
         try:
@@ -122,8 +122,10 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TuningReport]:
         **config: Any,
     ) -> TuningReport:
         exact = Rate(machine.demand, machine.demand, machine.demand)
-        monkeypatch.setattr(Lab, "measured", lambda self, *ask: machine.answer(*ask))
-        monkeypatch.setattr(Lab, "demand", lambda self, limit_s: (exact, machine.step_cpu_s))
+        monkeypatch.setattr(LoaderBenchmark, "measured", lambda self, *ask: machine.answer(*ask))
+        monkeypatch.setattr(
+            LoaderBenchmark, "demand", lambda self, limit_s: (exact, machine.step_cpu_s)
+        )
         limits = dataclasses.replace(LIMITS, cores=machine.cores, shm_bytes=shm_bytes)
         return tune(
             Feeds(samples.Noise(40), tuple(machine.form_speed)),

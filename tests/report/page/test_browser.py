@@ -28,7 +28,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from harness.monitor.writer import Board
+from harness.monitor.writer import RunWriter
 from harness.report.page.document import write_report, write_sweep
 
 CHROMIUM = shutil.which("chromium")
@@ -472,9 +472,9 @@ def tensorboard(logdir: Path, *flags: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
     """A TensorBoard that shows all runs, one of them with an event file."""
-    with Board(folder / "long_run", tensorboard=True) as board:
+    with RunWriter(folder / "long_run", tensorboard=True) as writer:
         for step in (10, 20, 30):
-            board.scalars(step, {"speed/images_per_s": float(step)})
+            writer.scalars(step, {"speed/images_per_s": float(step)})
     with tensorboard(folder) as found:
         yield found
 

@@ -169,7 +169,7 @@ def test_a_name_cannot_drive_the_terminal(
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
     """A page is written, and TensorBoard starts with the tab, without torch, numpy or Hydra."""
     code = (
-        f"import sys, harness.page.{module}; print({{'torch', 'numpy', 'hydra'}} & "
+        f"import sys, harness.report.page.{module}; print({{'torch', 'numpy', 'hydra'}} & "
         "set(sys.modules))"
     )
     assert (
