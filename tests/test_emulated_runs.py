@@ -21,7 +21,7 @@ from harness.clock.figures import Tag
 from harness.config import Config, ModelConfig
 from harness.data import datasets
 from harness.monitor.host import HostSensor
-from harness.report import verdict
+from harness.report import evidence
 from harness.training import engine, models
 from harness.training.evaluate import Evaluation
 from harness.training.evaluate import evaluate as engine_evaluate
@@ -85,7 +85,7 @@ def run(
 
         monkeypatch.setattr(engine, "evaluate", evaluate)
         if not seen:  # this machine's other programs
-            monkeypatch.setattr(verdict, "taken", lambda sampled: None)
+            monkeypatch.setattr(evidence, "taken", lambda sampled: None)
         monkeypatch.setattr(models, "build", build)
         folder = tmp_path / "run"
         folder.mkdir()

@@ -716,7 +716,7 @@ STOPS = """
 import multiprocessing, os, sys, time
 class Stops:
     def find_spec(self, name, *_):
-        if name == "harness.training.engine":
+        if name == "wellfed.training.engine":
             if multiprocessing.current_process().name != "rank1":
                 parent = multiprocessing.parent_process()
                 os.kill(parent.pid if parent else os.getpid(), 15)

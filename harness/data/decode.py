@@ -104,7 +104,7 @@ def decode(data: bytes, options: DecodeOptions) -> np.ndarray:
     """Returns the first image of the encoded file ``data``, uint8 ``[H, W, 3]``.
 
     Raises:
-        Undecodable: not an image of a supported format, damaged, or more pixels than
+        DecodeError: not an image of a supported format, damaged, or more pixels than
             ``options.max_pixels``.
     """
     pixels = None
@@ -131,7 +131,7 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
     image before gave back, and a buffer kept for each thread was no faster.
 
     Raises:
-        Undecodable: libjpeg-turbo warned of missing or corrupt data, or there are too many scans.
+        DecodeError: libjpeg-turbo warned of missing or corrupt data, or there are too many scans.
     """
     try:
         # first, for decoding asks for the memory unasked, whatever size the header claims
@@ -230,7 +230,7 @@ def _load_png(image: PngImageFile, data: bytes) -> None:
     """Loads ``image`` of ``data``, whose compressed pixels may end early.
 
     Raises:
-        Undecodable: pixels are missing. Pillow leaves them as its memory was.
+        DecodeError: pixels are missing. Pillow leaves them as its memory was.
     """
     # a value that few images end with
     memory = Image.new(image.mode, image.size, 77)

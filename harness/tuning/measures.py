@@ -403,7 +403,7 @@ class TuningReport:
         }
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns everything as JSON can hold it; ``files.typed`` is the inverse.
+        """Returns everything as JSON can hold it; ``files.from_json`` is the inverse.
 
         An open end of an interval is None.
         """

@@ -125,7 +125,7 @@ def test_other_devices_keep_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -
     """Only a device whose work is done when a call returns goes by rows and uses memory again."""
     other = accelerator.Accelerator(CPU)
     other.kind = "mps"
-    monkeypatch.setattr(accelerator, "of", lambda device: other)
+    monkeypatch.setattr(accelerator, "get", lambda device: other)
     one = Normalise(CPU, MEAN, STD, torch.float32, True)
     monkeypatch.setattr(one, "_by_rows", None)
     images = uint8(4, 3, 8, 8)

@@ -152,7 +152,7 @@ def test_a_run_without_memory_ends_with_8(tmp_path: Path) -> None:
         "-c",
         "import resource, sys; "
         f"resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit})); "
-        "from harness.cli.app import command; command()",
+        "from wellfed.cli.app import command; command()",
         "data=digits",
         "data.image_size=4000",
         "data.eval_resize=null",

@@ -134,7 +134,7 @@ from multiprocessing.context import SpawnProcess
 from harness.runtime import launch, signals
 start = SpawnProcess.start
 SpawnProcess.start = lambda process: (os.kill(os.getpid(), 15), start(process))
-with signals.caught(grace_s=0):
+with signals.handle_signals(grace_s=0):
     try:
         launch.run_processes(print, None, 1)
     except launch.ProcessError as error:

@@ -53,7 +53,11 @@ def test_a_signal_sets_a_flag(number: signal.Signals) -> None:
 
 def ended(script: str) -> tuple[int, str, str]:
     """Exit code and output of a process in which signals are caught and ``script`` runs."""
-    head = ["import os, time", "from harness.runtime import signals", "with signals.caught():"]
+    head = [
+        "import os, time",
+        "from harness.runtime import signals",
+        "with signals.handle_signals():",
+    ]
     text = "\n".join(
         [*head, *(f"    {line}" for line in script.splitlines()), "print('through', flush=True)"]
     )
@@ -148,7 +152,7 @@ def test_a_wait_in_c_code_ends_too() -> None:
 def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
     """As nohup has SIGHUP, and a shell's background SIGINT, when the process starts."""
     script = (
-        "import os\nfrom harness.runtime import signals\nwith signals.caught(grace_s=0):\n"
+        "import os\nfrom harness.runtime import signals\nwith signals.handle_signals(grace_s=0):\n"
         f"    os.kill(os.getpid(), {int(number)})\n    print(signals.received())\n"
     )
     process = subprocess.run(
@@ -167,7 +171,7 @@ def test_a_launcher_s_own_handler_stays() -> None:
     script = (
         "import os, signal\nfrom harness.runtime import signals\n"
         "signal.signal(signal.SIGUSR2, lambda *_: print('theirs', flush=True))\n"
-        "with signals.caught(grace_s=0):\n    os.kill(os.getpid(), signal.SIGUSR2)\n    "
+        "with signals.handle_signals(grace_s=0):\n    os.kill(os.getpid(), signal.SIGUSR2)\n    "
         "print(signals.received())\n"
     )
     process = subprocess.run(
