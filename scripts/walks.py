@@ -40,12 +40,14 @@ SENSORS = (
     "console.py",
     "stages.py",
     "station.py",
+    "monitor.py",
 )
 READ = (
-    "training/state.py", "training/checkpoint", "training/resume.py", "training/average.py",
-    "runtime/snapshot.py", "runtime/files.py",
+    "training/state.py", "training/checkpoint.py", "training/checkpoint_read.py",
+    "training/resume.py", "training/average.py",
+    "runtime/snapshot.py", "tuning/snapshot.py", "runtime/files.py",
 )  # fmt: skip
-WRITTEN = (*READ, "training/saving.py")
+WRITTEN = (*READ, "training/saving.py", "training/checkpoint_write.py")
 COMMON = (
     "data=imagefolder", "data.image_size=32", "device=cpu", "model=small", "loader.batch_size=8",
     "loader.backend=threads", f"loader.num_workers={WORKERS}", "watch.window_steps=4",
