@@ -289,7 +289,7 @@ class ValLoaderConfig:
     )
     prefetch_factor: int | None = setting(
         None,
-        "Batches in flight: per worker process, of threads in all; null: 2.",
+        "Batches in flight for each worker; null: 2, of threads 2 in all.",
         ge=1,
         le=10_000,
         no_effect_with="loader.backend=arrays, loader.val.num_workers=0, "
@@ -309,8 +309,7 @@ class LoaderConfig:
     backend: BackendName | None = setting(
         None,
         "How images become batches: processes, threads, arrays, or auto: what tuner=auto finds. "
-        "null: auto with autotune; without it processes where a setting of workers is given, else "
-        "threads.",
+        "null: auto with autotune; without it threads, for a Dataset of your own processes.",
     )
     batch_size: int = setting(64, "Images per batch and rank.", _COUNT)
     num_workers: int | None = setting(
@@ -325,14 +324,14 @@ class LoaderConfig:
     )
     prefetch_factor: int | None = setting(
         None,
-        "Batches in flight: per worker process, of threads in all; null: 2.",
+        "Batches in flight for each worker; null: 2, of threads 2 in all.",
         ge=1,
         le=10_000,
         no_effect_with="loader.backend=arrays, loader.num_workers=0",
     )
     persistent_workers: bool | None = setting(
         None,
-        "Keep the workers between epochs; null: where there are workers.",
+        "Keep worker processes between epochs; null: true. Threads stay always.",
         no_effect_with="loader.backend=arrays, loader.num_workers=0",
     )
     drop_last: bool = setting(
@@ -881,16 +880,12 @@ def adopted(
 
 
 def named_backend(config: Config) -> BackendName | None:
-    """Returns the backend that is asked for: by name, or processes by what is said of workers."""
+    """Returns the backend that is asked for: by name, or processes by the search of them."""
     loader = config.loader
     if loader.backend not in (None, BackendName.auto):
         return loader.backend
-    val = loader.val
-    about_workers = {loader.num_workers, loader.prefetch_factor, loader.persistent_workers}
     searched = loader.autotune and config.tuner.name is TunerName.grid
-    if searched or about_workers | {val.num_workers, val.prefetch_factor} != {None}:
-        return BackendName.processes
-    return None
+    return BackendName.processes if searched else None
 
 
 def shown(value: Any) -> str:

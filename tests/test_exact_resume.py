@@ -40,7 +40,7 @@ def test_stops_within_epochs_change_nothing(
     config = composed(*COMMON, "trainer.epochs=3", "loader.num_workers=0")
     run(config, tmp_path / "whole")
     ways = {
-        5: "loader.num_workers=1",
+        5: "loader.backend=processes",
         9: "loader.backend=threads",
         22: "loader.backend=arrays",
         37: "loader.num_workers=0",

@@ -38,7 +38,7 @@ from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.runtime.limits import Limits
 from harness.training import checkpoint_read
 from harness.tuning.training_steps import TrainingBenchmark
-from scripts.chaos_left import digest, lines
+from scripts.chaos_left import lines
 
 ROOT = Path(__file__).parents[1]
 Composed = Callable[..., Config]
@@ -320,20 +320,31 @@ def test_no_loader_setting_changes_the_weights(composed: Composed, tmp_path: Pat
     common = ("data=digits", "trainer.epochs=2", "trainer.num_threads=1", "augment.hflip=0.5")
     ways = {
         "plain": ("loader.num_workers=0",),
-        "two workers": ("loader.num_workers=2", "loader.prefetch_factor=3"),
-        "fresh workers": (
-            "loader.num_workers=1", "loader.persistent_workers=false",
+        "two threads": ("loader.num_workers=2",),
+        "threads ahead": (
+            "loader.num_workers=2", "loader.prefetch_factor=3", "loader.persistent_workers=false",
+            "loader.start_method=spawn",
+        ),
+        "two processes": (
+            "loader.backend=processes", "loader.num_workers=2", "loader.prefetch_factor=3",
+        ),
+        "fresh processes": (
+            "loader.backend=processes", "loader.num_workers=1", "loader.persistent_workers=false",
             "loader.device_prefetch=false",
         ),
         "tuned": ("loader.autotune=true", "tuner.budget_s=3"),
     }  # fmt: skip
-    digests = {}
+    weights = {}
     for name, overrides in ways.items():
         run_here(composed(*common, *overrides), tmp_path / name)
-        digests[name] = digest(tmp_path / name)
-    assert len(set(digests.values())) == 1, digests
+        weights[name] = checkpoint_read.read(tmp_path / name).state["model"]
+        used = json.loads((tmp_path / name / "report.json").read_text())["loader"]["backend"]
+        assert used == ("processes" if "processes" in name else "threads") or name == "tuned"
     run_here(composed(*common, "seed=1"), tmp_path / "other")
-    assert digest(tmp_path / "other") not in digests.values()
+    other = checkpoint_read.read(tmp_path / "other").state["model"]
+    for key, tensor in weights.pop("plain").items():
+        assert all(torch.equal(tensor, found[key]) for found in weights.values()), key
+        assert not torch.equal(tensor, other[key]) or tensor.ndim == 0
 
 
 @pytest.mark.usefixtures("kept_globals")
@@ -482,6 +493,7 @@ def test_a_bad_image_is_named(composed: Composed, tmp_path: Path) -> None:
         f"data.root={tmp_path / 'tree'}",
         "data.image_size=32",
         "loader.batch_size=4",
+        "loader.backend=processes",
         "loader.num_workers=1",
     )
     from harness.runtime.errors import BadSample
@@ -688,7 +700,7 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> 
     """Sent to the whole group in training, the run ends with 128 + n; files are whole, no worker is
     left.
     """
-    process = started(tmp_path, *LONG, "loader.num_workers=1")
+    process = started(tmp_path, *LONG, "loader.backend=processes", "loader.num_workers=1")
     folder = tmp_path / "outputs/x"
     wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
     children = descendants(process)
@@ -779,7 +791,8 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     """A SIGKILL of the trainer alone leaves no worker; the next run goes on where it was and gets
     better.
     """
-    arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=3")
+    workers = ("loader.backend=processes", "loader.num_workers=1")
+    arguments = ("data=digits", *workers, "run.name=x", "trainer.epochs=3")
     process = started(tmp_path, *arguments)
     folder = tmp_path / "outputs/x"
     wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
@@ -803,7 +816,7 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
 
 def test_a_killed_worker_ends_the_run_saved(tmp_path: Path) -> None:
     """The run says what died, saves its last step, tells how to go on, and exits with 6."""
-    process = started(tmp_path, *LONG, "loader.num_workers=1")
+    process = started(tmp_path, *LONG, "loader.backend=processes", "loader.num_workers=1")
     folder = tmp_path / "outputs/x"
     wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
     # workers are children of the fork server; an evaluation may have one of its own
@@ -876,12 +889,13 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     [
         ((), False),
         (("loader.autotune=true",), False),
-        (("loader.num_workers=2",), True),
+        (("loader.num_workers=2",), False),
+        (("loader.num_workers=2", "loader.backend=processes"), True),
         (("loader.autotune=true", "tuner=grid"), True),
         (("data=own", "data.name=mine:open_splits"), True),
         (("mode=diagnose",), False),
     ],
-    ids=["default", "tuned", "workers", "grid", "own data", "diagnosed"],
+    ids=["default", "tuned", "workers", "processes", "grid", "own data", "diagnosed"],
 )
 def test_the_fork_server_starts_early_where_processes_will_load(
     composed: Composed,

@@ -82,8 +82,8 @@ class FeedSettings:
     """The settings of a feed with nothing left to derive; the names are torch's.
 
     ``dataclasses.replace`` changes them, and what goes with a number of workers follows: without
-    any, ``prefetch_factor`` and ``persistent_workers`` are None, else 2 and True unless given.
-    Arrays have no workers.
+    any, ``prefetch_factor`` and ``persistent_workers`` are None, else 2 and True unless given. Of
+    threads None is a ``prefetch_factor``, too: two batches in all. Arrays have no workers.
     """
 
     batch_size: int
@@ -97,13 +97,21 @@ class FeedSettings:
 
     def __post_init__(self) -> None:
         workers = 0 if self.backend == ARRAYS else self.num_workers
+        depth = self.prefetch_factor or (None if self.backend == THREADS else 2)
         for name, value in (
             ("num_workers", workers),
-            ("prefetch_factor", (self.prefetch_factor or 2) if workers else None),
+            ("prefetch_factor", depth if workers else None),
             ("persistent_workers", self.persistent_workers is not False if workers else None),
         ):
             # the class is frozen
             object.__setattr__(self, name, value)
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches that all workers together have ready before one is taken."""
+        if self.num_workers and self.prefetch_factor is None:
+            return 2
+        return self.num_workers * (self.prefetch_factor or 0)
 
     def __str__(self) -> str:
         text = f"num_workers={self.num_workers} pin_memory={str(self.pin_memory).lower()}"

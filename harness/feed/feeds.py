@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..clock.stages import START, StageMeter, StageTimer
-from ..config import BackendName, Config, ConfigError, Mode, named_backend
+from ..config import BackendName, Config, ConfigError, LoaderConfig, Mode, named_backend, shown
 from ..data.datasets import AnyDataset, FakeDataset, ImageDataset, Splits
 from ..data.own import OwnDataset
 from ..data.storage import ArraySource, Subset
@@ -331,11 +331,15 @@ class Feeds:
             num_workers=workers,
             pin_memory=is_gpu and loader.pin_memory is not False,
             prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            persistent_workers=None if backend == THREADS else loader.persistent_workers,
             timeout_s=loader.timeout_s,
             start_method=loader.start_method.name,
             backend=backend,
         )
+        for name in ("persistent_workers", "start_method"):
+            asked = getattr(loader, name)
+            if backend == THREADS and asked != getattr(LoaderConfig(), name) and self.world.is_main:
+                log.warning("loader.%s=%s: has no effect with threads", name, shown(asked))
         if isinstance(train, OwnDataset) and BACKENDS[settings.backend].shares_interpreter:
             raise ConfigError(
                 f"loader.backend={settings.backend}: {self.splits.name} gives a Dataset, whose "
@@ -477,7 +481,7 @@ class Feeds:
                     settings,
                     backend=THREADS,
                     num_workers=readers,
-                    prefetch_factor=2,
+                    prefetch_factor=None,
                     pin_memory=False,
                 )
                 self._pixels[dataset] = InMemoryImages(dataset, reading, self.world.device)

@@ -69,7 +69,7 @@ class ThreadFeed(Backend):
     """Batches of ``dataset`` in the order of ``order``, bitwise as by ``processes``.
 
     ``settings.num_workers`` is the number of threads (0: the consumer fills a batch as it asks for
-    it). Ahead of the consumer are ``prefetch_factor`` batches and the one in the making. The
+    it). Ahead of the consumer are ``batches_ahead`` batches and the one in the making. The
     images' memory is reused: see ``BufferPool``.
 
     A thread that returns late from a read finds that it is not wanted any more. It has written to
@@ -93,7 +93,7 @@ class ThreadFeed(Backend):
         self._batch_size = settings.batch_size
         self._pin_memory = settings.pin_memory
         self._timeout_s = settings.timeout_s
-        self._ahead = 1 + (settings.prefetch_factor or 0)
+        self._ahead = 1 + settings.batches_ahead
         # both from the first pass on, the filler for the consumer
         self._memory: BufferPool | None = None
         self._own: BatchWorker

@@ -9,6 +9,7 @@ C / (c + r + s), where receiving an image takes r and the step s of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -128,9 +129,10 @@ def more_in_flight(r: Evidence) -> Change:
         return {}
     if r.workers and r.unmade() == 0:
         # more than 8 batches ahead of each process, or 32 of all threads, have not helped
-        deepest = 32 if r.settings.backend == "threads" else 8
-        depth = r.settings.prefetch_factor or deepest
-        return {"loader.prefetch_factor": min(2 * depth, deepest)} if depth < deepest else {}
+        deepest = max(1, 32 // r.workers) if r.settings.backend == "threads" else 8
+        ahead = r.settings.batches_ahead
+        depth = min(math.ceil(2 * ahead / r.workers), deepest)
+        return {"loader.prefetch_factor": depth} if depth * r.workers > ahead else {}
     # a tenth more than the steps would take, as far as there are processors: samples are uneven
     wanted = workers_for(1.1 * min(r.could(), r.speedup * r.rate), cost.wall_s)
     wanted = min(wanted, r.most_workers or max(8, int(4 * r.cores)))
@@ -170,7 +172,7 @@ def explain_shortage(r: Evidence, kind: Bottleneck) -> Verdict | None:
         if r.memory >= HARM and is_told and kind != "rank":
             if r.workers > 1:
                 return Verdict("memory", r, {"loader.num_workers": r.workers // 2})
-            deep = (r.settings.prefetch_factor or 1) > 1
+            deep = r.settings.batches_ahead > 1
             return Verdict("memory", r, {"loader.prefetch_factor": 1} if deep else {})
         # a quota that stops the run in most periods stops it within reads, too
         waits = kind == "storage" and r.throttled < 0.5 and r.cost and r.cost.waits

@@ -23,8 +23,9 @@ from .measures import BUSY, FED, Kind, Model, Rate, Trial, TuningReport, in_flig
 
 # supply over demand that is aimed at
 MET = 1.05
-# batches ahead where samples are uneven: of all threads together, of each process
-_DEEP = {THREADS: 16, PROCESSES: 4}
+# batches ahead where samples are uneven: of all threads together, and of each process
+_DEEP_THREADS = 16
+_DEEP_PROCESS = 4
 # seconds of a measurement, of which half are the feed's start and what is left out
 _TAKES_S = {"supply": 1.0, "steps": 1.5}
 # by what they take beside their workers: processes share no memory
@@ -229,7 +230,10 @@ class AutoSearch:
         model = self.models[self.backend]
         enough = model.workers_for(1.15 * model.reachable)
         deep = self._made(self.backend, max(enough, have.num_workers))
-        depth = max(_DEEP.get(self.backend, 2), have.prefetch_factor or 0)
+        depth = _DEEP_PROCESS
+        if self.backend == THREADS:
+            depth = math.ceil(_DEEP_THREADS / deep.num_workers)
+        depth = max(depth, have.prefetch_factor or 0)
         while self.lab.unfit(tried := replace(deep, prefetch_factor=depth)) and depth > 1:
             depth -= 1
         self._measure(tried, "supply")
@@ -288,7 +292,7 @@ class AutoSearch:
             backend=backend,
             num_workers=max(1, min(workers, most_workers(self.config, self.lab.limits), *failed)),
             pin_memory=self.pin,
-            prefetch_factor=self.own.prefetch_factor if self.have == self.own else 2,
+            prefetch_factor=self.own.prefetch_factor if self.have == self.own else None,
         )
         while settings.num_workers > 1 and self.lab.unfit(settings):
             settings = replace(settings, num_workers=settings.num_workers - 1)

@@ -266,7 +266,6 @@ class LoaderBenchmark:
         which are then all page-locked; batches of unknown size are left out.
         """
         workers = settings.num_workers
-        depth = settings.prefetch_factor or 0
         size = self.probes.batch_bytes(settings) or 0
         pinned = labels = 0
         if size and settings.pin_memory:
@@ -276,7 +275,7 @@ class LoaderBenchmark:
             labels = 1 << (labels - 1).bit_length()
             pinned += labels
         # beside those that are ready: one in the making or on its way, one handed over, one in use
-        batches = (1 if settings.backend == THREADS else workers) * depth + 3
+        batches = settings.batches_ahead + 3
         if settings.backend == THREADS:
             # labels are of the batch before, too
             return Needs(memory=batches * (pinned or size) + labels)
@@ -285,7 +284,7 @@ class LoaderBenchmark:
         return Needs(
             shm=batches * size if workers else 0,
             memory=batches * (size + pinned) + held,
-            open_files=workers * (6 * depth + 10),
+            open_files=6 * settings.batches_ahead + 10 * workers,
         )
 
     def refusal(self, settings: FeedSettings, beside: Needs = NONE) -> str | None:

@@ -218,10 +218,7 @@ def in_flight(settings: FeedSettings) -> int:
 
     Each process makes its own; threads make one together.
     """
-    each = settings.prefetch_factor or 0
-    if settings.backend != THREADS:
-        return settings.num_workers * each
-    return each + (settings.num_workers > 0)
+    return settings.batches_ahead + (settings.backend == THREADS and settings.num_workers > 0)
 
 
 class Probes(Protocol):
@@ -326,10 +323,14 @@ class TuningReport:
         names = ["backend", "pin_memory", *_OF_WORKERS]
         if train.backend == ARRAYS:
             names.remove("num_workers")
+        if train.backend == THREADS:
+            names.remove("persistent_workers")
         words = {name: getattr(train, name) for name in names}
         # the validation feed's follow from these, unless they had to be less
-        derived = {"batch_size": train.batch_size, "num_workers": train.num_workers}
-        for name, value in {**derived, "prefetch_factor": 2}.items():
+        derived: dict[str, int | None] = {"batch_size": train.batch_size}
+        derived["num_workers"] = train.num_workers
+        derived["prefetch_factor"] = None if train.backend == THREADS else 2
+        for name, value in derived.items():
             other = getattr(self.val, name)
             words[f"val.{name}"] = None if other == value else other
         return " ".join(

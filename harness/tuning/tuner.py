@@ -111,7 +111,10 @@ def tune(
     limits = replace(limits, cores=ranks.smallest(limits.cores))
     lab = LoaderBenchmark(probes, trainee, limits, ranks)
     with trainee.preserved_state():
-        title = f"tuning the loader (tuner={config.name.name})"
+        search = config.name.name
+        if config.name is TunerName.grid:
+            search += f", {own.backend} alone"
+        title = f"tuning the loader (tuner={search})"
         columns = ("measured    ", "images/s  ", "waiting", "seconds", "setting")
         lab.tell = live_table(title, columns)
         # other ranks would count as other programs
@@ -341,7 +344,7 @@ class OnlineTuner:
         self.changes = list[Change]()
         self._cores = cores
         # no more than samples in the making at once
-        self._most = min(most, settings.batch_size * (1 + (settings.prefetch_factor or 0)))
+        self._most = min(most, settings.batch_size * (1 + settings.batches_ahead))
         self._fewest = min(settings.num_workers, max(1, int(cores)))
         # by the period before: one alone may be luck
         self._asked = settings.num_workers

@@ -118,7 +118,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def feed() -> Iterator[ThreadFeed]:
-    feed = ThreadFeed(samples.Noise(LENGTH), ORDER, samples.settings(3, persistent_workers=True))
+    feed = ThreadFeed(samples.Noise(LENGTH), ORDER, samples.settings(3, backend="threads"))
     yield feed
     feed.close()
 

@@ -186,10 +186,10 @@ def test_the_backends_to_choose_from(
     ("loader", "backend", "workers"),
     [
         pytest.param({}, "threads", 4, id="nothing said"),
-        pytest.param({"num_workers": 2}, "processes", 2, id="workers"),
-        pytest.param({"num_workers": 0}, "processes", 0, id="no workers"),
+        pytest.param({"num_workers": 2}, "threads", 2, id="workers"),
+        pytest.param({"num_workers": 0}, "threads", 0, id="no workers"),
         pytest.param(
-            {"val": ValLoaderConfig(num_workers=1)}, "processes", 4, id="workers of validation"
+            {"prefetch_factor": 3, "persistent_workers": True}, "threads", 4, id="of processes"
         ),
         pytest.param({"backend": BackendName.processes}, "processes", 4, id="named"),
         pytest.param(
@@ -198,7 +198,7 @@ def test_the_backends_to_choose_from(
     ],
 )
 def test_the_backend_before_any_tuning(loader: dict[str, Any], backend: str, workers: int) -> None:
-    """The one that was named; processes where workers are; else threads."""
+    """The one that was named, else threads, whatever is said of workers."""
     settings = small(**loader).settings(LIMITS)
     assert (settings.backend, settings.num_workers) == (backend, workers)
 
@@ -322,6 +322,7 @@ def test_memory_is_pinned_where_that_has_a_use(
 def test_explicit_settings_are_kept() -> None:
     """What the user set is what the feed gets."""
     found = derived(
+        backend=BackendName.processes,
         num_workers=3,
         pin_memory=False,
         prefetch_factor=5,

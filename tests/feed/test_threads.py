@@ -38,7 +38,8 @@ def make_feed(gate: threading.Event) -> Iterator[MakeFeed]:
         num_workers: int, dataset: samples.Noise, times_samples: bool = False, **more: Any
     ) -> ThreadFeed:
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)
-        made.append(ThreadFeed(dataset, order, samples.settings(num_workers, **more)))
+        settings = samples.settings(num_workers, **{"backend": "threads", **more})
+        made.append(ThreadFeed(dataset, order, settings))
         made[-1].times_samples = times_samples
         return made[-1]
 
@@ -130,14 +131,14 @@ def test_all_threads_work_on_one_batch(make_feed: MakeFeed) -> None:
 
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
 def test_a_few_batches_are_made_ahead(make_feed: MakeFeed, prefetch_factor: int) -> None:
-    """prefetch_factor batches beside the one in the making, however many threads there are; the
-    next begins with a take.
+    """prefetch_factor batches for each thread, beside the one in the making; the next begins with a
+    take.
     """
     dataset = Counted(200)
     feed = make_feed(6, dataset, prefetch_factor=prefetch_factor)
     feed.prime(0)
     for taken, batches in enumerate([iter(feed)] * 3):
-        wanted = 4 * (prefetch_factor + 1 + taken)
+        wanted = 4 * (6 * prefetch_factor + 1 + taken)
         assert comes_true(lambda wanted=wanted: dataset.begun == wanted)  # type: ignore[misc]
         assert not comes_true(lambda wanted=wanted: dataset.begun > wanted, within_s=0.03)
         next(batches)
@@ -162,7 +163,6 @@ def test_the_feed_holds_nothing_of_its_own_while_it_waits(
         3,
         samples.Troubled(60, slow, lambda: gate.wait(WAIT_S)),
         times_samples=True,
-        prefetch_factor=2,
     )
     taker = threading.Thread(target=deque, args=(feed, 0))  # takes and drops each
     taker.start()
@@ -186,7 +186,7 @@ def test_no_thread_is_idle_while_a_batch_is_wanted(
     dataset = samples.Troubled(
         40, int(Order(40, 4, seed=3).indices(0)[0]), lambda: gate.wait(WAIT_S)
     )
-    feed = make_feed(threads, dataset, times_samples=True, prefetch_factor=2)
+    feed = make_feed(threads, dataset, times_samples=True)
     feed.prime(0)
     assert comes_true(lambda: feed.meter.work().samples == (11 if threads > 1 else 0))
     gate.set()

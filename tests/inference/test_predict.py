@@ -278,7 +278,7 @@ def test_ranks_predict_together(
     for name, more in (
         ("one", ()),
         ("two", ("dist=spawn", "dist.nprocs=2")),
-        ("processes", ("dist=spawn", "dist.nprocs=2", "loader.num_workers=1")),
+        ("processes", ("dist=spawn", "dist.nprocs=2", "loader.backend=processes")),
     ):
         done = trained(tmp_path, *common, *more, f"run.name={name}")
         assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -37,7 +37,9 @@ LIMITS = Limits(8.0, 2**30, None, 1024)
             samples.settings(1, batch_size=9, prefetch_factor=7),
             id="validation of its own",
         ),
-        pytest.param(dataclasses.replace(workers(3), backend="threads"), None, id="threads"),
+        pytest.param(
+            samples.settings(3, backend="threads", persistent_workers=True), None, id="threads"
+        ),
         pytest.param(dataclasses.replace(workers(3), backend="arrays"), None, id="arrays"),
     ],
 )

@@ -68,10 +68,10 @@ def sums(taken: Needs) -> tuple[int, int, int]:
             id="batches of unknown size are left out",
         ),
         pytest.param(
-            settings(4, 2, backend="threads"), 10, (0, 50, 0), id="threads share a few batches"
+            settings(4, None, backend="threads"), 10, (0, 50, 0), id="threads share a few batches"
         ),
         pytest.param(
-            settings(4, 2, backend="threads", pin_memory=True),
+            settings(4, None, backend="threads", pin_memory=True),
             164,
             (0, 5 * (128 + 32) + 32, 0),
             id="pinned batches of threads",
@@ -102,7 +102,7 @@ def test_images_that_are_held_are_memory() -> None:
 
 def test_threads_need_no_shared_memory() -> None:
     """Their batches are refused for want of memory alone, with the sum."""
-    threads = settings(4, 2, backend="threads")
+    threads = settings(4, None, backend="threads")
     without = replace(ROOMY, shm_bytes=0, open_files=64)
     assert room(MB, 10**12, limits=without).refusal(threads) is None
     assert "the feed would take 5.0 MB of memory" in (

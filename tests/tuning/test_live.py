@@ -52,7 +52,7 @@ class Feed:
     """A thread feed in which nothing is made: what its threads have done is what is said."""
 
     def __init__(self, threads: int) -> None:
-        self.settings = FeedSettings(16, threads, False, 2, True, 0.0, "fork", THREADS)
+        self.settings = FeedSettings(16, threads, False, None, True, 0.0, "fork", THREADS)
         self.meter = SimpleNamespace(read=lambda: self.totals)
         self.totals = StageTotals(0, 0.0, {"read": StageCost(0.0, 0.0)})
         self.limit = 64

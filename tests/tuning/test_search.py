@@ -143,9 +143,4 @@ def test_batches_that_are_made_before_one_is_taken(
     backend: str, workers: int, expected: int
 ) -> None:
     """Each process makes its own ahead; threads make one together, beside those that are ready."""
-    assert (
-        in_flight(
-            dataclasses.replace(samples.settings(workers, prefetch_factor=2), backend=backend)
-        )
-        == expected
-    )
+    assert in_flight(samples.settings(workers, backend=backend)) == expected
