@@ -5,18 +5,8 @@ A run in the order of its data::
     storage - decode - augment | order - load - pin - copy - normalise | step - evaluate - save
     '--------- data/ ---------'  '------------- feed/ -------------'    '----- training/ -----'
 
-Rooms from the top down. A room imports rooms below its own line only, which import-linter checks::
-
-    cli                           the command line; job wires the rooms of a run
-    hooks | diagnose              loops that are not ours | what bounds training, and bad images
-    inference | tuning | report   predictions | loader settings by measurement | verdict and page
-    training                      the step, the epoch, the evaluation, checkpoints
-    feed                          which sample comes next, samples to batches, batches to the device
-    data                          where samples lie, bytes to pixels, pixels to a training image
-    monitor                       sensors of the machine, what a run writes, the console
-    clock                         where the time of a step went, as numbers
-    runtime                       ranks, randomness, signals, limits, files, the ways to end
-    config                        every setting, with suggestions for what was mistyped
+``docs/architecture.md`` lists the rooms, their files and the rooms that each may import.
+import-linter checks the imports.
 
 For a loop of your own: ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock`` and
 ``tune``, and ``load`` for what a run has trained. Each is imported when it is asked for.

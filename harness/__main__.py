@@ -1,4 +1,4 @@
-"""``python -m wellfed`` and ``torchrun -m wellfed`` are the command ``wellfed``."""
+"""``python -m wellfed`` and ``torchrun -m wellfed`` run the command ``wellfed``."""
 
 from .cli.app import command
 

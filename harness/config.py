@@ -1,8 +1,7 @@
-"""Every setting that a run may have: its type, unit, range and one sentence.
+"""The schema declares every setting: its type, unit, range and description.
 
-With ``answers`` and ``app`` the only module that knows Hydra. The dataclasses below are the schema;
-the files in ``conf/`` hold values only. ``load`` turns what Hydra composed into a checked
-``Config``.
+The dataclasses below are the schema; the files in ``conf/`` hold values only. ``load`` turns the
+settings that Hydra composed into a checked ``Config``. This module never imports Hydra.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the command line answers to mistyped flags, settings, choices and values."""
+"""Suggestions correct mistyped flags, settings, choices and values."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The command line: settings, jobs, and what is said of errors."""
+"""The command line composes the settings, runs the job and reports errors."""

@@ -1,4 +1,4 @@
-"""The command line of ``train.py`` and ``wellfed``: settings, jobs, and what is said of errors."""
+"""Runs the command line of ``train.py`` and ``wellfed``, and ends it with an exit code."""
 
 from __future__ import annotations
 

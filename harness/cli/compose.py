@@ -1,4 +1,4 @@
-"""Settings as Hydra composes them: the command line's words, the choices, the page of help."""
+"""Reads the command line, composes the settings with Hydra and prints the help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run from its settings to its report, importable by every process of a launcher."""
+"""Runs one job: checks its settings, starts its ranks and wires the rooms."""
 
 from __future__ import annotations
 

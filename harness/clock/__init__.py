@@ -1,1 +1,1 @@
-"""Where the time of a step went, as numbers."""
+"""The clock measures the time of each part of a training step."""

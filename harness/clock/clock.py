@@ -1,4 +1,4 @@
-"""Where a step's time goes, without making the device wait.
+"""Times the parts of each step without making the device wait.
 
 Light: feeds and workers import this file, and torch is imported only where a clock is made.
 """

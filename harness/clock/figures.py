@@ -1,4 +1,4 @@
-"""Every figure that a run logs, declared once.
+"""Declares every logged figure once: its tag, unit, sentence and chart.
 
 A figure of the steps is a field of ``Window``, any other a member of ``Tag``: each with its tag,
 its unit, what it says, and the page's chart that draws it. Tags, the keys of ``report.json`` and

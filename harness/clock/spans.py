@@ -1,4 +1,4 @@
-"""``with`` blocks of the step loop that a profiler's trace shows by name.
+"""Names blocks of the step loop in a profiler's trace.
 
 Light: the standard library alone; torch is touched by what records.
 """

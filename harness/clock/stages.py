@@ -1,4 +1,4 @@
-"""Where the workers' time goes: reading, decoding, each transform, the batch around them.
+"""Divides the workers' time into reading, decoding, each transform and batch assembly.
 
 A worker times every batch, by two looks at the clock, so that its total is exact. How the total
 divides among the stages comes of *laps*: a data set that names its ``stages`` is given a function

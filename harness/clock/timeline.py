@@ -1,4 +1,4 @@
-"""What the device did between the host's calls, from timing events that nobody waits for.
+"""Computes the device's busy and waiting time from timing events, without synchronization.
 
 Events give the time between two points of the device; what the host did meanwhile is known by the
 host's clock. To bring the two together takes no synchronisation: beside each block an event is

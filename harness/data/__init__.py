@@ -1,1 +1,1 @@
-"""From a name in the config to one sample's pixels: storage, decoding, geometry."""
+"""The data room opens data sets, decodes their images and augments them."""

@@ -1,4 +1,4 @@
-"""Augmentation of uint8 batches ``[N, 3, H, W]`` on their device: ColorJitter and RandAugment.
+"""Augments uint8 batches ``[N, 3, H, W]`` on their device, from ColorJitter to mixup.
 
 The pixels are those of torchvision's functions on tensors, which take one parameter for a whole
 batch; here each image has its own. Parameters come from the host as float64 ``[N]``; the host

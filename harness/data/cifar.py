@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: the published archive, checked and unpacked once."""
+"""Downloads, checks and unpacks CIFAR-10 and CIFAR-100."""
 
 from __future__ import annotations
 

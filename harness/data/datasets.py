@@ -1,4 +1,4 @@
-"""From a name in the config to a training and a validation set.
+"""Opens the training and validation sets of ``data.name``, and loads their samples.
 
 A new data set is a function from ``DataConfig`` to two sources, a line in ``DATASETS``, a file in
 ``conf/data/`` and a test; or a function of the user's, which ``harness.data.own`` opens.

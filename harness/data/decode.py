@@ -1,4 +1,4 @@
-"""Decodes bytes to eight-bit RGB, from every format and mode that data sets hold.
+"""Decodes images to eight-bit RGB: usual JPEGs by libjpeg-turbo, all others by Pillow.
 
 The bytes decide what an image is, never the name of its file. Whatever is wrong with them ends as
 ``DecodeError``. JPEGs are decoded by libjpeg-turbo itself, without Pillow in between: the same

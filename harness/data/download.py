@@ -1,4 +1,4 @@
-"""Fetches a file; lets only one process make a folder."""
+"""Downloads files, and lets only one process at a time create a folder."""
 
 from __future__ import annotations
 

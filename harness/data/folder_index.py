@@ -1,4 +1,4 @@
-"""The images in a tree of class folders, as packed arrays in one mapped file.
+"""Lists the images in a tree of class folders as packed arrays in one mapped file.
 
 The file is remembered while no folder of the tree changes. Links, devices and strangers are never
 followed: they are left out, and counted.

@@ -1,4 +1,4 @@
-"""Files, with or without a name, that the processes of a machine share."""
+"""Shares memory-mapped files, named or anonymous, among the processes of a machine."""
 
 from __future__ import annotations
 

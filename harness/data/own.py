@@ -1,4 +1,4 @@
-"""Opens a data set of the user's: ``data.name=my_module:open_splits``.
+"""Opens the user's own data set: ``data.name=my_module:open_splits``.
 
 The function gives two sets, to train and to validate. Each is a source
 (``harness.data.storage.Source``), decoded and augmented as ours are, or a

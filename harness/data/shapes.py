@@ -1,4 +1,4 @@
-"""The generated data set: a tree of JPEG files of shapes, shared by every run.
+"""Generates the data set of shapes: a tree of JPEG files, shared by all runs.
 
 A file's bytes follow from the settings and its index, so that the number of processes and their
 order change nothing. Other versions of numpy or Pillow may round or compress differently.

@@ -1,4 +1,4 @@
-"""The sources of samples: folders of files, arrays, and parts of either."""
+"""Defines the sources of samples: folders of files, arrays, and subsets of either."""
 
 from __future__ import annotations
 

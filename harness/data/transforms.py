@@ -1,4 +1,4 @@
-"""Cuts, resizes and mirrors uint8 pixels.
+"""Draws crop boxes; cuts, resizes and mirrors uint8 pixels.
 
 The cuts are those of torchvision's transforms; the random numbers come from the caller.
 

@@ -1,1 +1,1 @@
-"""Tells what bounds training without training: runs, verdict, and what changes would give."""
+"""Diagnosis measures the bottleneck without training; verification lists unreadable images."""

@@ -1,4 +1,4 @@
-"""``mode=diagnose``: what bounds training, found in a minute on the user's own settings.
+"""Runs ``mode=diagnose``: measures the bottleneck of the user's settings in a minute.
 
 Differential runs each leave a part of training out: G is the step without loading, P loading
 without the step, A both, F reading cold files. The method is DS-Analyzer's (Mohan, Phanishayee,

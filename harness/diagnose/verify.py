@@ -1,4 +1,4 @@
-"""mode=verify: reads every image once, and lists those that cannot be read."""
+"""Runs ``mode=verify``: reads every image once and lists the unreadable ones."""
 
 from __future__ import annotations
 

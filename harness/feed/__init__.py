@@ -1,1 +1,1 @@
-"""Samples to batches, and batches to the device before the step asks for them."""
+"""The feed orders samples, loads batches and copies them to the device ahead of the step."""

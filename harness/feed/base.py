@@ -1,4 +1,4 @@
-"""What backends share: batches and their memory, settings, the iterator, what a worker does."""
+"""Defines a backend, its batches and settings, the buffer pool and a worker's loading."""
 
 from __future__ import annotations
 

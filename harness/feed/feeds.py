@@ -1,4 +1,4 @@
-"""The feeds of a run, and the backends without workers: arrays in memory, and noise."""
+"""Derives loader settings and builds the feeds; defines the backends without workers."""
 
 from __future__ import annotations
 

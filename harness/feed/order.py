@@ -1,4 +1,4 @@
-"""Which samples make which batch: a pure function of seed, epoch and position."""
+"""Decides the samples of each batch from the seed, the epoch and the position."""
 
 from __future__ import annotations
 

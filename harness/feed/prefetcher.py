@@ -1,4 +1,4 @@
-"""Moves host batches to the device, one ahead of the step, and normalises them there.
+"""Copies batches to the device, one ahead of the step, and normalises them there.
 
 After Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. The host never
 waits for the next batch before it hands out one that is ready: a thread of the prefetcher's own

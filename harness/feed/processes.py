@@ -1,4 +1,4 @@
-"""The feed's ``processes`` backend: torch's ``DataLoader``, whose workers fill whole batches."""
+"""Loads batches by workers of torch's ``DataLoader`` (``loader.backend=processes``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feed's ``threads`` backend: threads of the trainer fill batches together, in reused memory.
+"""Loads batches by threads, in reused memory (``loader.backend=threads``).
 
 Decoders release the interpreter lock while they work. Nothing is copied or handed over.
 ``prefetch_factor`` sets how many batches are in memory, however many threads there are.

@@ -1,1 +1,1 @@
-"""Hooks that watch somebody else's training loop, which stays as it is."""
+"""Hooks measure an existing training loop without changing it."""

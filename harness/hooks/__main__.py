@@ -1,4 +1,4 @@
-"""Runs somebody's training script as it is, and tells what its device waits for.
+"""Runs a training script unchanged, and reports its bottleneck.
 
     wellfed watch train.py --epochs 3
     wellfed watch -m package.train --epochs 3

@@ -1,4 +1,4 @@
-"""Torchvision's ``ImageFolder`` with this project's decoding and resizing in its place."""
+"""Speeds up the decoding and resizing of torchvision's ``ImageFolder``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A callback for Lightning's Trainer: watches the fit, and reports at its end."""
+"""Watches a fit of Lightning's Trainer by a callback, and reports at its end."""
 
 from __future__ import annotations
 

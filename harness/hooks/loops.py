@@ -1,4 +1,4 @@
-"""Follows somebody's training loop by what hooks tell: passes over loaders, updates, copies.
+"""Recognizes the steps, evaluations and copies of a watched loop.
 
 What belongs together is known afterwards alone. A pass over a loader trains if an optimizer steps
 during it; one that ends without is an evaluation. A step is all from one request for a batch to the

@@ -1,4 +1,4 @@
-"""The hooks for a loop of one's own: around one loader, or around a block."""
+"""Watches the user's own loop: one loader (``watched``) or one block (``watching``)."""
 
 from __future__ import annotations
 

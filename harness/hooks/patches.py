@@ -1,4 +1,4 @@
-"""Puts the hooks into torch, and takes them out again.
+"""Installs the hooks in torch, and removes them.
 
 Each stands around torch's own function, which it calls once with the same arguments: nothing is
 drawn from a random generator, no ``iter()`` is added. A process that is forked has none of them.

@@ -1,4 +1,4 @@
-"""One process whose training loop is watched: its folder, its figures, its last words.
+"""Collects the figures of one watched process, and writes its report.
 
 What would feed the loop better is told in the words of the loop.
 """

@@ -1,4 +1,4 @@
-"""A callback for Hugging Face's Trainer: watches the training, and reports at its end."""
+"""Watches Hugging Face's Trainer by a callback, and reports at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times what the workers of somebody's loader do, in the workers themselves.
+"""Times reading, transforms and collation inside the workers of a watched loader.
 
 Samples, their order and their random numbers stay as they are: torch's own worker loop and fetchers
 run, around the data set and the collate function that they were given.

@@ -1,1 +1,1 @@
-"""What a trained network is used for: predictions, a file that others run, a loop of one's own."""
+"""Inference predicts classes, exports a trained network and loads it into Python."""

@@ -1,4 +1,4 @@
-"""The network of a checkpoint: in Python, and as one file that runs without this project."""
+"""Loads the network of a checkpoint into Python, and exports it as one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mode=predict: the classes of every image in a folder, or of one file."""
+"""Runs ``mode=predict``: predicts the class of every image in a folder, or of one file."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Sensors of the machine, what a run writes, and the console."""
+"""The monitor reads the machine's sensors, writes the run's logs and prints to the console."""

@@ -1,4 +1,4 @@
-"""What the user reads while a run goes on: lines, tables, warnings and bars.
+"""Prints the lines, tables, warnings and progress bars of a run.
 
 All go to standard output, and all but bars to the log too. Warnings come here by logging:
 ``logging.getLogger("wellfed").warning`` anywhere is printed once and logged once. Text is escaped,

@@ -1,4 +1,4 @@
-"""The GPU's own figures, by NVML, and how near a run comes to running out of its memory.
+"""Reads the GPU's figures by NVML, and the peaks of its memory.
 
 What a GPU, a MIG instance or a driver does not give is absent, never 0.
 """

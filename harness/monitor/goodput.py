@@ -1,4 +1,4 @@
-"""Wall time, by where it went."""
+"""Divides the wall time of a run among training and all else."""
 
 from __future__ import annotations
 

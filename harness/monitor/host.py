@@ -1,4 +1,4 @@
-"""The machine: what it is, how busy it is, and what holds this run up."""
+"""Reads the host's figures, its hardware, and the load of other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that a run is watched with, opened and closed together."""
+"""Opens and closes all monitoring of a run together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process and its descendants have used, with those that have ended.
+"""Sums the resource use of this process and its descendants, ended ones included.
 
 Linux only: it is all in /proc.
 """

@@ -1,4 +1,4 @@
-"""Sends figures to Weights & Biases, by a thread of its own: training never waits for them."""
+"""Sends figures to Weights & Biases in a thread of its own, so that training never waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes what a run leaves to be looked at: event file, ``metrics.jsonl``, ``report.json``."""
+"""Writes the run's event file, ``metrics.jsonl`` and ``report.json``."""
 
 from __future__ import annotations
 

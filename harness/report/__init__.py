@@ -1,1 +1,1 @@
-"""Figures in; a verdict, a report and a page out."""
+"""The report turns a run's figures into a verdict, ``report.json``, a page and a table of runs."""

@@ -1,4 +1,4 @@
-"""What a verdict rests on: the run's figures, and what follows from them by arithmetic."""
+"""Holds the figures behind a verdict, and derives shares of the time from them."""
 
 from __future__ import annotations
 

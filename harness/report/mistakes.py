@@ -1,4 +1,4 @@
-"""The mistakes of a network, as files of the run and pictures."""
+"""Writes the network's mistakes to the run's folder and to TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run in one object, and its last words on the console."""
+"""Writes a run's report at its end, and prints the closing lines."""
 
 from __future__ import annotations
 

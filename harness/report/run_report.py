@@ -1,4 +1,4 @@
-"""``report.json`` of a run, of ours or of a script, and the lines on its speed."""
+"""Computes ``report.json`` of a run or a watched script, and the lines on its speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a run, of ours or of somebody's script: where its time went, and its verdict.
+"""Words the verdict: the bottleneck, its figures, the ceiling and the settings to try.
 
 A verdict in sentences: the class, the facts with their figures, the ceiling, what to try.
 ``report.json``, and the lines on the console.

@@ -1,4 +1,4 @@
-"""Figures in, one class of bottleneck and what should change out. Pure functions.
+"""Decides the bottleneck and the settings to change, from figures, in pure functions.
 
 ``judge`` is the one classifier: of runs, and of what ``mode=diagnose`` has measured. A verdict is
 data, which ``statement`` puts into sentences. What processors and workers can give, by

@@ -1,1 +1,1 @@
-"""The process itself: who it is, what it may use, where it writes, how it ends."""
+"""The runtime manages processes: ranks, seeds, signals, limits, files and errors."""

@@ -1,4 +1,4 @@
-"""The devices that a network may run on: the one place that knows ``torch.cuda``.
+"""Wraps the devices that a network may run on; no other file uses ``torch.cuda``.
 
 On CUDA the host runs ahead: work is queued on streams, and events tell when the device has done it.
 Elsewhere nothing is queued that we could time, and the methods for streams do nothing. Tests put an

@@ -1,4 +1,4 @@
-"""The ranks of a run: how they start, meet and agree, and the device of each."""
+"""Starts the ranks of a run, lets them agree, and chooses the device of each."""
 
 from __future__ import annotations
 

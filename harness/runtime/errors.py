@@ -1,4 +1,4 @@
-"""The ways a run may end badly, each with its exit code and one line for the user."""
+"""Defines the errors that end a run, each with its exit code and one line for the user."""
 
 from __future__ import annotations
 

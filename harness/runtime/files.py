@@ -1,4 +1,4 @@
-"""Files that this project writes and reads again: written whole, and checked when read."""
+"""Writes files whole or not at all, and checks files as it reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's folder: made once, owned by one run, with the log inside it."""
+"""Creates the run's folder, locks it for one run and logs into it."""
 
 from __future__ import annotations
 

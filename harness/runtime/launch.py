@@ -1,4 +1,4 @@
-"""Processes of a run: started and ended together, with the first error brought home."""
+"""Starts and ends the processes of a run together, and reports the first error."""
 
 from __future__ import annotations
 

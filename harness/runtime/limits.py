@@ -1,4 +1,4 @@
-"""What this process may use: cores, memory, shared memory, open files."""
+"""Measures the limits of this process: cores, memory, shared memory, open files."""
 
 from __future__ import annotations
 

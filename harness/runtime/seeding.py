@@ -1,4 +1,4 @@
-"""Randomness that depends on what is computed, never on the worker or the time.
+"""Derives random numbers from seed, epoch and sample, never from the worker or the time.
 
 Everything random about a sample comes from ``SampleRng(seed, epoch, index)``, so that workers,
 order of arrival and tuning cannot change what the model sees. Torch's global generators serve the

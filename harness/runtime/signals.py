@@ -1,4 +1,4 @@
-"""A signal asks the run to end: long loops look at a flag, and the training is saved.
+"""Turns a signal into a flag that long loops check, so that the run saves and ends.
 
 A second signal ends the process at once, and so does the end of the first one's grace. A signal to
 a process group often arrives twice, directly and by a parent: repeats within a second are ignored.

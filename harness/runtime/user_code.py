@@ -1,4 +1,4 @@
-"""Functions that a user brings, which a setting names as ``module:function``."""
+"""Imports and calls the user's functions, named by settings as ``module:function``."""
 
 from __future__ import annotations
 

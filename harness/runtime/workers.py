@@ -1,4 +1,4 @@
-"""Worker processes that start fast, end with the trainer and leave signals to it."""
+"""Starts worker processes fast, ends them with the trainer and keeps signals from them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The step, the epoch, the evaluation and what is saved."""
+"""Training runs the epochs: steps, evaluations and checkpoints."""

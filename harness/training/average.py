@@ -1,4 +1,4 @@
-"""An average of a network's weights, which is evaluated in their place."""
+"""Keeps an exponential moving average of the weights, evaluated in their place."""
 
 from __future__ import annotations
 

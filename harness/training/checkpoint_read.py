@@ -1,4 +1,4 @@
-"""What a checkpoint is on the disk, and how it is read, never damaged in silence.
+"""Defines the files of a checkpoint, reads them and detects damage.
 
 ``step-N.json`` is the commit record of ``step-N.pt`` and holds its digest: a checkpoint without a
 record does not exist. Further saves of the same step are ``step-N.2.pt``, ``step-N.3.pt`` and so

@@ -1,4 +1,4 @@
-"""How a run's state gets to the disk, whole or not at all, and when.
+"""Decides when to save, and writes checkpoints whole or not at all.
 
 It is packed in memory between two steps and written by a thread: the state first, then its record,
 each synced under a temporary name and renamed. What was committed before is deleted only then.

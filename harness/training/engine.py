@@ -1,4 +1,4 @@
-"""The run: epochs of steps, evaluations and checkpoints."""
+"""Runs the epochs of steps, evaluations and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network's accuracy on the batches of all ranks."""
+"""Computes a network's accuracy on the batches of all ranks."""
 
 from __future__ import annotations
 

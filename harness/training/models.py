@@ -1,4 +1,4 @@
-"""Networks by name, with random, published or saved weights; ``small`` is our own."""
+"""Builds networks by name, with random, published or saved weights."""
 
 from __future__ import annotations
 

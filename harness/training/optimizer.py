@@ -1,4 +1,4 @@
-"""What of a network is trained, by which optimizer, at which learning rate."""
+"""Chooses the trained parameters, the optimizer and each block's learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the network saw and what went wrong, as files of the run and pictures."""
+"""Logs predictions, and writes the first training batch as pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A torch.profiler trace of some steps, as Chrome JSON for Perfetto."""
+"""Records a torch.profiler trace of some steps, as Chrome JSON for Perfetto."""
 
 from __future__ import annotations
 

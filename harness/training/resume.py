@@ -1,4 +1,4 @@
-"""What a run takes over from a checkpoint: all of it to train on, the network to evaluate."""
+"""Finds the checkpoint to resume from, and takes over its settings, weights and state."""
 
 from __future__ import annotations
 

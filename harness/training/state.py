@@ -1,4 +1,4 @@
-"""What training changes: network, optimizer, learning rate, counts; to a checkpoint and back."""
+"""Holds the state of training, and converts it to a checkpoint and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes over batches on the device: updates, timed ones, evaluation."""
+"""Runs the training step and its timing, and iterates over device batches."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The loader's settings, measured before training instead of guessed."""
+"""Tuning measures loader settings before training, and chooses among them."""

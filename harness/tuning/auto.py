@@ -1,4 +1,4 @@
-"""Which loader settings to try next, when to stop, and which to choose.
+"""Searches loader settings: decides the next trial, the end and the choice.
 
 The searches measure by a ``LoaderBenchmark``, in tests by a made-up machine that answers like one.
 ``tuner=auto`` looks at the user's setting first: what a sample costs in its workers, and what real

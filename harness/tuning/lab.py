@@ -1,4 +1,4 @@
-"""Measures loader settings: what a loader supplies, and what steps get of it.
+"""Measures loader settings: loader-only throughput, and the rate of real steps.
 
 All ranks measure together. Whatever goes wrong becomes a refusal with its symptom.
 """

@@ -1,4 +1,4 @@
-"""``tune`` for a training loop of one's own: any map-style data set, any step."""
+"""Tunes the ``DataLoader`` of the user's own loop: ``wellfed.tune``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tuning measures, the model of throughput on it, what it needs, and what it reports.
+"""Defines tuning's measurements, the throughput model and the tuning report.
 
 The model serves the diagnosis too. Its laws are in ``harness.report.verdict``.
 """

@@ -1,4 +1,4 @@
-"""The state of networks and optimizers, copied to the host and written back where it was."""
+"""Copies the state of networks and optimizers to the host, and restores it."""
 
 from __future__ import annotations
 

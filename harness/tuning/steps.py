@@ -1,4 +1,4 @@
-"""A loop's steps as tuning times them, whatever the loop: on one batch, and on a feed."""
+"""Times the steps of any loop, on one preloaded batch and on a feed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training's own step, as tuning times it."""
+"""Times the training step of a run for tuning."""
 
 from __future__ import annotations
 

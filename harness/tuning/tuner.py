@@ -1,4 +1,4 @@
-"""Tuning as a stage of a run: recalled or measured before training, then checked and followed.
+"""Tunes the loader before training, remembers the choice and adjusts threads later.
 
 How many threads load follows the run's own meters. A number of threads is changed in place, which
 changes no batch. Two rules, on the model of the search, as numbered in docs/tuning.md:

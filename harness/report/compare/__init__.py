@@ -1,1 +1,1 @@
-"""``wellfed compare``: runs set side by side, by what they left in their folders."""
+"""``wellfed compare`` sets runs side by side."""

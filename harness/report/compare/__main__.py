@@ -1,4 +1,4 @@
-"""Compares runs by what they left in their folders: figures, and the settings that differ.
+"""Compares the figures of runs, and lists the settings that differ.
 
 The first run is the reference. A sweep's folder stands for its jobs, and any other folder for the
 runs in it. A run that was interrupted or failed is listed and not compared.

@@ -1,4 +1,4 @@
-"""What runs left in their folders, as figures and settings that can be compared."""
+"""Reads the figures and settings of runs from their folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One page, two places: ``report.html`` in the run's folder, a tab in TensorBoard.
+"""Shows one page in two places: ``report.html``, and a tab in TensorBoard.
 
 Both show what the run's own files say (``report.json``, ``metrics.jsonl``, ``tuning.json``) with
 the same scripts, which lie beside this file. A page for a whole sweep: ``wellfed page

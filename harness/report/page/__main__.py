@@ -1,4 +1,4 @@
-"""``wellfed page FOLDER``: one page for a run or for all runs of a sweep."""
+"""Writes one page for a run or for all runs of a sweep: ``wellfed page FOLDER``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's course from ``metrics.jsonl``: the points of a chart, with no spike lost."""
+"""Reduces ``metrics.jsonl`` to the points of a chart, and keeps every spike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page as a file: ``report.html`` of a run or a sweep, complete in itself."""
+"""Writes ``report.html`` of a run or a sweep as one self-contained file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tab "Data stalls" in TensorBoard: the page's files, the list of runs, one run.
+"""Serves the tab "Data stalls" in TensorBoard.
 
 TensorBoard imports this file when it starts and would not start if that failed. So it imports the
 rest of the page only when asked. What goes wrong with a request is told in the tab.

@@ -1,4 +1,4 @@
-"""Run folders, and what the page shows of one, with what is missing said in words."""
+"""Finds run folders, and reads the page's content from their files."""
 
 from __future__ import annotations
 
