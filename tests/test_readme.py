@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,12 +19,14 @@ from harness.cli.compose import prepared
 from harness.clock.figures import Tag
 from harness.config import Config
 from harness.report.evidence import Bottleneck
+from scripts.docs import architecture_page
 
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING, OWN_LOOP = (
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/own_loop.md")
 )
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
+ARCHITECTURE = architecture_page.PAGE
 RESULTS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
 
 
@@ -193,28 +194,16 @@ def test_every_file_that_is_named_is_there() -> None:
     assert [path for path in sorted(named - made) if not (ROOT / path).exists()] == []
 
 
-def test_every_function_of_the_architecture_is_there() -> None:
-    """Each name is one of the code's, and each file that a row names defines one of them."""
-    sources = {
-        path.relative_to(ROOT / "harness").as_posix(): path.read_text(encoding="utf-8")
-        for path in (ROOT / "harness").rglob("*.py")
-    }
-    defined = {
-        file: set(re.findall(r"(?:def|class) (\w+)", text)) for file, text in sources.items()
-    }
-    everywhere = set().union(*defined.values())
-    wrong = []
-    checked = 0
-    for row in (ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines():
-        cells = row.split("|")
-        for before, cell in pairwise(cells):
-            files = [name for name in re.findall(r"\w+(?:/\w+)?\.py\b", cell) if name in sources]
-            names = set(re.findall(r"`(?:\w+\.)*([A-Za-z_]+)`", before)) - {"json"}
-            wrong += sorted(names - everywhere) if files else []
-            wrong += [file for file in files if not names & defined[file]]
-            checked += bool(files)
-    assert checked >= 40
-    assert wrong == []
+def test_the_page_of_the_architecture_is_up_to_date() -> None:
+    """Else: ``uv run python -m scripts.docs.architecture_page``."""
+    assert ARCHITECTURE.read_text(encoding="utf-8").startswith(architecture_page.drawn())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_ways_of_the_architecture_are_up_to_date() -> None:
+    """The functions that a traced run calls, with their tasks."""
+    assert ARCHITECTURE.read_text(encoding="utf-8") == architecture_page.page()
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

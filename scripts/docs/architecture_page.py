@@ -1,0 +1,189 @@
+"""``docs/architecture.md``, drawn from ``harness/``: rooms, files, the user's own parts, ways.
+
+The ways come from a traced run, which takes half a minute::
+
+    uv run python -m scripts.docs.architecture_page
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from textwrap import dedent
+
+import harness
+from harness.config import Config, walk
+from scripts import walks
+from scripts.measured import write
+
+ROOT = Path(__file__).resolve().parents[2]
+HARNESS = ROOT / "harness"
+PAGE = ROOT / "docs" / "architecture.md"
+# the user's part; its setting, option or import; its receiver in harness/; the page on it
+DOORS = """
+network | model.name=module:function | training.models:build | adding
+data set or source | data.name=module:function | data.own:open_own | adding
+settings folder | --config-dir=FOLDER | cli.compose:prepared | commands
+loop over one loader | wellfed.watched | hooks.own:watched | watch
+loop in a block | wellfed.watching | hooks.own:watching | watch
+Lightning Trainer | wellfed.hooks.lightning | hooks.lightning:WellfedCallback | watch
+Hugging Face Trainer | wellfed.hooks.transformers | hooks.transformers:WellfedCallback | watch
+`ImageFolder` | wellfed.faster | hooks.faster:faster | watch
+`DataLoader` to tune | wellfed.tune | tuning.library:tune | own_loop
+`DataLoader` to copy ahead | wellfed.DataPrefetcher | feed.prefetcher:DataPrefetcher | own_loop
+loop to time | wellfed.StepClock | clock.clock:StepClock | own_loop
+code around a trained network | wellfed.load | inference.loaded:load | after
+"""
+# the ways that lead from lower rooms to higher ones
+RISING = ("sample to step", "step time to TensorBoard")
+TOP = """# Architecture
+
+`scripts/docs/architecture_page.py` draws this page from the code of `harness/`.
+
+```
+{}
+```
+
+## Rooms
+
+A room imports only rooms on lower lines. Rooms on one line never import each other.
+`uv run lint-imports` checks both rules.
+
+| line | room | task | may import |
+|---|---|---|---|
+{}
+
+## Where your own part goes in
+
+A setting names your function as `module:function`, which `call` in runtime/user_code.py imports
+and calls. Your own training loop imports the names of `wellfed`.
+
+| your own | setting or name | receiver | described in |
+|---|---|---|---|
+{}
+
+## Files
+{}
+"""
+TRACED = """
+## Ways through the code
+
+A run on a CPU with `loader.backend=threads` was traced for the functions of each way. Files follow
+the way, functions the alphabet. Functions without a docstring are only counted.
+"""
+
+
+def layers() -> list[list[str]]:
+    """Returns the rooms on each line, from the top down."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = project["tool"]["importlinter"]["contracts"][0]
+    return [line.split(" | ") for line in contract["layers"]]
+
+
+@cache
+def _tree(file: str) -> ast.Module:
+    return ast.parse((HARNESS / file).read_text(encoding="utf-8"))
+
+
+def task(file: str, function: str = "") -> str:
+    """Returns the docstring's first sentence, of a file of ``harness/`` or a function in it.
+
+    A special method without a docstring has that of its class, any other function "".
+
+    Raises:
+        LookupError: there is no such function, or the file has no docstring.
+    """
+    node: ast.Module | ast.ClassDef | ast.FunctionDef = _tree(file)
+    text = ast.get_docstring(node)
+    for name in function.replace("<locals>.", "").split(".") if function else ():
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        inner = (each for each in ast.walk(node) if isinstance(each, kinds) and each.name == name)
+        found = next(inner, None)
+        if found is None:
+            raise LookupError(f"{file} has no {function}")
+        node = found
+        text = ast.get_docstring(node) or (text if name.endswith("__") else "")
+    if text is None:
+        raise LookupError(f"{file} has no docstring")
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s", paragraph)[0].replace("``", "`").replace("|", "\\|")
+
+
+def rooms() -> Iterator[str]:
+    """Yields a row for each room, with the rooms that it may import."""
+    lines = layers()
+    for i, (names, below) in enumerate(zip(lines, [*lines[1:], []], strict=True)):
+        lower = " and below" if i + 2 < len(lines) else ""
+        may = ", ".join(f"`{name}`" for name in below) + lower if below else "no room"
+        for name in names:
+            file = f"{name}/__init__.py" if (HARNESS / name).is_dir() else f"{name}.py"
+            yield f"| {i + 1} | `{name}` | {task(file)} | {may} |"
+
+
+def files() -> Iterator[str]:
+    """Yields a table of the files of each room."""
+    for name in chain.from_iterable(layers()):
+        paths = sorted((HARNESS / name).rglob("*.py"), key=lambda path: (path.parent, path))
+        if paths:
+            yield f"\n### {name}\n\n| file | task |\n|---|---|"
+        for path in paths[1:]:
+            file = path.relative_to(HARNESS).as_posix()
+            shown = file.removeprefix(f"{name}/").removesuffix("__init__.py")
+            yield f"| [{shown}](../harness/{file}) | {task(file)} |"
+
+
+def doors() -> Iterator[str]:
+    """Yields a row for each of the user's parts.
+
+    Raises:
+        AttributeError, ImportError, LookupError: a receiver, a name or a setting is not there.
+    """
+    settings = {name for name, *_ in walk(Config())}
+    for line in DOORS.strip().splitlines():
+        part, name, receiver, page = line.split(" | ")
+        module, function = receiver.split(":")
+        file = f"{module.replace('.', '/')}.py"
+        task(file, function)
+        place, _, own = name.partition(".")
+        # the callbacks need a package that is no part of the tools
+        if name != f"wellfed.{module}":
+            found = getattr(import_module(f"harness.{module}"), function)
+            if place == "wellfed" and getattr(harness, own) is not found:
+                raise LookupError(f"{name} is not {receiver}")
+        if ":" in name and name.partition("=")[0] not in settings:
+            raise LookupError(f"{name}: no such setting")
+        yield f"| {part} | `{name}` | `{function}` in {file} | [{page}.md]({page}.md) |"
+
+
+def drawn() -> str:
+    """Returns the page up to the ways."""
+    way = re.findall(r"::\n\n(.*?)\n\n", harness.__doc__ or "", re.DOTALL)[0]
+    return TOP.format(dedent(way), *("\n".join(rows()) for rows in (rooms, doors, files)))
+
+
+def page() -> str:
+    """Returns the whole page, with the ways of a traced run."""
+    order = list(chain.from_iterable(layers()))
+    lines = [drawn() + TRACED]
+    for way, names in walks.walks(ROOT).items():
+        sign = -1 if way in RISING else 1
+        ranks = {name: sign * order.index(re.split(r"/|\.py", name)[0]) for name in names}
+        found = [name.split(":") for name in sorted(names, key=lambda name: (ranks[name], name))]
+        count = len({file for file, _ in found})
+        lines.append(f"### {way}\n\n{len(found)} functions in {count} files.\n")
+        lines.append("| file | function | task |\n|---|---|---|")
+        rows = ((file, name, task(file, name)) for file, name in found)
+        lines += [f"| {file} | `{name}` | {text} |" for file, name, text in rows if text]
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    write(PAGE, page())
+    print(PAGE.relative_to(ROOT))
