@@ -11,7 +11,6 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -86,29 +85,20 @@ def layers() -> list[list[str]]:
     return [line.split(" | ") for line in contract["layers"]]
 
 
-@cache
-def _tree(file: str) -> ast.Module:
-    return ast.parse((HARNESS / file).read_text(encoding="utf-8"))
-
-
 def task(file: str, function: str = "") -> str:
     """Returns the docstring's first sentence, of a file of ``harness/`` or a function in it.
 
     A special method without a docstring has that of its class, any other function "".
-
-    Raises:
-        LookupError: there is no such function, or the file has no docstring.
     """
-    node: ast.Module | ast.ClassDef | ast.FunctionDef = _tree(file)
-    text = ast.get_docstring(node)
+    module = ast.parse((HARNESS / file).read_text(encoding="utf-8"))
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    body, text = module.body, ast.get_docstring(module)
     for name in function.replace("<locals>.", "").split(".") if function else ():
-        kinds = (ast.ClassDef, ast.FunctionDef)
-        inner = (each for each in ast.walk(node) if isinstance(each, kinds) and each.name == name)
-        found = next(inner, None)
-        if found is None:
+        found = [each for each in body if isinstance(each, kinds) and each.name == name]
+        if not found:
             raise LookupError(f"{file} has no {function}")
-        node = found
-        text = ast.get_docstring(node) or (text if name.endswith("__") else "")
+        body = found[0].body
+        text = ast.get_docstring(found[0]) or (text if name.endswith("__") else "")
     if text is None:
         raise LookupError(f"{file} has no docstring")
     paragraph = " ".join(text.split("\n\n")[0].split())
@@ -139,21 +129,17 @@ def files() -> Iterator[str]:
 
 
 def doors() -> Iterator[str]:
-    """Yields a row for each of the user's parts.
-
-    Raises:
-        AttributeError, ImportError, LookupError: a receiver, a name or a setting is not there.
-    """
+    """Yields a row for each of the user's parts; raises if its name or receiver is gone."""
     settings = {name for name, *_ in walk(Config())}
     for line in DOORS.strip().splitlines():
         part, name, receiver, page = line.split(" | ")
         module, function = receiver.split(":")
         file = f"{module.replace('.', '/')}.py"
         task(file, function)
-        place, _, own = name.partition(".")
         # the callbacks need a package that is no part of the tools
         if name != f"wellfed.{module}":
             found = getattr(import_module(f"harness.{module}"), function)
+            place, _, own = name.partition(".")
             if place == "wellfed" and getattr(harness, own) is not found:
                 raise LookupError(f"{name} is not {receiver}")
         if ":" in name and name.partition("=")[0] not in settings:
