@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..clock.figures import RankFigures, Tag, by_tag
 from ..clock.spans import named
@@ -20,7 +21,6 @@ from ..clock.stages import StageTotals
 from ..config import Mode, OnError
 from ..feed.base import Backend, Failure
 from ..feed.order import Order
-from ..feed.prefetcher import DataPrefetcher
 from ..monitor import device
 from ..monitor.console import progress, say
 from ..monitor.monitor import Monitor
@@ -277,11 +277,11 @@ class Engine:
         self.monitor.clock.start_epoch()
         batches = iter(self.train_batches)
         count = left = len(self.feed)
-        self._bounds = [self.order.taken(epoch, 0)]
+        places = [self.order.taken(epoch, batches) for batches in range(count + 1)]
+        self._bounds = places[:1]
         steps = math.ceil(count / config.accumulate_steps)
         if config.max_steps is not None:
             steps = min(steps, config.max_steps - state.step)
-        # the run ends with this epoch, or within it
         last = epoch + 1 == config.epochs or state.step + steps == config.max_steps
         evaluated = primes = last or (epoch + 1) % config.eval_every_epochs == 0
         due = False
@@ -297,7 +297,7 @@ class Engine:
                 parts = min(config.accumulate_steps, left)
                 self._one_step(batches, parts)
                 left -= parts
-                state.samples = self.order.taken(epoch, count - left)
+                state.samples = places[count - left]
                 self._bounds.append(state.samples)
                 if left == 0:
                     state.epoch = epoch + 1
@@ -323,7 +323,7 @@ class Engine:
                     self._save()
         return due
 
-    def _one_step(self, batches: DataPrefetcher, parts: int) -> None:
+    def _one_step(self, batches: Iterator[tuple[Tensor, Tensor]], parts: int) -> None:
         clock = self.monitor.clock
         images_seen = 0
         with self._trace.step(self.state.step + 1):
