@@ -455,11 +455,11 @@ class Feeds:
             drop_last=loader.drop_last,
             rank=self.world.rank,
             world_size=self.world.size,
-            parts=self.config.trainer.accumulate_steps,
+            accumulate_steps=self.config.trainer.accumulate_steps,
             balance=balance,
         )
         if len(order) == 0:
-            images = self.world.size * order.parts * loader.batch_size
+            images = self.world.size * order.accumulate_steps * loader.batch_size
             raise ConfigError(
                 f"loader.batch_size={loader.batch_size}: an update takes {images} images, and "
                 f"there are {order.length} for training; lower it or trainer.accumulate_steps, or "

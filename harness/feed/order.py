@@ -78,7 +78,7 @@ class Order:
         batch_size: samples per batch and rank.
         shuffle: a new order each epoch, else 0, 1, 2, ...
         drop_last: leave out the last batches if they do not make a whole update.
-        parts: global batches of an update.
+        accumulate_steps: global batches of an update.
         balance: labels and strength by which a shuffled epoch is ``balanced``; None: it has each
             sample once.
         rest: what is left of one epoch; None: every epoch is whole.
@@ -95,7 +95,7 @@ class Order:
     rank: int = 0
     world_size: int = 1
     rest: EpochRemainder | None = None
-    parts: int = 1
+    accumulate_steps: int = 1
     balance: tuple[np.ndarray, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ def _plan(order: Order, epoch: int) -> tuple[list[int], list[int]]:
     if rest is None or rest.epoch != epoch:
         stop = order.length
         if order.drop_last:
-            stop -= stop % (step * order.parts)
+            stop -= stop % (step * order.accumulate_steps)
         begins = [*range(0, stop, step)]
         return [*begins, stop], [step] * len(begins)
     places = [*range(rest.start, rest.stop, step), rest.stop]
