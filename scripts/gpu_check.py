@@ -58,7 +58,7 @@ GROUPS = {
     "peers": {"peers": 460},
 }
 """Parts, the most telling first, and how many seconds each may take."""
-PARTS = "scripts.gpu_parts"
+PARTS = "scripts.gpu.parts"
 DEADLINE_S = 475.0
 # a part needs this long to begin
 _LEAST_S = 15.0

@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import run_here as run
 from PIL import Image
+from run_state import digest
 
 from harness.config import Config, ConfigError
 from harness.data import datasets
@@ -21,7 +22,6 @@ from harness.runtime.errors import CheckpointError
 from harness.runtime.limits import Limits
 from harness.training import models
 from harness.tuning.tuner import fingerprint
-from scripts.chaos_left import digest
 
 Composed = Callable[..., Config]
 Write = Callable[[str, str], None]

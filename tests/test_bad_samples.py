@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from commands import run_here, trained
 from PIL import Image
+from run_state import digest
 
 from harness.config import Config
 from harness.runtime.errors import BadSample, DataError
 from harness.training.checkpoint_write import StopAgreement
-from scripts.chaos_left import digest
 
 Composed = Callable[..., Config]
 run = partial(run_here, stopped=True)

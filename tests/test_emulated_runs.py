@@ -25,7 +25,7 @@ from harness.report import evidence
 from harness.training import engine, models
 from harness.training.evaluate import Evaluation
 from harness.training.evaluate import evaluate as engine_evaluate
-from scripts import planted_data
+from scripts.bench.watch import planted_data
 
 BATCH = 64
 SIDE = 16

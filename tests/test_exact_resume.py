@@ -16,13 +16,13 @@ import pytest
 
 # what it imports draws from Python's generator the first time, which would count as the run's
 import sklearn.preprocessing  # noqa: F401
+from run_state import digest, logged, wrong_lines
 
 from harness.config import Config
 from harness.feed.threads import ThreadFeed
 from harness.runtime.errors import DiskError
 from harness.training import checkpoint_read
 from harness.training.checkpoint_write import StopAgreement
-from scripts.chaos_left import digest, logged, wrong_lines
 
 Composed = Callable[..., Config]
 COMMON = (

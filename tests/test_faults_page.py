@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.chaos import PARTS
-from scripts.fuzz_readers import READERS
+from tests.hostile.chaos.run import PARTS
+from tests.hostile.fuzz.readers import READERS
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def missing(held: str) -> list[str]:
     """What ``held`` names and is not there; itself where it names nothing."""
     wrong = []
     tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", held)
-    parts = re.findall(r"`scripts/(\w+)\.py` (?:part|reader) `([^`]+)`", held)
+    parts = re.findall(r"`tests/hostile/(\w+)/run\.py` (?:part|reader) `([^`]+)`", held)
     for path, name in tests:
         file = ROOT / path
         if not file.is_file() or not re.search(rf"^def {name}\(", file.read_text(), re.M):
@@ -41,7 +41,7 @@ def missing(held: str) -> list[str]:
         if part not in KNOWN.get(script, ()):
             wrong.append(f"{script} {part}")
     for script, part, page in re.findall(
-        r"\[`scripts/(\w+)\.py` \w+ `([^`]+)`\]\(([\w/.]+)\)", held
+        r"\[`tests/hostile/(\w+)/run\.py` \w+ `([^`]+)`\]\(([\w/.]+)\)", held
     ):
         results = (ROOT / "docs" / page).read_text(encoding="utf-8")
         if not re.search(RESULTS[script].format(re.escape(part)), results):
@@ -78,9 +78,9 @@ def test_each_row_is_held(row: tuple[str, str, str]) -> None:
         "somebody",
         "`tests/test_faults.py::test_nothing`",
         "`tests/test_gone.py::test_x`",
-        "[`scripts/chaos.py` part `none`](benchmarks/chaos.md)",
-        "[`scripts/fuzz.py` reader `kills`](benchmarks/fuzz.md)",
-        "[`scripts/chaos.py` part `kills`](benchmarks/fuzz.md)",
+        "[`tests/hostile/chaos/run.py` part `none`](../scripts/bench/results/chaos.md)",
+        "[`tests/hostile/fuzz/run.py` reader `kills`](../scripts/bench/results/fuzz.md)",
+        "[`tests/hostile/chaos/run.py` part `kills`](../scripts/bench/results/fuzz.md)",
         "`tests/test_faults_page.py::test_each_row_is_held`, `tests/x.py`",
     ],
 )

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import commands
 import pytest
+from run_state import digest
 
 from harness.config import Config
 from harness.training import checkpoint_read
-from scripts.chaos_left import digest
 
 Composed = Callable[..., Config]
 COMMON = ("device=cpu", "trainer.num_threads=1", "loader.num_workers=0", "watch.tensorboard=false")

@@ -1,4 +1,4 @@
-"""Bottlenecks that are planted into real runs are told by name; ``scripts/planted.py`` has all."""
+"""Planted bottlenecks are told by name; ``scripts/bench/watch/planted.py`` has all of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from harness.cli.job import Job, main_worker
 from harness.monitor.host import Neighbours
 from harness.tuning.tuner import TuningCache
-from scripts import planted_acts
-from scripts.planted import PLANTS, composed
+from scripts.bench.watch import planted_acts
+from scripts.bench.watch.planted import PLANTS, composed
 
 # which the tests' own machine leaves alone
 LOOK = Neighbours.look

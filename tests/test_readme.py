@@ -27,7 +27,7 @@ README, CONTRIBUTING, OWN_LOOP = (
 )
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 ARCHITECTURE = architecture_page.PAGE
-RESULTS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+RESULTS = sorted((ROOT / "scripts/bench/results").glob("*.md"))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -207,8 +207,8 @@ def test_the_ways_of_the_architecture_are_up_to_date() -> None:
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:
-    """Else: ``uv run scripts/settings_page.py``."""
-    source = "from scripts import settings_page; print(settings_page.page(), end='')"
+    """Else: ``uv run python -m scripts.docs.settings_page``."""
+    source = "from scripts.docs import settings_page; print(settings_page.page(), end='')"
     made = ran(sys.executable, "-c", source)
     assert made.returncode == 0, made.stderr
     assert made.stdout == (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ from commands import ran, run_here, trained
 from emulator import GB, Gpu, emulated
 from loopback import files, site
 from pictures import write_tree
+from run_state import digest, lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
@@ -38,7 +39,6 @@ from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.runtime.limits import Limits
 from harness.training import checkpoint_read
 from harness.tuning.training_steps import TrainingBenchmark
-from scripts.chaos_left import lines
 
 ROOT = Path(__file__).parents[1]
 Composed = Callable[..., Config]

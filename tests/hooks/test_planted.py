@@ -1,10 +1,10 @@
-"""A slow disk in somebody's script is told by name; ``scripts/bench_watched.py`` has all plants."""
+"""A slow disk in somebody's script is told by name; ``scripts/bench/watch/watched.py`` has all."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from scripts.bench_watched import CASES, SUPPORT, judged
+from scripts.bench.watch.watched import CASES, SUPPORT, judged
 
 
 def test_the_report_names_what_was_planted() -> None:

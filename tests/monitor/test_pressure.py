@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.monitor import host
-from scripts import control_groups
+from scripts.bench.watch import control_groups
 
 PRESSURE = (
     "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 avg60=0.00 "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
@@ -16,38 +15,24 @@ import torch
 from model_time import Gpu, Hand
 from pictures import write_tree
 from PIL import Image
-from samples import Noise
 
 from harness.clock.clock import StepClock
-from scripts import (
-    bench_diagnose,
-    bench_elastic,
-    bench_loader,
-    bench_traceml,
-    bench_tuner,
-    bench_watch,
-    loader_measures,
-    loader_page,
-    loader_peers,
-    tuner_page,
-    tuner_strategies,
-)
-from scripts.bench_tuner import Results
-from scripts.differential import Rig, Row, compare, emulated_rig
-from scripts.loader_page import Claim
-from scripts.loader_score import collect
-from scripts.measured import Sample
-from scripts.paired import Cost, Estimate, Plan
-from scripts.tuner_score import Found, Line, Setting, steady
-from scripts.tuner_workloads import Workload
+from scripts.bench.differential import Rig, Row, compare, emulated_rig
+from scripts.bench.loader import measures, page, peers
+from scripts.bench.loader import run as loader
+from scripts.bench.loader.page import Claim
+from scripts.bench.loader.score import collect
+from scripts.bench.paired import Cost, Estimate, Plan
+from scripts.bench.results import Line, Results, Sample
+from scripts.bench.tuner import run as tuner
+from scripts.bench.watch import beside_traceml as traceml
+from scripts.bench.watch import diagnose
+from scripts.bench.watch import run as watch
 
 SMALLEST = {
-    "bench_checkpoint": "--megabytes 1 2 -n 2 --folder {place}",
-    "bench_diagnose": "--rounds 1 --seconds 0.1 --images 8 --only shapes --photos {place}",
-    "bench_loop": "--pairs 2 --steps 3 --window 2 --batch-size 4 --image-size 16 --device cpu",
-    "bench_normalise": "--sizes 4 9 --batch-size 3 -n 2",
-    "bench_pinned_copy": "--sizes 1 -n 2",
-    "bench_watch": "--steps 200 --runs 3 --batches 9 --sampled-s 0.01",
+    "watch.diagnose": "--rounds 1 --seconds 0.1 --images 8 --only shapes --photos {place}",
+    "loop": "--pairs 2 --steps 3 --window 2 --batch-size 4 --image-size 16 --device cpu",
+    "watch.run": "--steps 200 --runs 3 --batches 9 --sampled-s 0.01",
 }  # fmt: skip
 
 
@@ -64,7 +49,7 @@ def rows(text: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name == "bench_diagnose"))
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "watch.diagnose"))
         for name in SMALLEST
     ],
 )
@@ -72,17 +57,17 @@ def rows(text: str) -> list[list[str]]:
 def test_a_benchmark_gives_its_table(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_watch, "_COLD_BYTES", 1 << 10)
-    monkeypatch.setattr(bench_watch, "_WORK", (5,))
+    monkeypatch.setattr(watch, "_COLD_BYTES", 1 << 10)
+    monkeypatch.setattr(watch, "_WORK", (5,))
     arguments = SMALLEST[name].format(place=tmp_path).split()
-    assert importlib.import_module(f"scripts.{name}").main(arguments) == 0
+    assert importlib.import_module(f"scripts.bench.{name}").main(arguments) == 0
     found = rows(capsys.readouterr().out)
     assert found and all(map(any, found))
 
 
 def test_a_loop_is_compared_with_the_same_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """Both sides of the loop's benchmark train to bitwise the same weights."""
-    importlib.import_module("scripts.bench_loop").main(SMALLEST["bench_loop"].split())
+    importlib.import_module("scripts.bench.loop").main(SMALLEST["loop"].split())
     assert "bitwise the same" in capsys.readouterr().out
 
 
@@ -143,8 +128,8 @@ def test_a_ceiling_is_compared_with_the_speed_up_of_cached_batches(
         "real": [{"images_per_s": 100.0}] * 3,
         "cached": [{"images_per_s": rate} for rate in (200.0, 300.0, 400.0)],
     }
-    config = bench_diagnose.workloads(tmp_path, 1)["shapes"]
-    line = bench_diagnose.row("shapes", config, found)
+    config = diagnose.workloads(tmp_path, 1)["shapes"]
+    line = diagnose.row("shapes", config, found)
     assert (line["off"], line["within 10 %"]) == (f"{ceiling / 3 - 1:+.1%}", within)
 
 
@@ -155,7 +140,7 @@ def elastic(strategy: str, number: int, seconds: float, **facts: Any) -> Line:
 
 def test_whole_runs_are_compared_within_a_round() -> None:
     """A round without the default does not count."""
-    told = rows(bench_elastic.table([
+    told = rows(tuner.table([
         elastic("default", 0, 20.0), elastic("default", 1, 30.0),
         elastic("tuned", 0, 18.0), elastic("tuned", 1, 27.0), elastic("tuned", 2, 99.0),
     ]))  # fmt: skip
@@ -175,7 +160,7 @@ def test_a_change_of_threads_is_told_by_the_images_after_it() -> None:
         | {"workload": "warms_5"}
         for name, found in windows.items()
     ]
-    told = rows(bench_elastic.changing(lines))
+    told = rows(tuner.changing(lines))
     best = 11 / (10 / 400 + 1 / 1600)
     rate = 41 / (10 / 100 + 31 / 440)
     assert told[1][3:] == ["90", f"{rate:.0f}", f"{rate / best:.2f}", "2.0 s", "2 to 8"]
@@ -184,18 +169,16 @@ def test_a_change_of_threads_is_told_by_the_images_after_it() -> None:
 def test_the_images_of_a_minute_count_its_pauses() -> None:
     """64 images, two seconds of pause, 128 in one second, 128 in two."""
     windows = [[11.0, 64.0, 1], [14.0, 128.0, 2], [16.0, 64.0, 2]]
-    assert bench_elastic.trained({"windows": windows}, 0, 5) == pytest.approx((64 + 128 + 64) / 5)
-    assert bench_elastic.trained({"windows": windows}, 3.5, 4) == pytest.approx(128)
+    assert tuner.trained({"windows": windows}, 0, 5) == pytest.approx((64 + 128 + 64) / 5)
+    assert tuner.trained({"windows": windows}, 3.5, 4) == pytest.approx(128)
 
 
 def test_growing_memory_is_found() -> None:
     """The growth counts what each step keeps, but for the first tenth."""
     kept: list[bytes] = []
-    growing = bench_watch.memory_growth(
-        lambda steps: kept.extend(bytes(1000) for _ in range(steps)), 100
-    )
+    growing = watch.memory_growth(lambda steps: kept.extend(bytes(1000) for _ in range(steps)), 100)
     assert growing >= 90 * 1000
-    assert bench_watch.memory_growth(lambda steps: None, 100) < 10_000
+    assert watch.memory_growth(lambda steps: None, 100) < 10_000
 
 
 def cost(us: float, high: float | None = None) -> Cost:
@@ -222,12 +205,12 @@ def test_the_costs_of_watching_are_judged(
 ) -> None:
     """All of it against 200 us a step, timers against a thousandth, memory against a byte."""
     found = {
-        "machine": bench_watch.machine(), "steps": 100_000, "window_steps": 10, "sample_s": 1.0,
+        "machine": watch.machine(), "steps": 100_000, "window_steps": 10, "sample_s": 1.0,
         "clocks": {"one": cost(40.0)}, "window": cost(100.0),
         "sampler_fraction": Estimate(0.002, 0.002, 0.002), "alone_fraction": 0.0,
         "memory_growth_bytes": {"one": 20_000}, "stages": [cost(9.0), cost(0.0005)],
     } | changes  # fmt: skip
-    assert bench_watch.claims(found)[claim].endswith(verdict)
+    assert watch.claims(found)[claim].endswith(verdict)
 
 
 def test_another_tools_costs_are_paired_differences_to_the_bare_loop() -> None:
@@ -237,119 +220,13 @@ def test_another_tools_costs_are_paired_differences_to_the_bare_loop() -> None:
     turns = {
         name: [(wall + more, wall + 2 * more) for wall in drift] for name, more in longer.items()
     }
-    found = bench_traceml.cost_rows({2.0: turns})
+    found = traceml.cost_rows({2.0: turns})
     wall, cpu = (
         [str(row[column]).split()[0] for row in found]
         for column in ("us a step longer", "us of a processor more")
     )
     assert (wall, cpu[1:]) == (["+0", "+300", "+50", "+60"], ["+600", "+100", "+120"])
     assert [row["of the step"] for row in found] == ["0.00%", "10.00%", "1.67%", "2.00%"]
-
-
-# the tuner's
-
-
-W = "jpeg_64"
-
-
-def rate(text: str, phase: str, number: int, value: float, *, twin: bool = False) -> Line:
-    key = {"kind": "rate", "workload": W, "phase": phase, "round": number}
-    return {**key, "setting": text, "twin": twin, "images_per_s": value}
-
-
-def choice(strategy: str, text: str | None, seconds: float = 1.0, repeat: int = 0) -> Line:
-    key = {"kind": "choice", "workload": W, "strategy": strategy, "repeat": repeat}
-    return {**key, "seconds": seconds, "setting": text, "note": ""}
-
-
-RATES = {
-    "choose": {"1x2": 100, "2x2": 197, "3x2": 199, "4x2": 200},
-    "score": {"1x2": 100, "2x2": 190, "3x2": 200, "4x2": 200},
-}
-TUNED = [
-    {"kind": "demand", "workload": W, "images_per_s": 200.0},
-    choice("own", "1x2", 0.0),
-    choice("auto", "2x2", 4.0),
-    choice("auto", "3x2", 6.0, repeat=1),
-    choice("loadtune", None, 9.0),
-    *(
-        rate(setting, phase, number, value)
-        for phase, values in RATES.items()
-        for setting, value in values.items()
-        for number in (0, 1)
-    ),
-    rate("4x2", "score", 0, 202, twin=True),
-    rate("4x2", "score", 1, 198, twin=True),
-]
-
-
-def test_a_strategy_is_scored_against_the_oracle() -> None:
-    """By the mean of its choices; the oracle picks from the choosing rounds alone."""
-    found = Found.collect(TUNED)[W]
-    assert found.oracle() == (Setting.parse("4x2"), 2)
-    ratio = found.ratio("auto")
-    assert ratio is not None and ratio.value == pytest.approx(0.975)
-    assert (found.seconds("auto"), found.spare("auto"), found.ratio("loadtune")) == (5.0, 1, None)
-    control = found.control()
-    assert control is not None and control.high == pytest.approx(1.01)
-    assert ["auto", "1", "0.975", "0.975", "0", "5.0", "5.0", "1 of 1"] in rows(
-        tuner_page.show(TUNED)
-    )
-
-
-@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.3, 4.0])
-def test_bursts_do_not_bias_a_rate(seconds: float) -> None:
-    """Four batches at a time give the true rate whatever the window."""
-    clock = Hand()
-
-    def steps() -> Iterator[int]:
-        while True:
-            for step_s in (0.97, 0.01, 0.01, 0.01):
-                clock.pass_(step_s)
-                yield 10
-
-    images, took = steady(steps(), Setting.parse("4x2"), seconds, clock)
-    assert images / took == pytest.approx(40) and took >= seconds
-
-
-def test_batches_in_hand_do_not_count_for_a_rate() -> None:
-    clock = Hand()
-
-    def steps() -> Iterator[int]:
-        for number in count():
-            clock.pass_(float(number >= 5))
-            yield 10
-
-    assert steady(steps(), Setting.parse("2x2"), 2.0, clock) == (20, 2.0)
-
-
-def test_the_tuners_benchmark_continues_where_it_stopped(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kept_globals: None,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A tiny workload is measured once; a second run measures nothing again."""
-    tiny = Workload("tiny", "noise", lambda folder: Noise(64), 4, 0.0001, cores=1)
-    for module in (bench_tuner, tuner_page):
-        monkeypatch.setattr(module, "WORKLOADS", {"tiny": tiny})
-    monkeypatch.setattr(tuner_strategies.Rig, "demand", lambda rig: 40_000.0)
-    settings = [Setting.parse("0"), Setting.parse("1x2")]
-    monkeypatch.setattr(tuner_strategies, "candidates", lambda rig: settings)
-    results = tmp_path / "results.jsonl"
-    arguments = (
-        f"--only tiny --strategies own,lightning --results {results} --folder {tmp_path} "
-        "--choosing-rounds 1 --rounds 1 --seconds 0.01"
-    ).split()
-    found = []
-    for more in (["--minutes", "0"], [], []):
-        assert bench_tuner.main([*arguments, *more]) == 0
-        found.append([json.loads(line)["kind"] for line in results.read_text().splitlines()])
-    assert [kind for kind in found[1] if kind != "machine"] == [
-        "demand", "choice", "choice", *["rate"] * 5,
-    ]  # fmt: skip
-    assert found[2] == [*found[1], "machine"]
-    assert ["tiny", "own", "1x2"] in [row[:3] for row in rows(capsys.readouterr().out)]
 
 
 # the loaders'
@@ -419,19 +296,6 @@ def started(first_s: float, memory: float) -> list[Line]:
     return [turn("start", row, first_s=s, memory_mb=mb) for row, (s, mb) in found.items()]
 
 
-def listed(first_s: float, later_s: float, after_mb: float) -> list[Line]:
-    readers = {"fork": {"before_mb": 100.0, "after_mb": after_mb}}
-    times = {"first_s": first_s, "later_s": [1.0, later_s, 9.0]}
-    return [turn("index", "index of 10 files", files=10, readers=readers, **times)]
-
-
-def chosen(threads: float) -> list[Line]:
-    rates = {"threads 2x2": [threads, threads], "2x2": [100.0, 100.0]}
-    means = {setting: values[0] for setting, values in rates.items()}
-    choices = {"auto": "threads 2x2", "processes": "2x2"}
-    return [turn("tuner", "a", choices=choices, costs_s={"auto": 9.0}, rates=rates, mean=means)]
-
-
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
@@ -451,16 +315,12 @@ def chosen(threads: float) -> list[Line]:
         (device("device, slow", 1030), [False]),
         (started(0.2, 701.0), [True, True]),
         (started(0.4, 699.0), [False, False]),
-        (listed(29.0, 1.2, 104.0), [True, True, True]),
-        (listed(31.0, 1.6, 106.0), [False, False, False]),
-        (chosen(99.0), [True]),
-        (chosen(80.0), [False]),
     ],
 )
 def test_the_loaders_are_judged(lines: list[Line], expected: list[bool]) -> None:
-    """By ratios that are paired by round, against the limits of ``loader_page.py``."""
+    """By ratios that are paired by round, against the limits of ``page.py``."""
     ((name, part),) = collect([MACHINE, *lines]).items()
-    claims = [piece for piece in loader_page.PAGES[name](part) if isinstance(piece, Claim)]
+    claims = [piece for piece in page.PAGES[name](part) if isinstance(piece, Claim)]
     assert [claim.holds for claim in claims] == expected
 
 
@@ -474,7 +334,7 @@ def test_the_loaders_page_is_made_of_what_there_is(
         results.add(**line)
     # of an earlier commit
     results.lines.insert(1, turn("jpeg", "DALI", 0.1, commit="other"))
-    assert bench_loader.main(["--table", "--results", str(results.path)]) == 0
+    assert loader.main(["--table", "--results", str(results.path)]) == 0
     found = {row[0]: row for row in rows(capsys.readouterr().out)}
     assert found["threads"][4:] == ["1067", "2.80", "0.80", "2"]
     assert collect(results.lines)["jpeg"].missing == {}
@@ -491,9 +351,9 @@ def test_a_window_counts_what_comes_after_the_first_batches(
             clock.pass_(1.0)
             yield 10 + number
 
-    monkeypatch.setattr(loader_measures.time, "perf_counter", clock)
-    monkeypatch.setattr(loader_measures, "_processor_s", lambda tree: 3 * clock())
-    found = loader_measures.window(batches(), 2.5, skip=2, cycle=2)
+    monkeypatch.setattr(measures.time, "perf_counter", clock)
+    monkeypatch.setattr(measures, "_processor_s", lambda tree: 3 * clock())
+    found = measures.window(batches(), 2.5, skip=2, cycle=2)
     assert found == {"images": 12 + 13 + 14 + 15, "cpu_s": 12.0, "wall_s": 4.0}
 
 
@@ -507,15 +367,15 @@ def tree(tmp_path: Path) -> Path:
 def test_a_peer_gives_batches_without_an_end(row: str, tree: Path, kept_globals: None) -> None:
     """More of them than one pass over the files holds."""
     torch.set_num_threads(1)
-    make = loader_peers.full_decode if row == "full decode" else loader_peers.PEERS[row].make
+    make = peers.full_decode if row == "full decode" else peers.PEERS[row].make
     assert [*islice(make(tree, 1 if row == "full decode" else 0), 2)] == [128, 128]
 
 
 def test_the_threads_are_measured(tree: Path, kept_globals: None) -> None:
     """A window holds whole batches, and pixels are held against PIL's."""
-    found = loader_measures.form("threads", str(tree), 1, 0.0, side=32)
+    found = measures.form("threads", str(tree), 1, 0.0, side=32)
     assert found["images"] % 64 == 0 and found["images"] > 0
-    assert loader_measures.pixels(str(tree))["largest"] <= 1.0
+    assert measures.pixels(str(tree))["largest"] <= 1.0
 
 
 # the differential method
@@ -592,7 +452,7 @@ def test_on_threads_the_two_methods_agree_as_well() -> None:
 def test_parts_of_two_pages_stand_beside_each_other() -> None:
     """Each page is a column; each part is a row, as high as its higher picture."""
     pytest.importorskip("selenium", reason="needs selenium (uv sync)")
-    screenshots = importlib.import_module("scripts.screenshots")
+    screenshots = importlib.import_module("scripts.docs.screenshots")
     new = Image.new
     left = [new("RGB", (10, 5), "white"), new("RGB", (10, 3), "red")]
     right = [new("RGB", (10, 2), "green"), new("RGB", (10, 4), "blue")]

@@ -23,19 +23,17 @@ from samples import comes_true
 
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
-from scripts import (
-    bench_pinned_copy,
-    differential,
-    gpu_check,
-    gpu_feeds,
-    gpu_loaders,
-    gpu_overlap,
-    gpu_parts,
-    gpu_unsettled,
-)
-from scripts.bench_loop import make_batches
+from scripts import gpu_check
+from scripts.bench import differential
+from scripts.bench.loop import make_batches
+from scripts.gpu import copies
+from scripts.gpu import feeds as gpu_feeds
+from scripts.gpu import loaders as gpu_loaders
+from scripts.gpu import overlap as gpu_overlap
+from scripts.gpu import parts as gpu_parts
+from scripts.gpu import unsettled as gpu_unsettled
+from scripts.gpu.options import Options, Row
 from scripts.gpu_check import DEADLINE_S, GROUPS, Findings, missing, scrubbed
-from scripts.gpu_options import Options, Row
 
 # of torchvision, where TorchCodec is missing; of torch's pinning thread, whose worker was killed
 pytestmark = pytest.mark.filterwarnings(
@@ -101,11 +99,11 @@ def run_here(
         }  # fmt: skip
         (folder / "report.json").write_text(json.dumps(report))
         (folder / "tuning.json").write_text(json.dumps({"demand": {"images_per_s": 300.0}}))
-    elif arguments[1] in ("SPDL", "DALI"):
+    elif arguments[2] in ("SPDL", "DALI"):
         return subprocess.CompletedProcess(arguments, 3, "", "no such thing")
     else:
         with redirect_stdout(said):
-            gpu_loaders.main([*arguments[1:], "--batch-size=4", "--model=small", "--seconds=0"])
+            gpu_loaders.main([*arguments[2:], "--batch-size=4", "--model=small", "--seconds=0"])
     return subprocess.CompletedProcess(arguments, 0, said.getvalue(), "")
 
 
@@ -128,7 +126,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu_loaders.workers: {"start_server": lambda *_: None},
         gpu_loaders.seeding: {"seed_everything": lambda seed: None},
         gpu_feeds: {"_SETTLE_S": 0.02, "THREADS": 2, "CORES": (1,)},
-        bench_pinned_copy: {"WORK_SIDE": 16, "MIB": 2**10},
+        copies: {"WORK_SIDE": 16, "MIB": 2**10},
         differential: {"LOADS": ((0.5, 0.0),), "_ROUNDS": 1},
         gpu_unsettled: {
             "_CALLS": 5, "_LAUNCHES": 50, "_PREFETCHERS": 2, "BUSY_S": 1e-3, "_MIB": 2**10,

@@ -25,13 +25,13 @@ from typing import Any
 import disk
 import torch
 from checkpoints import commit
+from run_state import digest, logged
 
 from harness.cli import job
 from harness.config import Config, Mode, StartMethod
 from harness.feed.order import Order
 from harness.runtime.distributed import World
 from harness.training import checkpoint_read, checkpoint_write
-from scripts.chaos_left import digest, logged
 
 # the updates of three epochs, so that the last save has a checkpoint to delete, and of all four
 BEFORE = 21

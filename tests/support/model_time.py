@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from harness.clock.clock import StepClock
 from harness.clock.figures import Window
-from scripts.differential import Emulated
+from scripts.bench.differential import Emulated
 
 # streams
 COMPUTE = "compute"

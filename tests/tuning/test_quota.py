@@ -20,7 +20,7 @@ import samples
 from harness.cli import job
 from harness.config import Config
 from harness.runtime import limits
-from scripts import control_groups
+from scripts.bench.watch import control_groups
 
 ROOT = Path(__file__).parents[2]
 BUDGET_S = 15

@@ -1,0 +1,458 @@
+"""Plants bottlenecks into somebody's script, and holds what is said of them beside TraceML.
+
+    uv run --with traceml-ai python -m scripts.bench.watch.watched --write
+
+``watched_loop.py`` knows nothing of this project. It runs as it is under ``wellfed watch``, and
+once more under TraceML, which is no dependency: uv lays it over the environment for this command.
+What counts as right stands in ``CASES``, beforehand.
+
+The other part, ``gain``: scripts run as they are, then with the arguments of the DataLoader that
+``wellfed watch`` gave, in turns; its expected gain beside the one in samples/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.clock.figures import Tag
+from scripts.bench.results import (
+    PAGES,
+    ROOT,
+    listed,
+    machine,
+    machine_line,
+    markdown,
+    parser,
+    write,
+)
+from scripts.bench.watch import control_groups
+from scripts.bench.watch import planted_acts as acts
+from scripts.bench.watch.beside_traceml import RunFailed, environment, theirs
+
+PAGE = PAGES / "watched.md"
+LOOP = Path(__file__).with_name("watched_loop.py")
+SUPPORT = ROOT / "tests" / "support"
+DATA = Path(tempfile.gettempdir(), "wellfed-watched")
+PARTS = ("planted", "gain")
+# what runs a script watched: arguments of Python
+WATCH = ("-m", "wellfed", "watch")
+# cores that other programs may take beside a run
+BUSY = 0.2
+# for a run to end
+_PATIENCE_S = 240.0
+# told every so often what a run has printed so far
+Meanwhile = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A planted bottleneck, and what must be said of it.
+
+    Attributes:
+        plant: its name in ``watched_loop.py``.
+        size: of it.
+        about: what is slow, with the size.
+        bottleneck: the class of a right verdict.
+        flags: more of the script's.
+        ranks: processes that train together.
+        emulated: on an emulated GPU.
+        around: what is made for the run, and looks after it.
+    """
+
+    plant: str
+    size: float
+    about: str
+    bottleneck: str
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+    emulated: bool = False
+    around: str = ""
+
+
+CASES = (
+    Case("slow_disk", 25, "25 ms of waiting a file", "storage"),
+    Case("decode", 900, "JPEGs of 900 x 900", "decode"),
+    Case("slow_transform", 15, "15 ms of work in Warp", "augment"),
+    Case("slow_collate", 100, "100 ms of work a batch", "collate"),
+    Case("few_workers", 800, "1 worker, JPEGs of 800 x 800", "workers"),
+    Case("no_workers", 600, "no workers, JPEGs of 600 x 600", "workers"),
+    Case("slow_step", 200, "200 ms of waiting in forward", "compute", ("--steps=25",)),
+    Case("compute", 40, "40 more layers, batches of 32", "compute", ("--batch-size=32",)),
+    Case("launches", 20, "20 launches of 2 ms a step", "launch", emulated=True),
+    Case("collections", 400, "gc.collect() of 400,000 objects after each step", "host"),
+    Case("slow_logging", 50, "50 ms a line, in each step", "host"),
+    Case("neighbours", 1.5, "1.5 of 2 cores", "neighbours", around="neighbours"),
+    Case("slow_rank_data", 25, "25 ms of waiting a file, on rank 1 of 2", "rank", ranks=2),
+    Case("slow_rank_forward", 60, "60 ms of waiting in forward, on rank 1 of 2", "rank", ranks=2),
+    Case("quota", 0.5, "a control group of 0.5 cores", "quota", around="quota"),
+    Case("tiny_memory", 0.3, "memory for 0.3 of the files", "memory", ("--steps", "200"),
+         around="memory"),
+    Case("nothing", 0, "a step of 100 ms, loading of some 5 ms", "balanced"),
+)  # fmt: skip
+# scripts that are told what to change
+GAINS: Mapping[str, tuple[str, ...]] = {
+    "slow disk, 1 worker": (
+        "--read-ms=8", "--workers=1", "--forward-ms=20", "--steps=60",
+    ),
+    "slow disk, 2 workers": (
+        "--read-ms=25", "--workers=2", "--forward-ms=10", "--steps=40",
+    ),
+    "decode, no workers": (
+        "--side=500", "--workers=0", "--forward-ms=20", "--steps=60",
+    ),
+    "decode, 1 worker": (
+        "--side=800", "--workers=1", "--forward-ms=20", "--steps=50",
+    ),
+    "slow transform, 1 worker": (
+        "--warp-ms=10", "--workers=1", "--forward-ms=50", "--steps=50",
+    ),
+    "late files, 2 workers": (
+        "--read-ms=5", "--late=16", "--workers=2", "--forward-ms=40", "--steps=80",
+    ),
+}  # fmt: skip
+FLAGS = {"num_workers": "workers"}
+# of the scripts above, what a seed draws anew, by up to this factor
+SIZES = "--read-ms", "--side", "--warp-ms", "--forward-ms"
+FACTOR = 1.5
+
+
+def drawn(name: str, seed: int | None) -> list[str]:
+    """Returns a script's flags, its sizes drawn anew by ``seed``; None: as they stand."""
+    chance = random.Random(f"{seed} {name}")
+    flags = []
+    for flag in GAINS[name]:
+        key, _, value = flag.partition("=")
+        if seed is not None and key in SIZES:
+            flag = f"{key}={round(int(value) * FACTOR ** chance.uniform(-1, 1))}"
+        flags.append(flag)
+    return flags
+
+
+def loop(*flags: str) -> list[str]:
+    """Returns the script's own command, without an interpreter; files are made once."""
+    return [str(LOOP), "--data", str(DATA), *flags]
+
+
+def ours(
+    case: Case, folder: Path, script: Sequence[str], watch: Sequence[str] = WATCH
+) -> list[str]:
+    """Returns the command by which ``wellfed watch`` runs ``script``."""
+    start = [sys.executable]
+    if case.emulated:
+        watch = [str(SUPPORT / "emulated_watch.py")]
+    elif case.ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+    return [*start, *watch, "--out", str(folder / "report"), *script]
+
+
+def traceml(case: Case, folder: Path, script: Sequence[str]) -> list[str]:
+    """Returns the command by which TraceML runs ``script``."""
+    found = shutil.which("traceml", path=str(Path(sys.executable).parent)) or "traceml"
+    logs = ("--logs-dir", str(folder / "logs"), "--run-name", "run")
+    ranks = ("--nproc-per-node", str(case.ranks)) * (case.ranks > 1)
+    return [found, "run", script[0], *logs, *ranks, "--args", *script[1:], "--traceml"]
+
+
+@contextmanager
+def around(case: Case, command: list[str]) -> Iterator[tuple[list[str], Meanwhile]]:
+    """Gives the command that runs where it is planted, and what must see its output."""
+    quiet: Meanwhile = lambda text: None
+    if case.around == "neighbours":
+        with acts.burning(case.size):
+            yield command, quiet
+    elif case.around == "quota":
+        with control_groups.quota(case.size) as group:
+            yield control_groups.within(group, *command), quiet
+    elif case.around == "memory":
+        # a cached page counts for the group that read it first
+        for path in DATA.rglob("*.jpg"):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with control_groups.group_of("memory") as group:
+            within = control_groups.within(group, *command)
+            yield within, squeeze(group, case.size)
+    else:
+        yield command, quiet
+
+
+def squeeze(group: Path, share: float) -> Meanwhile:
+    """Returns what leaves a run's files a ``share`` of their memory after some steps."""
+    limit = group / "memory.limit_in_bytes"
+
+    def meanwhile(text: str) -> None:
+        if "trained at" in text:
+            limit.write_text("-1")
+        elif "step 5:" in text and int(limit.read_text()) > 1 << 40:
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.usage_in_bytes").read_text()) - int(stat["total_cache"])
+            files = (acts.OWN_MB + share * acts.FILES * acts.FILE_MB) * 2**20
+            with suppress(OSError):
+                limit.write_text(str(round(used + int(stat["total_shmem"]) + files)))
+
+    return meanwhile
+
+
+def ran(command: Sequence[str], folder: Path, meanwhile: Meanwhile) -> str:
+    """Runs a command in ``folder``, and returns what it printed.
+
+    Raises:
+        RunFailed: with its last words.
+    """
+    printed = folder / "printed.txt"
+    with printed.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment(), stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    until_s = time.monotonic() + _PATIENCE_S
+    try:
+        while process.poll() is None and time.monotonic() < until_s:
+            meanwhile(printed.read_text())
+            time.sleep(0.1)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    text = printed.read_text()
+    if code:
+        raise RunFailed(f"exit code {code}: {text[-2000:]}")
+    return text
+
+
+def judged(case: Case, watch: Sequence[str] = WATCH) -> dict[str, Any]:
+    """Returns what ``wellfed watch`` reports of a run of ``case``."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        with around(case, ours(case, folder, script(case), watch)) as (command, meanwhile):
+            ran(command, folder, meanwhile)
+        report: dict[str, Any] = json.loads((folder / "report" / "report.json").read_text())
+        return report
+
+
+def script(case: Case) -> list[str]:
+    """Returns the script's command with what ``case`` plants."""
+    return loop("--plant", case.plant, "--size", str(case.size), *case.flags)
+
+
+def quoted(case: Case) -> str:
+    """Returns what TraceML says of a run of ``case``, word for word."""
+    if case.emulated:
+        return "(not run: there is no GPU)"
+    if importlib.util.find_spec("traceml_ai") is None:
+        return "(not installed)"
+    calm()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        try:
+            with around(case, traceml(case, folder, script(case))) as (command, meanwhile):
+                ran(command, folder, meanwhile)
+            return theirs(folder)[0]
+        except (RunFailed, OSError, KeyError) as error:
+            return f"(nothing: {' '.join(str(error).split())[-200:]})"
+
+
+def planted_row(case: Case) -> dict[str, str]:
+    """Returns a row of the table of verdicts."""
+    row = {
+        "planted": f"{case.plant.replace('_', ' ')}: {case.about}",
+        "right is": case.bottleneck,
+    }
+    calm()
+    try:
+        verdict = judged(case)["verdict"]
+    except pytest.skip.Exception as error:
+        return row | {"right": f"skipped: {error}", "wellfed watch": "", "TraceML": ""}
+    except RunFailed as error:
+        print(error, file=sys.stderr)
+        return row | {"right": "no", "wellfed watch": "(failed)", "TraceML": quoted(case)}
+    found = verdict["bottleneck"]
+    right = "yes" if found == case.bottleneck else f"no: {found}"
+    return row | {"right": right, "wellfed watch": verdict["sentence"], "TraceML": quoted(case)}
+
+
+def timed(flags: Sequence[str]) -> tuple[float, dict[str, Any]]:
+    """Returns the samples/s that a watched script counts itself, and its report."""
+    calm()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        text = ran(ours(CASES[0], folder, loop(*flags)), folder, lambda _: None)
+        found = re.search(r"trained at ([\d.]+) samples/s", text)
+        assert found
+        return float(found[1]), json.loads((folder / "report" / "report.json").read_text())
+
+
+def pasted(arguments: Mapping[str, object]) -> list[str]:
+    """Returns a DataLoader's arguments as the script's flags."""
+    flags = []
+    for name, value in arguments.items():
+        flag = "--" + FLAGS.get(name, name).replace("_", "-")
+        flags.append(flag if value is True else f"{flag}={value}")
+    return flags
+
+
+def gain_row(name: str, rounds: int, seed: int | None) -> dict[str, str]:
+    """Returns a row of the table of gains: runs as they are and as they were told, in turns."""
+    flags = drawn(name, seed)
+    said = []
+    expected = []
+    gained = []
+    # what other programs disturbed is run again
+    for _ in range(3 * rounds):
+        before, report = timed(flags)
+        change = report.get("change")
+        if disturbed(report) or change is None:
+            continue
+        after, later = timed([*flags, *pasted(change["arguments"])])
+        if disturbed(later):
+            continue
+        said.append(", ".join(f"{key}={value}" for key, value in change["arguments"].items()))
+        expected.append(change["gain"])
+        gained.append(after / before)
+        print(f"{name}: {said[-1]}: {expected[-1]:.2f}, {gained[-1]:.2f}", file=sys.stderr)
+        if len(said) == rounds:
+            break
+    row = {"script": f"{name}: `{' '.join(flags)}`", "pasted": "; ".join(dict.fromkeys(said))}
+    if not said:
+        row["pasted"] = "no change was told"
+        return row | {"expected": "", "measured": "", "off": "", "n": "0"}
+    return row | {
+        "expected": f"{median(expected):.2f} ({min(expected):.2f} to {max(expected):.2f})",
+        "measured": f"{median(gained):.2f} ({min(gained):.2f} to {max(gained):.2f})",
+        "off": f"{median(gained) / median(expected) - 1:+.0%}",
+        "n": str(len(said)),
+    }
+
+
+def disturbed(report: Mapping[str, Any]) -> bool:
+    """Returns whether other programs took processors beside a run."""
+    return float(report.get("sampled", {}).get(Tag.OTHERS_CPU_CORES, 0.0)) > BUSY
+
+
+def calm() -> None:
+    """Waits until other programs leave the processors alone, for some minutes at most."""
+    for _ in range(150):
+        if psutil.cpu_percent(2.0) < 100 * BUSY / (os.cpu_count() or 1):
+            return
+
+
+def where() -> str:
+    """Returns the machine and the versions, in a line."""
+    # the runs' threads, not this process's
+    line = machine_line(machine() | {"torch_threads": 1})
+    with suppress(metadata.PackageNotFoundError):
+        line += f"; traceml-ai {metadata.version('traceml-ai')}"
+    return line
+
+
+def planted_part(rows: Sequence[Mapping[str, str]]) -> str:
+    right = sum(row["right"] == "yes" for row in rows)
+    return f"""## Planted bottlenecks
+
+{where()}
+
+{right} of {len(rows)} verdicts are right.
+
+{markdown(rows)}
+
+One run of each. `watched_loop.py` is a training script in the usual form: torchvision's
+`ImageFolder` and `Compose`, a DataLoader of two workers and batches of 8, SGD; a step waits 10 ms
+where nothing else is said, so that processors are free. It runs as it is under `wellfed watch`. For
+TraceML it has the two lines of its documentation, `init` and `trace_step` around the step; its
+Verdict, Why and Next are word for word. Right is the class and the words that the sentence must
+have. What waits sleeps. The launches are those of an emulated GPU; no real one was measured, and
+TraceML sees none. What comes behind `trace_step`, as collections and logging here, is in none of
+TraceML's figures.
+
+Written after the fact: earlier runs of these same cases found faults of the hooks, which were then
+mended. Two steps were made longer and one size of a worker's advice was let go. Sizes are not drawn
+anew.
+
+"""
+
+
+def gain_part(rows: Sequence[Mapping[str, str]], seed: int | None) -> str:
+    fresh = """These scripts are not
+fresh ones: by their runs the reckoning was corrected once (handing batches over stays), and one
+size was changed."""
+    if seed is not None:
+        fresh = f"""The sizes are
+drawn with `--seed {seed}`, and nothing was changed after these runs. By runs of other sizes the
+reckoning was corrected once (handing batches over stays)."""
+    near = sum(bool(row["off"]) and abs(int(row["off"][:-1])) <= 15 for row in rows)
+    return f"""## What the pasted line gives
+
+{where()}
+
+{near} of {len(rows)} are within 15 % of what was expected.
+
+{markdown(rows)}
+
+Each script runs as it is, and then with the arguments of the DataLoader that `wellfed watch` said,
+in turns. Measured: samples/s that the script counts itself, from its 21st batch to its end, over
+those of the run before; medians (least to most). A pair of runs beside which other programs took
+more than {BUSY} cores is run again. {fresh}
+Without workers, what handing over will take cannot be known, and the expectation is too high by it.
+
+"""
+
+
+def kept(part: str) -> str:
+    """Returns a part of the page as it is."""
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    heading = {"planted": "Planted", "gain": "What the pasted"}[part]
+    found = re.search(rf"^## {heading}.*?(?=^## |^To repeat)", text, re.M | re.S)
+    return found[0] if found else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made: argparse.ArgumentParser = parser(
+        "Judge planted bottlenecks in a script that is not ours.", PAGE, json=False
+    )
+    made.add_argument("--parts", help=f"with commas between; all: {','.join(PARTS)}")
+    made.add_argument("--only", default="", help="what names of plants or scripts must hold")
+    made.add_argument("--rounds", type=int, default=3, help="pairs of runs of each script")
+    made.add_argument("--seed", type=int, help="draws the sizes of the scripts of gain anew")
+    options = made.parse_args(argv)
+    parts = listed(made, "--parts", options.parts, PARTS)
+    planted = []
+    gains = []
+    for case in CASES:
+        if "planted" in parts and options.only in case.plant:
+            planted.append(planted_row(case))
+            print(" | ".join(planted[-1].values()), flush=True)
+    for name in GAINS:
+        if "gain" in parts and options.only in name:
+            gains.append(gain_row(name, options.rounds, options.seed))
+            print(" | ".join(gains[-1].values()), flush=True)
+    if options.write:
+        text = "# A script that is not ours, watched\n\n"
+        text += planted_part(planted) if planted else kept("planted")
+        text += gain_part(gains, options.seed) if gains else kept("gain")
+        how = "uv run --with traceml-ai python -m scripts.bench.watch.watched --write"
+        write(PAGE, f"{text}To repeat: `{how}`.\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""A feed's worker for ``run.py``: batches of known work, timed and not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from harness.clock.stages import Lap, StageMeter, StageTimer, Stamps
+from harness.feed.base import BatchWorker
+from scripts.bench.paired import Cost, Plan
+
+STAGES = ("read", "decode", "crop", "write")
+# samples
+BATCH = 32
+
+
+class Making:
+    """A data set whose samples are so much ``work`` in each of the stages."""
+
+    stages = STAGES
+    image_size = 8
+    skips = False
+
+    def __init__(self, work: int) -> None:
+        self.work = work
+
+    def __len__(self) -> int:
+        return BATCH
+
+    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
+        """Do the work, and tell ``lap`` of each stage."""
+        for stage in STAGES:
+            sum(range(self.work))
+            if lap is not None:
+                lap(stage)
+        return 0
+
+
+class Untimed(StageTimer):
+    """A timer that looks at no clock."""
+
+    def __init__(self) -> None:
+        self._stamps = Stamps(0.0, 0.0, 0.0)
+
+    def begin(self, samples: int) -> None:
+        """Nothing is to be timed."""
+
+    def mark(self, stage: str) -> None:
+        """Nothing."""
+
+    def end(self, samples: int) -> Stamps:
+        """No time at all."""
+        return self._stamps
+
+
+class Worker:
+    """Makes batches of so much ``work`` a sample, timed for ``meter`` if given."""
+
+    def __init__(self, work: int, meter: StageMeter | None) -> None:
+        self._filler = BatchWorker(Making(work), 0, meter, False)
+        if meter is None:
+            self._filler.timer = Untimed()
+        self._timers: Any = None
+        self._indices = np.arange(BATCH)
+        self._labels = np.zeros(BATCH, np.int64)
+        self._pixels = np.zeros((BATCH, 3, Making.image_size, Making.image_size), np.uint8)
+
+    def make(self, batches: int) -> None:
+        """Make so many batches."""
+        for _ in range(batches):
+            self._timers = self._filler.timer.begin(BATCH)
+            self._filler.fill(self._timers, 0, self._indices, self._pixels, self._labels)
+
+    def clocks(self) -> Hashable:
+        """By which clocks samples of the last batch were timed; most batches time none."""
+        return self._timers is not None
+
+
+def timers_cost(work: int, runs: int) -> Cost:
+    """Measures the stages' timers on a batch of so much ``work`` a sample.
+
+    Batches that time samples are kinds of their own.
+    """
+    timed = Worker(work, StageMeter(STAGES, 0))
+    bare = Worker(work, None)
+    return Cost.of(timed.make, bare.make, Plan(runs, now=time.thread_time, kind=timed.clocks))

@@ -1,0 +1,295 @@
+"""Measures what torch's and the driver's documents do not settle, each thing alone.
+
+Parts of ``gpu_check.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from harness.clock.clock import StepClock
+from harness.config import AugmentConfig
+from harness.data import datasets
+from harness.feed.prefetcher import DataPrefetcher
+from harness.runtime import accelerator, workers
+from harness.runtime.errors import LoaderError
+from scripts.bench.differential import Rig, emulated_rig
+from scripts.bench.loop import make_batches
+from scripts.bench.results import Sample
+from scripts.gpu.feeds import shapes
+from scripts.gpu.loaders import LOADERS, Job
+from scripts.gpu.options import Options, Row, Said
+from scripts.gpu.overlap import Slow, wait
+
+BUSY_S = 0.01
+_MIB = 2**20
+# that an interval read forwards may be from the one read backwards
+_APART_MS = 0.01
+_PREFETCHERS = 10
+# between two readings of the clock
+_CALLS = 200
+_LAUNCHES = 20_000
+# until workers that were killed must be noticed
+_PASSES_S = 20.0
+
+
+def elapsed(o: Options) -> Said:
+    """What ``elapsed_time`` says of an event that came earlier, on one stream and between two."""
+    o.need_gpu("events are a GPU's")
+    own = accelerator.get(o.device)
+    worst = 0.0
+    main = own.stream()
+    side = own.side_stream()
+    for streams, first, second in (
+        ("one", main, main),
+        ("main to side", main, side),
+        ("side to main", side, main),
+    ):
+        forwards = []
+        backwards = []
+        for _ in range(o.turns):
+            # an event, work of known length behind it, an event
+            early, late = (own.event(timed=True) for _ in range(2))
+            early.record(first)
+            second.wait_stream(first)
+            with own.on(second):
+                own.delay(BUSY_S)
+            late.record(second)
+            late.synchronize()
+            forwards.append(early.elapsed_time(late))
+            backwards.append(late.elapsed_time(early))
+        # backwards must be the negative of forwards
+        apart = max(abs(there + back) for there, back in zip(forwards, backwards, strict=True))
+        worst = max(worst, apart)
+        yield {
+            "streams": streams,
+            "forwards ms": Sample.of(forwards),
+            "backwards ms": Sample.of(backwards),
+            "apart ms": apart,
+        }
+        if apart > _APART_MS:
+            yield {"wrong": f"streams {streams}: backwards is not the negative of forwards"}
+    return (
+        f"read backwards, intervals are the negative of those read forwards within {worst:.4f} ms"
+    )
+
+
+def reserved(o: Options) -> Said:
+    """The memory that prefetchers leave reserved, made and ended one after the other."""
+    own = accelerator.get(o.device)
+    size = o.scaled((256, 224), (16, 64))
+    held = list[Any]()
+    batches = Slow(make_batches(4, *size, pin=o.on_gpu), count=12)
+    for made in range(1, _PREFETCHERS + 1):
+        prefetcher = DataPrefetcher(batches, o.device, mean=(0.5,) * 3, std=(0.5,) * 3, ahead=True)
+        for _ in prefetcher:
+            pass
+        prefetcher.close()
+        del prefetcher
+        gc.collect()
+        row: Row = {
+            "prefetchers": made,
+            "process MiB": round(psutil.Process().memory_info().rss / _MIB),
+        }
+        wait(o.device)
+        if memory := own.memory():
+            row |= {
+                "reserved MiB": round(memory.reserved / _MIB),
+                "allocated MiB": round(memory.allocated / _MIB),
+            }
+        held.append(row.get("reserved MiB", row["process MiB"]))
+        yield row
+    return (
+        f"{held[0]} MiB {'reserved' if o.on_gpu else 'in this process'} after one, {held[-1]} "
+        f"after {_PREFETCHERS}"
+    )
+
+
+def events(o: Options) -> Said:
+    """Microseconds of the host for what the step clock and the prefetcher do with events."""
+    o.need_gpu("events are a GPU's")
+    own = accelerator.get(o.device)
+    start, again, end = (own.event(timed=True) for _ in range(3))
+    start.record(own.stream())
+    end.record(own.stream())
+    calls: dict[str, Callable[[], object]] = {
+        "make one and record it": lambda: own.event(timed=True).record(own.stream()),
+        "record one again": lambda: again.record(own.stream()),
+        "elapsed_time": lambda: start.elapsed_time(end),
+    }
+    summary = []
+    for device in ("idle", "at work"):
+        median_us = {}
+        for name, call in calls.items():
+            taken_us = []
+            for _ in range(o.turns):
+                own.synchronize()
+                # an idle device answers at once, one at work has events pending
+                if device == "at work":
+                    own.delay(5 * BUSY_S)
+                begin = time.perf_counter()
+                for _ in range(_CALLS):
+                    call()
+                taken_us.append(1e6 * (time.perf_counter() - begin) / _CALLS)
+            found = Sample.of(taken_us)
+            median_us[name] = found.median
+            yield {"call": name, "device": device, "us": found}
+        made, recorded, read = median_us.values()
+        summary.append(f"{3 * made + 3 * recorded + 6 * read:.0f} us with the device {device}")
+    return f"3 events made, 6 recorded and 6 elapsed_time in a step: {', '.join(summary)}"
+
+
+def finish(o: Options) -> Said:
+    """Measures the share of a core that waiting for the device takes.
+
+    As the step clock waits, and with a blocking event.
+    """
+    # on a CPU the device is emulated by threads
+    rig = emulated_rig(step_s=0.05)
+    if o.on_gpu:
+        own = accelerator.get(o.device)
+        rig = Rig(
+            lambda: StepClock(o.device),
+            rig.batches,
+            lambda _: own.delay(5 * BUSY_S),
+            own.synchronize,
+        )
+    clock = rig.clock()
+    shares = []
+    for name, settle in {"StepClock.settle": clock.settle, "a blocking event": rig.wait}.items():
+        settle()
+        wall_s = time.perf_counter()
+        cpu_s = time.process_time()
+        for _ in range(2 * o.turns):
+            rig.launch(None)
+            settle()
+        wall_s = time.perf_counter() - wall_s
+        cpu_s = time.process_time() - cpu_s
+        shares.append(f"{name} {cpu_s / wall_s:.2f}")
+        yield {
+            "waited with": name,
+            "of a core": cpu_s / wall_s,
+            "ms a wait": 1e3 * wall_s / (2 * o.turns),
+        }
+    return f"of a core while waiting: {', '.join(shares)}"
+
+
+def staging(o: Options) -> Said:
+    """Measures launches while another thread copies pageable or page-locked memory."""
+    o.need_gpu("nothing is staged")
+    pageable = torch.ones(256 * _MIB, dtype=torch.uint8)
+    page_locked = accelerator.get(o.device).pin(pageable)
+    sources: dict[str, Tensor | None] = {
+        "nothing": None,
+        "pageable": pageable,
+        "page-locked": page_locked,
+    }
+    summary = []
+    for name, source in sources.items():
+        launch_us = _launches_beside(source, o)
+        longest_ms = max(launch_us) / 1e3
+        median_us = float(np.median(launch_us))
+        p99_us = float(np.quantile(launch_us, 0.99))
+        yield {
+            "beside": name,
+            "launch us": median_us,
+            "p99 us": p99_us,
+            "longest ms": longest_ms,
+            "n": len(launch_us),
+        }
+        summary.append(f"{name} {median_us:.1f} us, at most {longest_ms:.2f} ms")
+    return f"a launch beside a copy of 256 MiB: {'; '.join(summary)}"
+
+
+def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
+    """Returns microseconds of launches beside eight copies of ``source``, or of many."""
+    done = threading.Event()
+    value = torch.zeros(1, device=o.device)
+    taken_us = [0.0]
+    own = accelerator.get(o.device)
+
+    def copy() -> None:
+        with own.on(own.side_stream()):
+            for _ in range(8 if source is not None else 0):
+                own.copy(source)  # type: ignore[arg-type]
+            own.synchronize()
+        done.set()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    while (len(taken_us) < _LAUNCHES if source is None else not done.is_set()) and o.left_s() > 0:
+        begin = time.perf_counter()
+        value.add_(1)
+        taken_us.append(1e6 * (time.perf_counter() - begin))
+    thread.join(max(0.0, o.left_s()))
+    return taken_us
+
+
+def pinning(o: Options) -> Said:
+    """Measures how feeds with a page-locking thread end: closed, and with killed workers."""
+    workers.start_server(["harness.feed.processes", "harness.data.datasets"])
+    data = shapes(o.scratch, 64)
+    before = set(threading.enumerate())
+    slowest_s = 0.0
+    datasets.load(data, AugmentConfig(), 0)
+    # passes that are given up after three batches
+    for end in ("closed", "workers killed"):
+        for _ in range(1 if o.quick else 3):
+            job = Job(Path(str(data.root)), 2, 16, o.device)
+            with LOADERS["processes"](job) as feed:
+                batches = iter(feed)
+                pinned = [batch.images.is_pinned() for batch in islice(batches, 3)]
+                begin = time.monotonic()
+                said = ""
+                if end != "closed":
+                    said = _killed(feed.worker_pids, batches)  # type: ignore[attr-defined]
+                del batches
+            took_s = time.monotonic() - begin
+            slowest_s = max(slowest_s, took_s)
+            left = _left(before)
+            yield {
+                "pass": end,
+                "s": round(took_s, 2),
+                "page-locked": all(pinned),
+                "threads left": left,
+                "error": said,
+            }
+            if end != "closed" and not said:
+                yield {"wrong": f"no LoaderError within {_PASSES_S:g} s of the workers' death"}
+            if left:
+                yield {"wrong": f"{end}: threads are left: {left}"}
+    return f"passes that end half-way do so within {slowest_s:.1f} s"
+
+
+def _left(before: set[threading.Thread]) -> str:
+    """Returns the names of threads that were not there ``before`` and stay."""
+    until = time.monotonic() + 3.0
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < until:
+        time.sleep(0.05)
+    return ", ".join(sorted(thread.name for thread in left))
+
+
+def _killed(pids: tuple[int, ...], batches: Iterator[object]) -> str:
+    """Kill the workers; the error that the feed then gives, empty if none comes in time."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + _PASSES_S
+    try:
+        while time.monotonic() < until:
+            next(batches)
+    except LoaderError as error:
+        return str(error)
+    return ""
