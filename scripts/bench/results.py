@@ -135,7 +135,7 @@ def parser(text: str, page: Path | None = None, *, json: bool = True) -> argpars
     if json:
         made.add_argument("--json", type=Path, help="write all figures to this file")
     if page is not None:
-        made.add_argument("--write", action="store_true", help=f"write {page.relative_to(ROOT)}")
+        made.add_argument("--write", action="store_true", help=f"write results/{page.name}")
     return made
 
 

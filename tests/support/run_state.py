@@ -1,6 +1,6 @@
 """Says what a run left and whether it is whole.
 
-Its state as one digest, its lines and events, the samples it was trained on.
+Its state as one digest, its lines and events.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,8 @@ import numpy as np
 import torch
 from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 
-from harness.feed.order import Order
 from harness.training import checkpoint_read
 
-# by step: the epoch, and by rank the samples
-Updates = dict[int, tuple[int, dict[int, list[int]]]]
 _STATE = ("model", "optimizer", "schedule", "scaler", "random", "epoch", "step")
 # it warns of every restart
 logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -92,49 +88,3 @@ def _is_whole(data: bytes) -> bool:
     while at + 12 <= len(data):
         at += 12 + int(struct.unpack_from("<Q", data, at)[0]) + 4
     return at == len(data)
-
-
-def updates(notes: Path) -> Updates:
-    """What ``tests/hostile/chaos/noted.py`` noted.
-
-    Raises:
-        ValueError: an update was made again, with other samples.
-    """
-    found: Updates = {}
-    for line in map(json.loads, notes.read_text().splitlines()):
-        epoch, ranks = found.setdefault(line["step"], (line["epoch"], {}))
-        if (
-            epoch != line["epoch"]
-            or ranks.setdefault(line["rank"], line["indices"]) != line["indices"]
-        ):
-            raise ValueError(f"step {line['step']} was made again with other samples")
-    return found
-
-
-def batches(found: Updates) -> dict[int, tuple[int, list[int]]]:
-    """By step the epoch and the samples of all ranks, in ascending order."""
-    return {
-        step: (epoch, sorted(chain(*ranks.values())))
-        for step, (epoch, ranks) in sorted(found.items())
-    }
-
-
-def wrong_samples(found: Updates, length: int, batch: int) -> list[str]:
-    """Returns what is wrong with the epochs' samples.
-
-    Each epoch has the first samples of its order once, all but less than a global ``batch``.
-    """
-    wrong = []
-    if sorted(found) != list(range(1, len(found) + 1)):
-        wrong.append("a step is missing")
-    epochs = defaultdict[int, list[int]](list)
-    for epoch, indices in batches(found).values():
-        epochs[epoch] += indices
-    for epoch, indices in epochs.items():
-        expected = Order(length, 1).indices(epoch)[: len(indices)].tolist()
-        if sorted(indices) != sorted(expected) or len(indices) <= length - batch:
-            wrong.append(
-                f"epoch {epoch + 1}: {len(indices)} samples, {len(set(indices))} different, of "
-                f"{length}"
-            )
-    return wrong

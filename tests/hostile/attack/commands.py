@@ -16,7 +16,6 @@ _OF = {
     "variables": (attack_settings.variables, "one line, or the plain run's weights"),
     "run folders": (attack_files.folders, "exit code 2 or 7, or a run; nothing beside it changes"),
     "data folders": (attack_files.data, "exit code 3, or the plain run's weights"),
-    "images": (attack_files.images, "exit code 3; skipped, each is listed once"),
     "checkpoints": (attack_files.checkpoints, "exit code 4, or the plain run's weights"),
     "caches": (attack_files.caches, "made again; the plain run's weights"),
     "limits": (attack_ends.limits, "exit code 6, 7 or 8, or the plain run's weights"),

@@ -3,27 +3,22 @@
 # mypy: disable-error-code="func-returns-value"
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
 import shutil
 import socket
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
 from tests.hostile.attack.places import (
     BARE,
     IMAGES,
     RUN,
     Case,
-    Done,
     Prepare,
     Step,
     ends,
@@ -287,133 +282,6 @@ def data(draw: random.Random) -> Iterator[Case]:
         )
     yield one("one tree of one class", (*BARE, "data.root=../in/images/train/a/..", "run.name=x",
               "data.split_fraction=0.9999"), 0, 2, 3)  # fmt: skip
-
-
-def _saved(image: Image.Image, kind: str, **more: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **more)
-    return file.getvalue()
-
-
-def _png(width: int, height: int, depth: int = 8, colour: int = 2, extra: bytes = b"") -> bytes:
-    def chunk(name: bytes, content: bytes) -> bytes:
-        sum_ = zlib.crc32(name + content).to_bytes(4, "big")
-        return len(content).to_bytes(4, "big") + name + content + sum_
-
-    head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((depth, colour, 0, 0, 0))
-    row = bytes(1 + 3 * min(width, 100))
-    body = zlib.compress(row * min(height, 100), 9)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", head)
-        + extra
-        + chunk(b"IDAT", body)
-        + chunk(b"IEND", b"")
-    )
-
-
-def odd_images(draw: random.Random) -> dict[str, tuple[bytes, bool]]:
-    """Returns contents of files, and whether each is an image that must be taken."""
-    plain = Image.fromarray(np.random.default_rng(1).integers(0, 256, (48, 48, 3)).astype(np.uint8))
-    jpeg = _saved(plain, "JPEG")
-    exif = Image.Exif()
-    exif[0x0112] = 99
-    frames = [plain.rotate(90 * i) for i in range(4)]
-    cut = draw.randrange(20, len(jpeg) - 200)
-    return {
-        "empty": (b"", False), "one byte": (b"\xff", False), "only a head": (jpeg[:2], False),
-        f"cut at {cut}": (jpeg[:cut], False), "cut and ended": (jpeg[:cut] + b"\xff\xd9", False),
-        "text": (b"not an image\n" * 9, False), "zeros": (bytes(5000), False),
-        "HTML": (b"<!doctype html><html>404</html>", False), "SVG": (b"<svg xmlns='x'/>", False),
-        "PDF": (b"%PDF-1.7\n" + bytes(99), False), "gzip": (b"\x1f\x8b\x08" + bytes(99), False),
-        "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", False),
-        "PNG bomb": (_png(60_000, 60_000), False), "PNG of no width": (_png(0, 5), False),
-        "PNG of depth 99": (_png(5, 5, 99), False), "PNG without rows": (_png(5, 5000), False),
-        "LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-        False),
-        "mode 1": (_saved(plain.convert("1"), "PNG"), True),
-        "mode P": (_saved(plain.convert("P"), "PNG", transparency=3), True),
-        "mode LA": (_saved(plain.convert("LA"), "PNG"), True),
-        "mode I;16": (_saved(Image.fromarray(np.full((48, 48), 40_000, np.uint16)), "PNG"), True),
-        "mode F": (_saved(Image.fromarray(np.full((48, 48), 0.5, np.float32)), "TIFF"), True),
-        "mode F of NaN": (_saved(Image.fromarray(np.full((48, 48), np.nan, np.float32)), "TIFF"),
-        False),
-        "CMYK": (_saved(plain.convert("CMYK"), "JPEG"), True),
-        "YCbCr TIFF": (_saved(plain.convert("YCbCr"), "TIFF"), True),
-        "LAB TIFF": (_saved(plain.convert("LAB"), "TIFF"), True),
-        "one pixel": (_saved(plain.crop((0, 0, 1, 1)), "PNG"), True),
-        "one row": (_saved(plain.crop((0, 0, 48, 1)).resize((4000, 1)), "PNG"), True),
-        "EXIF of junk": (_saved(plain, "JPEG", exif=b"Exif\0\0" + bytes(range(200))), True),
-        "EXIF orientation 99": (_saved(plain, "JPEG", exif=exif), True),
-        "ICC of junk": (_saved(plain, "JPEG", icc_profile=b"\xff" * 500), True),
-        "animated GIF": (_saved(plain, "GIF", save_all=True, append_images=frames), True),
-        "animated WebP": (_saved(plain, "WEBP", save_all=True, append_images=frames), True),
-        "animated PNG": (_saved(plain, "PNG", save_all=True, append_images=frames), True),
-        "BMP as JPEG": (_saved(plain, "BMP"), True), "PNG as JPEG": (_saved(plain, "PNG"), True),
-        "ICO": (_saved(plain, "ICO"), False), "TGA": (_saved(plain, "TGA"), False),
-        "ended twice": (jpeg + jpeg, True), "junk behind": (jpeg + bytes(9999), True),
-        "progressive": (_saved(plain, "JPEG", progressive=True), True),
-        "comment of control characters": (_saved(plain, "JPEG", comment=b"\x1b]0;x\x07" * 99),
-        True),
-    }  # fmt: skip
-
-
-def _listed(count: int) -> Callable[[Path, list[Done]], list[str]]:
-    def check(place: Path, _: list[Done]) -> list[str]:
-        path = place / "work/outputs/x/bad_samples.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        names = {json.loads(line)["where"] for line in lines}
-        if len(names) != count or len(lines) != count:
-            return [
-                f"bad_samples.jsonl lists {len(lines)} files, {len(names)} different, not {count}"
-            ]
-        return []
-
-    return check
-
-
-def images(draw: random.Random) -> Iterator[Case]:
-    """One odd image among whole ones, with raise and with skip."""
-    for name, (content, whole) in odd_images(draw).items():
-        words: tuple[str, ...] = ()
-        target = draw.choice(("train/a/004.jpg", "train/b/009.jpg", "val/a/002.jpg"))
-        skips = draw.random() < (0.5 if whole else 0.7)
-        if skips:
-            words = ("data.on_error=skip", "data.max_bad_fraction=0.2")
-        codes = (0,) if whole or skips else (3,)
-        check = _listed(int(skips and not whole))
-        words += draw.choice(((), ("loader.num_workers=1",), ("loader.num_workers=0",),
-                              ("data.cache=ram",), ("data.cache=disk",), (
-                                  "data.exif_orientation=true",)))  # fmt: skip
-
-        def prepare(place: Path, content: bytes = content, target: str = target) -> None:
-            (place / "in/images" / target).write_bytes(content)
-
-        yield one(f"{name}, {' '.join(words)}", (*RUN, *words), *codes, prepare=prepare,
-                  check=check if 0 in codes else None, lines=4)  # fmt: skip
-    yield from _whole_sets(draw)
-
-
-def _whole_sets(draw: random.Random) -> Iterator[Case]:
-    def bad(place: Path) -> None:
-        for path in sorted((place / "in/images").rglob("*.jpg")):
-            path.write_bytes(b"\xff\xd8\xff" + bytes(50))
-
-    skip = ("data.on_error=skip", "data.max_bad_fraction=1.0")
-    yield one("every image is damaged", RUN, 3, prepare=bad)
-    yield one("every image is damaged, skip", (*RUN, *skip), 3, prepare=bad, lines=50)
-    yield one("every image is damaged, verify", (*RUN, "mode=verify"), 3, prepare=bad, lines=50)
-
-    def half(place: Path) -> None:
-        for path in sorted((place / "in/images").rglob("*.jpg"))[::2]:
-            path.write_bytes(b"\x1b[31m")
-
-    for loader in ("loader.num_workers=0", "loader.num_workers=1", "data.cache=ram"):
-        yield one(f"half of the images, {loader}", (*RUN, *skip, loader), 0, 3, prepare=half,
-                  check=_listed(18), lines=50)  # fmt: skip
-    yield one("half of the images, more than may be", (*RUN, *skip[:1],
-    "data.max_bad_fraction=0.1"),
-              3, prepare=half, lines=20)  # fmt: skip
 
 
 _ODD_STATES: dict[str, Callable[[dict[str, Any]], Any]] = {

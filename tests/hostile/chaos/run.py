@@ -34,16 +34,9 @@ from PIL import Image
 
 from harness.training import checkpoint_read
 from scripts.bench.results import PAGES, listed, machine, machine_line, markdown, parser, write
+from tests.hostile.chaos.samples import batches, updates, wrong_samples
 from tests.hostile.chaos.start import NOTED, POLL_S, TRAIN, Plan, Run, ended, free_port
-from tests.support.run_state import (
-    batches,
-    digest,
-    lines,
-    logged,
-    updates,
-    wrong_lines,
-    wrong_samples,
-)
+from tests.support.run_state import digest, lines, logged, wrong_lines
 
 PAGE = PAGES / "chaos.md"
 _TITLE = "# Runs that were stopped\n"

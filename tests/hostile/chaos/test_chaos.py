@@ -13,7 +13,8 @@ import pytest
 from harness.feed.order import Order
 from harness.monitor.writer import RunWriter
 from tests.hostile.chaos import run as chaos
-from tests.support.run_state import Updates, lines, updates, wrong_lines, wrong_samples
+from tests.hostile.chaos.samples import Updates, updates, wrong_samples
+from tests.support.run_state import lines, wrong_lines
 
 pytestmark = pytest.mark.slow
 

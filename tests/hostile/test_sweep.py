@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import ROOT, trained
+from commands import trained
 
 WAYS = {
     "good": None,
@@ -40,7 +40,7 @@ def test_five_of_nine_jobs_fail(tmp_path: Path) -> None:
     """By an exception, an exit, a kill, a hang and a bad setting: each is named with its reason.
     The same command goes on with no job that is done.
     """
-    module = ROOT / "tests/support/troubles.py"
+    module = Path(__file__).with_name("troubles.py")
     (tmp_path / "troubles.py").write_bytes(module.read_bytes())
     told = []
     for _ in range(2):
