@@ -24,7 +24,7 @@ from commands import ran, run_here, trained
 from emulator import GB, Gpu, emulated
 from loopback import files, site
 from pictures import write_tree
-from run_state import digest, lines
+from run_state import lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn

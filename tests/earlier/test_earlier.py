@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+import wellfed
 from omegaconf import DictConfig, OmegaConf
 
-from harness import wellfed
 from harness.cli import job
 from harness.config import Config, ConfigError, load, to_plain
 from harness.report.compare.__main__ import main as compare
