@@ -75,7 +75,9 @@ class _Folder(MetaPathFinder, Loader):
         return ModuleSpec(name, self) if is_ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(__name__ + spec.name.removeprefix("harness"))
+        # StepClock's room had another name
+        name = spec.name.replace("harness.watch", "harness.clock", 1)
+        module = import_module(__name__ + name.removeprefix("harness"))
         spec.loader_state = module.__spec__
         return module
 
