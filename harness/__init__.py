@@ -68,11 +68,13 @@ class _Folder(MetaPathFinder, Loader):
         if name.partition(".")[0] != "harness" or name.endswith(".__main__"):
             return None
         if path is None:
-            other = PathFinder.find_spec(name)
-            is_ours = other is None or (other.origin and os.path.samefile(other.origin, __file__))
-        else:
-            is_ours = sys.modules["harness"] is sys.modules[__name__]
-        return ModuleSpec(name, self) if is_ours else None
+            others = [
+                place
+                for place in sys.path
+                if os.path.realpath(os.path.join(place, "harness")) != __path__[0]
+            ]
+            return PathFinder.find_spec(name, others) or ModuleSpec(name, self)
+        return ModuleSpec(name, self) if sys.modules["harness"] is sys.modules[__name__] else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         # StepClock's room had another name

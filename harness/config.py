@@ -121,7 +121,7 @@ class DataConfig:
         "my_module:open_splits.",
     )
     root: str | None = setting(
-        None, "Folder of the data; null: a folder of its own in the user's cache."
+        None, "Folder or file of the data; null: a folder of its own in the user's cache."
     )
     download: bool = setting(
         True, "Fetch or generate data that are not there yet (cifar10, cifar100, shapes)."

@@ -1,4 +1,4 @@
-"""Counts the functions and files of harness/ on four ways through a run on the CPU.
+"""Counts the functions and files of harness/ on five ways through a run on the CPU.
 
     uv run python scripts/walks.py [CHECKOUT] [--names]
 

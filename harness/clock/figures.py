@@ -1,9 +1,9 @@
 """Declares every logged figure once: its tag, unit, sentence and chart.
 
-A figure of the steps is a field of ``Window``, any other a member of ``Tag``: each with its tag,
-its unit, what it says, and the page's chart that draws it. Tags, the keys of ``report.json`` and
-what the page shows follow. A new time of the steps is a field here and, where it is measured, a
-call of ``Ledger.count``.
+A time or a share that the clock measures is a field of ``Window``, any other figure a member of
+``Tag``: each with its tag, its unit, what it says, and the page's chart that draws it. Tags, the
+keys of ``report.json`` and what the page shows follow. A new time of the steps is a field here and,
+where it is measured, a call of ``Ledger.count``.
 
 Light: the standard library alone.
 """

@@ -36,7 +36,7 @@ from .transforms import resized
 # every rank's value in the order of the ranks, on every rank
 Gathered = Callable[[Any], list[Any]]
 
-# raise it when the file's content changes
+# raise it when the file's layout changes, or what ``decode`` makes of the same bytes
 _FORMAT = 5
 _HEAD = np.dtype([("key", "S64"), ("used", "<i8"), ("limit", "<i8")])
 # Place (0: nowhere), height, width, and a checksum of pixels and source, all int64.

@@ -1,7 +1,8 @@
 """Opens the training and validation sets of ``data.name``, and loads their samples.
 
-A new data set is a function from ``DataConfig`` to two sources, a line in ``DATASETS``, a file in
-``conf/data/`` and a test; or a function of the user's, which ``harness.data.own`` opens.
+A new data set is a function from ``DataConfig`` to two sources, a line in ``DATASETS`` and one in
+``_SETTINGS``, a file in ``conf/data/`` and a test; or a function of the user's, which
+``harness.data.own`` opens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Decodes images to eight-bit RGB: usual JPEGs by libjpeg-turbo, all others by Pillow.
 
-The bytes decide what an image is, never the name of its file. Whatever is wrong with them ends as
+``decode`` serves data sets and ``wellfed.load``, ``decode_jpeg`` ``wellfed.faster`` too. The bytes
+decide what an image is, never the name of its file. Whatever is wrong with them ends as
 ``DecodeError``. JPEGs are decoded by libjpeg-turbo itself, without Pillow in between: the same
 pixels in three quarters of the time.
 """

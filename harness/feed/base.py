@@ -108,7 +108,7 @@ class FeedSettings:
 
     @property
     def batches_ahead(self) -> int:
-        """Batches that all workers together have ready before one is taken."""
+        """The most batches that all workers together make ahead of the consumer."""
         if self.num_workers and self.prefetch_factor is None:
             return 2
         return self.num_workers * (self.prefetch_factor or 0)

@@ -104,15 +104,20 @@ class DataPrefetcher:
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> DataPrefetcher:
         self.close()
-        self._pass = _batches(self.loader, self._transfer, self._lead)
+        self._pass = _batches(self.loader, self._transfer)
         # a pass left half-way has a thread
         self._end_pass = weakref.finalize(self, self._pass.close)
-        return self._pass
+        return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        return next(self._pass or iter(self))
+        if self._pass is None:
+            iter(self)
+        assert self._pass is not None
+        if self._lead is not None:
+            self._lead.hold()
+        return next(self._pass)
 
     def next(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Returns the next batch, or ``(None, None)`` at the end, as Apex's prefetcher does."""
@@ -372,7 +377,7 @@ def _issue_ahead(loader: Iterable[Any], transfer: _Transfer, ready: Any, permit:
         ready.put(error)
 
 
-def _batches(loader: Iterable[Any], transfer: _Transfer, lead: HostLeadLimiter | None) -> Batches:
+def _batches(loader: Iterable[Any], transfer: _Transfer) -> Batches:
     """Iterates over one pass; a thread issues each batch while the one before it is used."""
     own = transfer.own
     side = transfer.stream
@@ -391,11 +396,7 @@ def _batches(loader: Iterable[Any], transfer: _Transfer, lead: HostLeadLimiter |
     else:
         take = partial(transfer.issue, iter(loader))
     try:
-        while True:
-            if lead is not None:
-                lead.hold()
-            if (given := take()) is None:
-                break
+        while (given := take()) is not None:
             if isinstance(given, BaseException):
                 try:
                     raise given

@@ -32,7 +32,7 @@ class Verdict:
     """What bounds a run.
 
     Attributes:
-        kind: of bottleneck; balanced: some waiting, under a tenth of the time.
+        kind: of bottleneck; balanced: some time is lost, under a tenth.
         shares: the figures that it rests on.
         change: settings that should help, with their new values; empty: no setting does.
         why: the reason, where ``kind`` and ``shares`` leave it open.
@@ -118,7 +118,8 @@ def explain_data_bound(r: Evidence) -> Verdict:
     more = more_in_flight(r)
     if more and not cost.waits:
         return Verdict("workers", r, more)
-    # backends other than processes share nothing
+    # the largest group of stages: storage, decode, augment or collate. Backends other than
+    # processes share nothing
     return Verdict(cost.kind, r, change if cost.kind == "transport" else more)
 
 

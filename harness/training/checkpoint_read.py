@@ -30,7 +30,8 @@ from ..runtime.folder import log
 # 1 had no digest of the record itself
 SCHEMA = 2
 UNNAMED = -1, 0
-# what a resumed run counts on from; schema 1 has epoch and step alone
+# what a resumed run counts on from, as the engine's epochs set it; schema 1 has epoch and step
+# alone
 COUNTS = {
     "epoch": int,
     "step": int,

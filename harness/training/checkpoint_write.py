@@ -153,6 +153,7 @@ class CheckpointWriter:
         file = self._file
         # memory that was filled before is faster
         file.seek(0)
+        # "stop" is where the order of this epoch ends, of all ranks
         # the digest of the whole file makes torch's checksums needless, and they take longer
         with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             torch.save(state.to_dict({**self._facts, "stop": self._order.taken(state.epoch)}), file)

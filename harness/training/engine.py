@@ -277,7 +277,7 @@ class Engine:
         self.monitor.clock.start_epoch()
         batches = iter(self.train_batches)
         count = left = len(self.feed)
-        places = [self.order.taken(epoch, batches) for batches in range(count + 1)]
+        places = [self.order.taken(epoch, done) for done in range(count + 1)]
         self._bounds = places[:1]
         steps = math.ceil(count / config.accumulate_steps)
         if config.max_steps is not None:

@@ -37,7 +37,7 @@ class TrainState:
         scaler: scales fp16 losses; disabled in the other precisions.
         epoch: epochs done.
         step: optimizer updates done.
-        samples: of the epoch that was begun, taken by all ranks together.
+        samples: the position in the epoch that was begun: taken by all ranks together.
         pending: whether the evaluation that follows the last step is still to be made.
         best_top1: of all evaluations, 0..1.
         stale: evaluations at an epoch's end since ``best_top1`` rose.

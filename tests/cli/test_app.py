@@ -107,6 +107,8 @@ def test_a_package_named_harness_is_the_users(tmp_path: Path) -> None:
     (tmp_path / "harness").mkdir()
     (tmp_path / "harness" / "__init__.py").write_text("OURS = False\n")
     code = (
+        # behind the checkout, as a network's module is looked for
+        f"import sys; sys.path[:1] = []; sys.path += [{str(tmp_path)!r}]\n"
         "import wellfed.feed.order, harness; assert not harness.OURS\n"
         "try: import harness.feed\nexcept ModuleNotFoundError: pass\nelse: raise SystemExit(1)"
     )

@@ -291,6 +291,13 @@ def test_next_is_apexs(make: Make) -> None:
         assert batch_labels is None
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loop_over_one_without_a_name_is_whole(ahead: bool) -> None:
+    """Nothing but the loop holds the prefetcher."""
+    found = [y.tolist() for _, y in DataPrefetcher(Loader(host_batches()), "cpu", ahead=ahead)]
+    assert len(found) == len(host_batches())
+
+
 def test_a_new_loop_after_a_break_is_a_new_pass(make: Make) -> None:
     """What was ahead at a break is dropped, the pass that was left is ended, and the next one is
     whole.
