@@ -94,16 +94,17 @@ def test_a_folder_of_images(
     stages = found["stages"]
     assert [stage["name"] for stage in stages][:2] == ["read", "decode"]
     cpu_ms, wall_ms = (sum(stage[name] for stage in stages) for name in ("cpu_ms", "wall_ms"))
-    assert found["what_ifs"]
+    # on a busy machine there is no ceiling
+    assert bool(found["what_ifs"]) is (found["bottleneck"] not in ("unknown", "neighbours"))
     got = {row["images_per_s"] / row["speedup"] for row in found["what_ifs"]}
     # each over what steps get
-    assert max(got) == pytest.approx(min(got))
+    assert max(got, default=1.0) == pytest.approx(min(got, default=1.0))
     assert None not in found["runs"].values()
     # then a first reading is reckoned with
     assert found["measured"] or (cpu_ms <= 0.5 * wall_ms and workers == 0)
     assert "fetch" in found["runs"] or "F was not measured" in found["notes"][-1]
     # on a busy machine: then no smaller file is said to help
-    limited = found["bottleneck"] in ("transport", "copy", "unknown")
+    limited = found["bottleneck"] in ("transport", "copy", "unknown", "neighbours")
     assert any("short side" in row["change"] for row in found["what_ifs"]) is not limited
     assert (
         json.loads((tmp_path / "diagnosis.json").read_text())["settings"]["num_workers"] == workers

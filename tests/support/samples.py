@@ -89,15 +89,15 @@ class Staged(Noise):
 
 
 class Troubled(Noise):
-    """``Noise`` that calls ``trouble`` before it fills sample ``index``."""
+    """``Noise`` that calls ``trouble`` before it fills sample ``index``; None: any sample."""
 
-    def __init__(self, length: int, index: int, trouble: Callable[[], object]) -> None:
+    def __init__(self, length: int, index: int | None, trouble: Callable[[], object]) -> None:
         super().__init__(length)
         self.index = index
         self.trouble = trouble
 
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
-        if index == self.index:
+        if self.index in (None, index):
             self.trouble()
         return super().fill(epoch, index, out)
 

@@ -354,7 +354,7 @@ def test_a_setting_whose_workers_fail_is_refused(
 ) -> None:
     """With its symptom; the user's setting stays, and nothing is left."""
     own = dataclasses.replace(samples.settings(1), timeout_s=timeout_s)
-    report = real(samples.Troubled(40, 5, trouble), own)
+    report = real(samples.Troubled(40, None, trouble), own)
     assert report.settings == own
     assert [symptom in (trial.refused or "") for trial in report.trials] == [True, True]
     assert not samples.left_behind()
