@@ -33,15 +33,9 @@ SAMPLE = ("data/", "feed/")
 TIME = ("watch/", "clock/", "monitor/", "report/", "training/reporter.py")
 # they read sensors or print, and know no step's time; garbage is collected at any time
 SENSORS = (
-    "host.py",
-    "device.py",
-    "tree.py",
-    "neighbours.py",
-    "console.py",
-    "stages.py",
-    "station.py",
+    "host.py", "device.py", "tree.py", "neighbours.py", "console.py", "stages.py", "station.py",
     "monitor.py",
-)
+)  # fmt: skip
 READ = (
     "training/state.py", "training/checkpoint.py", "training/checkpoint_read.py",
     "training/resume.py", "training/average.py",

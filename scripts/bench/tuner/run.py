@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ class Workload:
 
 
 _LARGE = ("data.generate.width=500", "data.generate.height=400")
+# what changes does so 13 s after the command
+_Changing = partial(Workload, at_s=13, ends_s=32)
 _ALL = (
     Workload("jpeg_224", "JPEG 500x400 at 224, a step of 40 ms", 224, "40", overrides=_LARGE),
     Workload("jpeg_64", "JPEG 80x80 at 64, a step of 150 ms", 64, "150"),
@@ -75,78 +78,23 @@ _ALL = (
     Workload(
         "late_20", "JPEG 80x80 at 64, a step of 40 ms, files that come after 20 ms", 64, "40", "20"
     ),
-    Workload(
-        "warms_5",
-        "files that come after 5 ms, from 13 s on at once, a step of 40 ms",
-        64,
-        "40",
-        "5,0@13",
-        at_s=13,
-        ends_s=32,
+    _Changing("warms_5", "files after 5, then 0 ms, a step of 40 ms", 64, "40", "5,0@13"),
+    _Changing("warms_20", "files after 20, then 0 ms, a step of 5 ms", 64, "5", "20,0@13"),
+    _Changing("slows", "files after 0, then 5 ms, a step of 40 ms", 64, "40", "0,5@13"),
+    _Changing("step", "files after 5 ms, a step of 160, then 40 ms", 64, "160,40@13", "5"),
+    _Changing("dearer", "500x400 at 224, a step of 100, then 20 ms", 224, "100,20@13", "", _LARGE),
+    _Changing("cheaper", "JPEG 80x80 at 64, a step of 40, then 150 ms", 64, "40,150@13"),
+    _Changing(
+        "larger", "80x80 at 224, then 500x400, a step of 40 ms", 224, "40", large_from_s="13"
     ),
-    Workload(
-        "warms_20",
-        "files that come after 20 ms, from 13 s on at once, a step of 5 ms",
-        64,
-        "5",
-        "20,0@13",
-        at_s=13,
-        ends_s=32,
-    ),
-    Workload(
-        "slows",
-        "files that come at once, from 13 s on after 5 ms, a step of 40 ms",
-        64,
-        "40",
-        "0,5@13",
-        at_s=13,
-        ends_s=32,
-    ),
-    Workload(
-        "step",
-        "files that come after 5 ms, a step of 160 ms, from 13 s on of 40 ms",
-        64,
-        "160,40@13",
-        "5",
-        at_s=13,
-        ends_s=32,
-    ),
-    Workload(
-        "dearer",
-        "JPEG 500x400 at 224, a step of 100 ms, from 13 s on of 20 ms",
-        224,
-        "100,20@13",
-        "",
-        _LARGE,
-        at_s=13,
-        ends_s=32,
-    ),
-    Workload(
-        "cheaper",
-        "JPEG 80x80 at 64, a step of 40 ms, from 13 s on of 150 ms",
-        64,
-        "40,150@13",
-        at_s=13,
-        ends_s=32,
-    ),
-    Workload(
-        "larger",
-        "JPEG 80x80 at 224, from 13 s on 500x400, a step of 40 ms",
-        224,
-        "40",
-        at_s=13,
-        ends_s=32,
-        large_from_s="13",
-    ),
-    Workload(
+    _Changing(
         "cached",
-        "files that come after 20 ms, decoded once and kept in memory, a step of 40 ms",
+        "files after 20 ms, kept decoded, a step of 40 ms",
         64,
         "40",
         "20",
         ("data.cache=ram",),
         at_s=1,
-        ends_s=32,
     ),
     Workload("minute_2", "files after 2 ms, a step of 20 ms", 64, "20", "2", ends_s=62),
     Workload("minute_5", "files after 5 ms, a step of 40 ms", 64, "40", "5", ends_s=62),
@@ -154,13 +102,7 @@ _ALL = (
     Workload("minute_20", "files after 20 ms, a step of 160 ms", 64, "160", "20", ends_s=62),
     Workload("minute_50", "files after 50 ms, a step of 300 ms", 64, "300", "50", ends_s=62),
     Workload(
-        "minute_large",
-        "JPEG 500x400 at 224 after 10 ms, a step of 80 ms",
-        224,
-        "80",
-        "10",
-        _LARGE,
-        ends_s=62,
+        "minute_large", "500x400 at 224 after 10 ms, 80 ms", 224, "80", "10", _LARGE, ends_s=62
     ),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
@@ -171,14 +113,11 @@ STRATEGIES = {
     "2 threads": ("loader.backend=threads", "loader.num_workers=2"),
     "4 threads": ("loader.backend=threads", "loader.num_workers=4"),
     "8 threads": ("loader.backend=threads", "loader.num_workers=8"),
-    "old default": ("loader.num_workers=1",),
+    "old default": ("loader.backend=processes", "loader.num_workers=1"),
     "grid": ("loader.autotune=true", "tuner=grid", "tuner.fresh=true"),
 }
 # of examples.py
-EXAMPLES = {
-    "examples": ("--workers", str(os.cpu_count())),
-    "loadtune": ("--loadtune",),
-}
+EXAMPLES = {"examples": ("--workers", str(os.cpu_count())), "loadtune": ("--loadtune",)}
 
 
 def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[str, Any]:

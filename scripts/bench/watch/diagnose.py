@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 from PIL import Image
 
 from harness.config import (
+    BackendName,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -62,12 +63,11 @@ def workloads(photos: Path, threads: int | None) -> dict[str, Config]:
     """The settings of each workload; the second one's files are made by ``make_photos``."""
     trainer = TrainerConfig(channels_last=True, num_threads=threads)
     rest: dict[str, Any] = {"checkpoint": CheckpointConfig(enabled=False), "trainer": trainer}
-    loader = LoaderConfig(batch_size=32, num_workers=1)
+    processes = LoaderConfig(backend=BackendName.processes, num_workers=1)
+    loader = replace(processes, batch_size=32)
     folder_of = DataConfig(name="imagefolder", root=str(photos), split_fraction=0.1, image_size=64)
     return {
-        "shapes": Config(
-            data=DataConfig(), loader=LoaderConfig(num_workers=1), model=ModelConfig(), **rest
-        ),
+        "shapes": Config(data=DataConfig(), loader=processes, model=ModelConfig(), **rest),
         f"{_WIDTH}x{_HEIGHT} JPEGs": Config(
             data=folder_of, loader=loader, model=ModelConfig(), **rest
         ),

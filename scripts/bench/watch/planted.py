@@ -147,7 +147,7 @@ def composed(*overrides: str) -> Config:
     """Settings of a short run on small images; later ones win."""
     common = (
         "data.name=planted", f"data.image_size={SIDE}", "device=cpu", f"loader.batch_size={BATCH}",
-        "loader.num_workers=2",
+        "loader.backend=processes", "loader.num_workers=2",
         "trainer.epochs=1", "trainer.max_steps=50", "checkpoint.enabled=false",
         "watch.sample_s=0.2",
     )  # fmt: skip
@@ -168,8 +168,6 @@ ONE = ("loader.num_workers=1",)
 LONG = ("loader.num_workers=0", "trainer.max_steps=15")
 TWO_RANKS = (*ONE, "dist.name=spawn", "dist.nprocs=2", FEW)
 ON_GPU = ("device=cuda", "loader.num_workers=0", "loader.pin_memory=false")
-ONE_FEW = (*ONE, FEW)
-OFTEN = (FEW, "watch.window_steps=2")
 PLANTS = (
     Plant("slow disk", "storage", acts.slow_disk, 25, 80, "ms a read", (FEW,)),
     Plant("slow disk, async device", "storage", acts.async_slow_disk, 25, 80, "ms a read", (FEW,)),

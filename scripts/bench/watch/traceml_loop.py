@@ -228,14 +228,21 @@ def _clocked(
 def run_harness(plant: Plant, folder: Path, steps: int) -> None:
     """Runs ``train.py`` itself on the same data and network."""
     from harness.cli import job
-    from harness.config import Config, DataConfig, LoaderConfig, TrainerConfig, WatchConfig
+    from harness.config import (
+        BackendName,
+        Config,
+        DataConfig,
+        LoaderConfig,
+        TrainerConfig,
+        WatchConfig,
+    )
     from harness.data.datasets import Splits
     from harness.monitor.writer import RunWriter
 
     config = Config(
         device="cpu",
         data=DataConfig(image_size=SIDE),
-        loader=LoaderConfig(batch_size=BATCH, num_workers=1),
+        loader=LoaderConfig(backend=BackendName.processes, batch_size=BATCH, num_workers=1),
         trainer=TrainerConfig(epochs=1),
         watch=WatchConfig(window_steps=1 if plant.log_s else WINDOW),
     )

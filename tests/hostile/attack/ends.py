@@ -28,8 +28,8 @@ _PROCESSES = ("loader.num_workers=2", "loader.backend=processes")
 _FORMS: tuple[tuple[str, ...], ...] = (
     (), ("loader.num_workers=0",), _PROCESSES, (
         "data.cache=ram",),
-    ("data.cache=disk",), ("loader.num_workers=1", "loader.start_method=spawn"),
-    ("loader.num_workers=1", "loader.start_method=fork"),
+    ("data.cache=disk",), (*_PROCESSES, "loader.start_method=spawn"),
+    (*_PROCESSES, "loader.start_method=fork"),
 )  # fmt: skip
 
 

@@ -249,7 +249,7 @@ def data(draw: random.Random) -> Iterator[Case]:
     loaders = (
         (), ("loader.num_workers=1",), ("loader.num_workers=0",), ("data.cache=ram",), (
             "data.cache=disk",), ("loader.start_method=spawn",
-        "loader.num_workers=1"),
+        "loader.backend=processes", "loader.num_workers=1"),
     )  # fmt: skip
     for name, (make, codes) in _IN_DATA.items():
         loader = draw.choice(loaders)

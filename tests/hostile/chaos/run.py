@@ -62,7 +62,7 @@ _TOLD_S = _TIMEOUT_S + 5
 _RANKS = {1: (), **{ranks: ("dist=spawn", f"dist.nprocs={ranks}") for ranks in (2, 3)}}
 
 _LOADERS = {
-    False: ("loader.num_workers=1",),
+    False: ("loader.backend=processes", "loader.num_workers=1"),
     True: ("loader.autotune=true", "tuner.budget_s=3", "tuner.max_workers=2", "tuner.fresh=true"),
 }
 
@@ -480,7 +480,7 @@ def lost(plan: Plan) -> list[Row]:
 def _lost(plan: Plan, name: str, draw: random.Random, sign: Signals, of_one: bool) -> _End:
     place = plan.place(name)
     rank = draw.randrange(2)
-    overrides = (*_DIGITS, "trainer.epochs=500", "dist.timeout_s=8", "loader.num_workers=1")
+    overrides = (*_DIGITS, "trainer.epochs=500", "dist.timeout_s=8", *_LOADERS[False])
     commands = [[*NOTED, *overrides, *_RANKS[2]]]
     if not of_one:
         port = f"MASTER_PORT={free_port()}"
