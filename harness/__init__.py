@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +89,10 @@ class _Folder(MetaPathFinder, Loader):
 
 
 if __name__ == "harness":
-    _spec = spec_from_file_location("wellfed", __file__, submodule_search_locations=__path__)
-    assert _spec is not None and _spec.loader is not None
-    sys.modules["harness"] = sys.modules["wellfed"] = module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules["wellfed"])
+    # the link to this folder by the package's name, for new processes too
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__path__[0])), ".editable"))
+    sys.modules["harness"] = import_module("wellfed")
 else:
-    # the editable installation has a link in its place
+    # not by the link
     __path__ = [os.path.realpath(folder) for folder in __path__]
     sys.meta_path.insert(0, _Folder())
