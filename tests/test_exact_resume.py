@@ -159,7 +159,7 @@ def test_an_evaluation_that_was_stopped_is_made_again(
     """After a signal in an evaluation the next run evaluates first, and logs it once."""
     config = composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0")
     with monkeypatch.context() as patched:
-        patched.setattr("harness.training.step.signals", SimpleNamespace(received=lambda: 15))
+        patched.setattr("harness.training.evaluate.signals", SimpleNamespace(received=lambda: 15))
         run(config, tmp_path / "parts")
     assert not any("val/top1" in line for line in logged(tmp_path / "parts"))
     assert checkpoint_read.read(tmp_path / "parts").state["pending"]

@@ -96,7 +96,8 @@ class OwnDataset:
     skips: bool = False
 
     def __post_init__(self) -> None:
-        with user_code.explained(f"{self.where} must be a source or have __len__ and __getitem__:"):
+        must = f"{self.where} must be a source, or have __len__ and __getitem__:"
+        with user_code.explained(must):
             length = len(self.given)
         if not length:
             raise ConfigError(f"{self.where} is empty")

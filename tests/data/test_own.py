@@ -119,7 +119,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Splits]:
     """Loads what a user's function returns."""
 
     def load_(splits: Any, **settings: Any) -> Splits:
-        monkeypatch.setattr("harness.data.own.parts.call", lambda *given: splits)
+        monkeypatch.setattr("harness.data.own.user_code.call", lambda *given: splits)
         return load(DataConfig(name=NAME, image_size=8, **settings), AugmentConfig(), 3)
 
     return load_

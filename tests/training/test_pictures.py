@@ -21,6 +21,7 @@ from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.monitor.writer import RunWriter
+from harness.report import mistakes
 from harness.runtime.errors import BadSample
 from harness.training import pictures
 from harness.training.pictures import PredictionLog
@@ -61,7 +62,7 @@ GIVEN = [1, 1, 2, 3, 4, 5, 1, 1, 2, 4, 4, 5]
 
 def shown(folder: Path, splits: Splits, **more: bool) -> dict[str, Any]:
     with RunWriter(folder, tensorboard=False) as writer:
-        pictures.show(answers_of(splits, GIVEN), splits, writer, **{"read": True, **more})
+        mistakes.show(answers_of(splits, GIVEN), splits, writer, **{"read": True, **more})
     found: dict[str, Any] = json.loads((folder / "mistakes.json").read_text())
     return found
 
@@ -127,7 +128,7 @@ def test_a_run_that_ends_reads_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_many_classes_have_no_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells would be too many; the classes' own figures and the kinds of mistakes stay."""
-    monkeypatch.setattr(pictures, "_MOST_CLASSES", 6)
+    monkeypatch.setattr(mistakes, "_MOST_CLASSES", 6)
     found = shown(tmp_path, splits_of())
     assert found["kinds"] == [[0, 1, 2], [3, 4, 1]]
     assert not (tmp_path / "confusion.csv").exists() and (tmp_path / "classes.csv").exists()
@@ -138,7 +139,7 @@ def test_noise_has_no_pictures(tmp_path: Path) -> None:
     noise = FakeDataset(12, 8, 7)
     fake = Splits(noise, noise, HOSTILE, "fake", "")
     with RunWriter(tmp_path, tensorboard=False) as writer:
-        pictures.show(answers_of(splits_of(), GIVEN), fake, writer, read=True)
+        mistakes.show(answers_of(splits_of(), GIVEN), fake, writer, read=True)
     found = json.loads((tmp_path / "mistakes.json").read_text())
     assert found["mistakes"][0]["where"] == "sample 9" and "picture" not in found["mistakes"][0]
     assert found["counts"] is None and "train_images" not in found["classes"]
@@ -149,10 +150,13 @@ def test_uneven_classes_are_told() -> None:
     splits = splits_of(("a", "b"))
     source: Any = splits.train.source  # type: ignore[union-attr]
     source.labels = np.repeat([0, 1], (9, 1))
-    assert pictures.told(splits) == "2 classes of 1 to 9 training images"
+    assert mistakes.class_counts(splits) == "2 classes of 1 to 9 training images"
     source.labels = np.repeat([0, 1], (10, 1))
     tried = "Try: data.balance=0.5, or optim.class_weights=balanced"
-    assert pictures.told(splits) == f"2 classes of 1 to 10 training images, very uneven. {tried}"
+    assert (
+        mistakes.class_counts(splits)
+        == f"2 classes of 1 to 10 training images, very uneven. {tried}"
+    )
 
 
 def test_the_first_batch_is_shown_as_the_network_sees_it(

@@ -206,7 +206,7 @@ def test_the_report_tells_how_to_begin_with_the_last_number(
     for feed in found.live.feeds:
         feed.resize(8)
     settled = found.summary()["settled"]
-    assert "loader.num_workers=8 " in settled and "val" not in settled
+    assert "loader.num_workers=8" in settled and "val" not in settled
 
 
 def chosen_as_it_was(feeds: Feeds, trainee: object, own: FeedSettings, *_: object) -> TuningReport:
