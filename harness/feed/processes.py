@@ -22,7 +22,7 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ..clock.stages import SHARE, StageMeter
+from ..clock.stages import COLLATE, SHARE, StageMeter
 from ..config import ConfigError
 from ..runtime import signals, workers
 from ..runtime.errors import LoaderError
@@ -338,12 +338,13 @@ class _Batches(Dataset[HostBatch]):
         timer = self._filler.timer
         lap = timer.begin(count)
         size = self.dataset.image_size
+        labels = torch.zeros(count, dtype=torch.int64)
+        timer.mark(COLLATE)
         # a worker's are shared from the start, as in torch's own collate: handing them over copies
         # nothing
         new = torch.UntypedStorage._new_shared if worker else torch.UntypedStorage
         memory = torch.empty(0, dtype=torch.uint8).set_(new(count * 3 * size * size))
         images = memory.view(count, size, size, 3).permute(0, 3, 1, 2)
-        labels = torch.zeros(count, dtype=torch.int64)
         timer.mark(SHARE)
         failures, stamps = self._filler.fill(lap, epoch, indices, images.numpy(), labels.numpy())
         return HostBatch(images, labels, torch.from_numpy(indices), tuple(failures), epoch, stamps)

@@ -52,7 +52,7 @@ class HostSensor(Sensor):
                 "read", tree.read_bytes()
             ),
             (Tag.THROTTLED_FRACTION,): lambda: self._most_throttled(groups),
-            (Tag.MEMORY_STALL_FRACTION,): lambda: rates("memory", memory_stalled(groups)),
+            (Tag.MEMORY_STALL_FRACTION,): lambda: self._short_of_memory(groups, root),
         }
         if cores is not None:
             self._reads[(Tag.QUEUED_THREADS,)] = lambda: rates("queued", (tree.queued_s(),))
@@ -74,6 +74,15 @@ class HostSensor(Sensor):
     def _disks(self) -> Figures:
         counters = psutil.disk_io_counters()
         return self._rates("disks", counters and (counters.read_bytes,))
+
+    def _short_of_memory(self, groups: Sequence[Path], root: Path) -> Figures:
+        # the root group, which has no type, is the whole machine: others wait there too
+        own = [group / "memory.pressure" for group in groups if (group / "cgroup.type").exists()]
+        # groups of version 1 have no pressure: the machine's is the run's at the run's own limit
+        hits = [int(n) for group in groups for n in limits.words(group / "memory.failcnt")]
+        is_short = self._growth("limits", self._now(), sum(hits))
+        stalled = self._rates("memory", memory_stalled([*own, root / "proc/pressure/memory"]))
+        return stalled if own or is_short else ()
 
     def _most_throttled(self, groups: Sequence[Path]) -> Figures:
         shares = [self._growth(group, *counts) for group in groups if (counts := throttled(group))]
@@ -184,18 +193,14 @@ def throttled(group: Path) -> tuple[int, int] | None:
     return int(stat[at + 1]), int(stat[at + 3])
 
 
-def memory_stalled(groups: Sequence[Path]) -> tuple[float, ...]:
-    """Returns for how many seconds so far some task of a control group waited for memory (PSI).
+def memory_stalled(paths: Sequence[Path]) -> tuple[float, ...]:
+    """Returns for how many seconds so far some task waited for memory (PSI).
 
-    Of the innermost of ``groups`` that says so; empty if none does, as those of version 1.
+    By the first of ``paths`` that can be read; empty if none can.
     """
-    for group in groups:
-        # some avg10=0.00 avg60=0.00 avg300=0.00 total=<microseconds> full ...
-        said = limits.words(group / "memory.pressure")
-        # the root group, which has no type, is the whole machine: others wait there too
-        if said and (group / "cgroup.type").exists():
-            return (int(said[4].removeprefix("total=")) / 1e6,)
-    return ()
+    # some avg10=0.00 avg60=0.00 avg300=0.00 total=<microseconds> full ...
+    said = next(filter(None, map(limits.words, paths)), None)
+    return (int(said[4].removeprefix("total=")) / 1e6,) if said else ()
 
 
 def machine_times() -> tuple[float, float]:

@@ -39,17 +39,14 @@ def test_both_versions_count_throttled_periods(
     assert host.throttled(tmp_path) == counts
 
 
-def test_the_innermost_group_says_how_long_memory_was_waited_for(tmp_path: Path) -> None:
-    """The group's own file comes before its parent's; the root group is the whole machine."""
-    groups = [tmp_path / "pod/job", tmp_path / "pod", tmp_path]
-    groups[0].mkdir(parents=True)
-    found = []
-    for group, total in zip(reversed(groups), (9_000_000, 2_000_000, 3_500_000), strict=True):
-        (group / "memory.pressure").write_text(PRESSURE.format(total))
-        if group != tmp_path:
-            (group / "cgroup.type").touch()
-        found.append(host.memory_stalled(groups))
-    assert found == [(), (2.0,), (3.5,)]
+def test_the_first_file_that_is_there_says_how_long_memory_was_waited_for(tmp_path: Path) -> None:
+    """The innermost group's, and nothing where none tells."""
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    assert host.memory_stalled([inner, outer]) == ()
+    outer.write_text(PRESSURE.format(2_000_000))
+    assert host.memory_stalled([inner, outer]) == (2.0,)
+    inner.write_text(PRESSURE.format(3_500_000))
+    assert host.memory_stalled([inner, outer]) == (3.5,)
 
 
 def test_a_real_quota_throttles() -> None:
