@@ -95,4 +95,5 @@ if __name__ == "harness":
 else:
     # not by the link
     __path__ = [os.path.realpath(folder) for folder in __path__]
+    __file__ = os.path.realpath(__file__)
     sys.meta_path.insert(0, _Folder())
