@@ -154,12 +154,12 @@ def _as_text(override: str) -> str:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     name, equals, value = override.partition("=")
-    for mark in "'\"" if equals else "":
-        plain = f"{name}={mark}{value}{mark}"
-        with suppress(HydraException):
-            if OverridesParser.create().parse_override(plain).value() == value:
-                shells = shlex.quote(plain) if re.search(r'["$`\\]', plain) else f'"{plain}"'
-                return f"; as plain text, write {shells}"
+    escaped = value.replace("'", r"\'")
+    plain = f"{name}='{escaped}'"
+    with suppress(HydraException):
+        if equals and OverridesParser.create().parse_override(plain).value() == value:
+            shells = shlex.quote(plain) if re.search(r'["$`\\]', value) else f'"{plain}"'
+            return f"; as plain text, write {shells}"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -206,7 +207,10 @@ class Reporter:
             say(f"nothing was saved: {why}")
             return
         # a run that has a name finds its checkpoints by itself
-        resume = f"resume={folder}"
+        # Hydra reads a comma or an equals sign as more than text
+        resume = (
+            f"resume={folder}" if re.fullmatch(r"[\w./+@~-]+", folder) else f"resume='{folder}'"
+        )
         without = ["run.name"]
         if config.run.name is not None and Path(folder) == Path("outputs", config.run.name):
             resume = "resume=auto"
