@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f".{_ROOMS[name]}", __name__), name)
 
 
-class _Folder(MetaPathFinder, Loader):
+class _HarnessAlias(MetaPathFinder, Loader):
     """Imports ``harness.x`` as ``wellfed.x``, unless another package has the name ``harness``."""
 
     def find_spec(
@@ -96,4 +96,4 @@ else:
     # not by the link
     __path__ = [os.path.realpath(folder) for folder in __path__]
     __file__ = os.path.realpath(__file__)
-    sys.meta_path.insert(0, _Folder())
+    sys.meta_path.insert(0, _HarnessAlias())

@@ -330,7 +330,7 @@ class LoaderConfig:
     )
     persistent_workers: bool | None = setting(
         None,
-        "Keep worker processes between epochs; null: true. Threads stay always.",
+        "Keep worker processes between epochs; null: true. Threads always stay.",
         no_effect_with="loader.backend=arrays, loader.num_workers=0",
     )
     drop_last: bool = setting(
@@ -879,7 +879,7 @@ def adopted(
 
 
 def named_backend(config: Config) -> BackendName | None:
-    """Returns the backend that is asked for: by name, or processes by the search of them."""
+    """Returns the backend that is asked for: by its name, or processes with ``tuner=grid``."""
     loader = config.loader
     if loader.backend not in (None, BackendName.auto):
         return loader.backend

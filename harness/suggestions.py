@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import yaml  # type: ignore[import-untyped]
-from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 _LOGGERS = (
@@ -112,6 +111,9 @@ def explain(error: BaseException | None) -> str | None:
 
     None: another error.
     """
+    # takes a tenth of a second, which no process without an error spends
+    from hydra.errors import HydraException, MissingConfigException
+
     if isinstance(error, yaml.YAMLError):
         # what is wrong in a file of settings, and where
         said = " ".join(str(getattr(error, "problem", None) or error).split())
@@ -146,16 +148,22 @@ def explain(error: BaseException | None) -> str | None:
     return said if name in said else f"{name}: {said}"
 
 
+def quoted(name: str, value: str) -> str:
+    """Returns a setting whose value Hydra reads as plain text, whatever its signs."""
+    escaped = value.replace("'", r"\'")
+    return f"{name}='{escaped}'"
+
+
 def _as_text(override: str) -> str:
     """Returns how to type an ``override`` whose value is plain text; nothing if that is no way.
 
     Hydra's grammar reads a comma, an equals sign or a parenthesis as more than text.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
 
     name, equals, value = override.partition("=")
-    escaped = value.replace("'", r"\'")
-    plain = f"{name}='{escaped}'"
+    plain = quoted(name, value)
     with suppress(HydraException):
         if equals and OverridesParser.create().parse_override(plain).value() == value:
             shells = shlex.quote(plain) if re.search(r'["$`\\]', value) else f'"{plain}"'

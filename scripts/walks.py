@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 WORKERS = 3
-# the files of each way: rooms, or modules
+# the files of each way, rooms or modules, in earlier checkouts too
 SAMPLE = ("data/", "feed/")
 TIME = ("watch/", "clock/", "monitor/", "report/", "training/reporter.py")
 # they read sensors or print, and know no step's time; garbage is collected at any time

@@ -5,6 +5,10 @@ divides among the stages comes of *laps*: a data set that names its ``stages`` i
 to call at the end of each. Laps are taken of whole batches, as many as make one sample in 30 ms of
 work, so that they cost less than a thousandth of it: of all where a sample takes longer, of few
 where it takes microseconds. A rare slow sample may then be missed or counted for others.
+
+Throughput follows operational laws (Denning and Buzen 1978): with w seconds of wall and c of
+processor time a sample, n workers give at most n / w images/s, and C processors C / (c + r + s),
+where receiving an image takes r and the step s of them.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class FeedSettings:
     """The settings of a feed with nothing left to derive; the names are torch's.
 
     ``dataclasses.replace`` changes them, and what goes with a number of workers follows: without
-    any, ``prefetch_factor`` and ``persistent_workers`` are None, else 2 and True unless given. Of
-    threads None is a ``prefetch_factor``, too: two batches in all. Arrays have no workers.
+    any, ``prefetch_factor`` and ``persistent_workers`` are None, else 2 and True unless given. With
+    threads ``prefetch_factor`` may stay None: two batches in all. Arrays have no workers.
     """
 
     batch_size: int

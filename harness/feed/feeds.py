@@ -336,10 +336,6 @@ class Feeds:
             start_method=loader.start_method.name,
             backend=backend,
         )
-        for name in ("persistent_workers", "start_method"):
-            asked = getattr(loader, name)
-            if backend == THREADS and asked != getattr(LoaderConfig(), name) and self.world.is_main:
-                log.warning("loader.%s=%s: has no effect with threads", name, shown(asked))
         if isinstance(train, OwnDataset) and BACKENDS[settings.backend].shares_interpreter:
             raise ConfigError(
                 f"loader.backend={settings.backend}: {self.splits.name} gives a Dataset, whose "
@@ -388,6 +384,12 @@ class Feeds:
         """
         if settings.backend != ARRAYS:
             self._pixels.clear()
+        default = LoaderConfig()
+        for name in ("persistent_workers", "start_method"):
+            asked = getattr(self.config.loader, name)
+            idle = settings.backend == THREADS and asked != getattr(default, name)
+            if idle and self.world.is_main:
+                log.warning("loader.%s=%s: has no effect with threads", name, shown(asked))
         order = replace(self._train_order(), rest=rest)
         return self._make(self.splits.train, order, settings, self.config.loader.restart_workers)
 

@@ -1,7 +1,7 @@
 """Loads batches by threads, in reused memory (``loader.backend=threads``).
 
 Decoders release the interpreter lock while they work. Nothing is copied or handed over.
-``prefetch_factor`` sets how many batches are in memory, however many threads there are.
+``batches_ahead`` of the settings limits the batches in memory.
 """
 
 from __future__ import annotations
@@ -182,26 +182,30 @@ class ThreadFeed(Backend):
                 self._waited_s = 0.0
                 # there is room for another batch
                 self._work.notify_all()
-                if not self._pending:
-                    raise StopIteration
-                if self._pending[0].errors:
-                    # without names for the error and its batch: the traceback keeps this frame
-                    raise self._pending.popleft().errors.pop(0)
-                batch = self._pending.popleft()
-                _, failures, stamps = zip(*sorted(batch.chunks), strict=True)
-                return HostBatch(
-                    torch.from_numpy(batch.images),
-                    torch.from_numpy(batch.labels),
-                    torch.from_numpy(batch.indices),
-                    tuple(chain(*failures)),
-                    batch.epoch,
-                    max(stamps),
-                )
+                return self._oldest()
         signals.check_wait()
         self._waited_s += time.monotonic() - began_s
         if 0 < timeout_s <= self._waited_s:
             raise too_slow(timeout_s)
         return None
+
+    def _oldest(self) -> HostBatch:
+        """Takes the oldest batch, of which nothing more will come, or raises its error."""
+        if not self._pending:
+            raise StopIteration
+        if self._pending[0].errors:
+            # without names for the error and its batch: the traceback keeps this frame
+            raise self._pending.popleft().errors.pop(0)
+        batch = self._pending.popleft()
+        _, failures, stamps = zip(*sorted(batch.chunks), strict=True)
+        return HostBatch(
+            torch.from_numpy(batch.images),
+            torch.from_numpy(batch.labels),
+            torch.from_numpy(batch.indices),
+            tuple(chain(*failures)),
+            batch.epoch,
+            max(stamps),
+        )
 
     def end(self) -> None:
         """As in ``Backend``; waits a moment for threads that are busy."""

@@ -147,8 +147,7 @@ class Evidence:
         window: the steps' figures, usually the whole run's.
         stages: what the workers spent their time on; None: the feed does not tell.
         settings: the loader's, with torch's names; ``backend`` is "processes", "threads", or
-            "arrays", which never has workers; ``prefetch_factor`` is per worker process, or of
-            threads in all.
+            "arrays", which never has workers.
         cores: processors that this rank may use.
         device: its kind.
         sampled: the machine's figures by tag, means over the run.

@@ -18,6 +18,7 @@ from ..runtime import accelerator, launch
 from ..runtime.distributed import resume_command
 from ..runtime.errors import described, words
 from ..runtime.folder import log
+from ..suggestions import quoted
 from ..training.checkpoint_read import Record, records
 from ..training.engine import Engine
 from . import mistakes
@@ -206,12 +207,11 @@ class Reporter:
                 why = "checkpoint.enabled=false"
             say(f"nothing was saved: {why}")
             return
-        # a run that has a name finds its checkpoints by itself
         # Hydra reads a comma or an equals sign as more than text
-        resume = (
-            f"resume={folder}" if re.fullmatch(r"[\w./+@~-]+", folder) else f"resume='{folder}'"
-        )
+        is_plain = re.fullmatch(r"[\w./+@~-]+", folder, re.ASCII)
+        resume = f"resume={folder}" if is_plain else quoted("resume", folder)
         without = ["run.name"]
+        # a run that has a name finds its checkpoints by itself
         if config.run.name is not None and Path(folder) == Path("outputs", config.run.name):
             resume = "resume=auto"
             without = []

@@ -1,10 +1,7 @@
 """Decides the bottleneck and the settings to change, from figures, in pure functions.
 
-``judge`` is the one classifier: of runs, and of what ``mode=diagnose`` has measured. A verdict is
-data, which ``statement`` puts into sentences. What processors and workers can give, by
-what a sample and a step cost, follows operational laws (Denning and Buzen 1978): with w seconds of
-wall and c of processor time a sample, n workers give at most n / w images/s, and C processors
-C / (c + r + s), where receiving an image takes r and the step s of them.
+``judge`` classifies runs, and the measurements of ``mode=diagnose``. A verdict is data, which
+``statement`` puts into sentences.
 """
 
 from __future__ import annotations

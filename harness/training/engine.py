@@ -277,11 +277,11 @@ class Engine:
         self.monitor.clock.start_epoch()
         batches = iter(self.train_batches)
         count = left = len(self.feed)
-        places = [self.order.taken(epoch, done) for done in range(count + 1)]
-        self._bounds = places[:1]
+        self._bounds = [self.order.taken(epoch, 0)]
         steps = math.ceil(count / config.accumulate_steps)
         if config.max_steps is not None:
             steps = min(steps, config.max_steps - state.step)
+        # the run ends with this epoch, or within it
         last = epoch + 1 == config.epochs or state.step + steps == config.max_steps
         evaluated = primes = last or (epoch + 1) % config.eval_every_epochs == 0
         due = False
@@ -297,7 +297,7 @@ class Engine:
                 parts = min(config.accumulate_steps, left)
                 self._one_step(batches, parts)
                 left -= parts
-                state.samples = places[count - left]
+                state.samples = self.order.taken(epoch, count - left)
                 self._bounds.append(state.samples)
                 if left == 0:
                     state.epoch = epoch + 1

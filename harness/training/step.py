@@ -1,4 +1,4 @@
-"""Runs the training step and its timing, and iterates over device batches."""
+"""Runs the training step, and iterates over device batches."""
 
 from __future__ import annotations
 

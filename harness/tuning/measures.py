@@ -1,6 +1,6 @@
 """Defines tuning's measurements, the throughput model and the tuning report.
 
-The model serves the diagnosis too. Its laws are in ``harness.report.verdict``.
+The model serves the diagnosis too. Its laws are in ``harness.clock.stages``.
 """
 
 from __future__ import annotations
@@ -327,9 +327,11 @@ class TuningReport:
             names.remove("persistent_workers")
         words = {name: getattr(train, name) for name in names}
         # the validation feed's follow from these, unless they had to be less
-        derived: dict[str, int | None] = {"batch_size": train.batch_size}
-        derived["num_workers"] = train.num_workers
-        derived["prefetch_factor"] = None if train.backend == THREADS else 2
+        derived = {
+            "batch_size": train.batch_size,
+            "num_workers": train.num_workers,
+            "prefetch_factor": None if train.backend == THREADS else 2,
+        }
         for name, value in derived.items():
             other = getattr(self.val, name)
             words[f"val.{name}"] = None if other == value else other

@@ -118,7 +118,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def feed() -> Iterator[ThreadFeed]:
-    feed = ThreadFeed(samples.Noise(LENGTH), ORDER, samples.settings(3, backend="threads"))
+    settings = samples.settings(3, persistent_workers=True, backend="threads")
+    feed = ThreadFeed(samples.Noise(LENGTH), ORDER, settings)
     yield feed
     feed.close()
 

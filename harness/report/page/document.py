@@ -15,7 +15,7 @@ from string import Template
 
 from ...runtime.files import write_whole
 from .course import declared
-from .runs import BUCKETS, each_told, find_runs, run_json
+from .runs import BUCKETS, find_runs, map_runs, run_json
 
 ASSETS = Path(__file__).parent
 # each imports from those before it
@@ -61,7 +61,7 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
         )
     # the more runs, the fewer points each, so that a sweep's page stays below a megabyte
     buckets = max(60, min(BUCKETS, 3 * BUCKETS // len(folders)))
-    runs = each_told(folders, partial(run_json, buckets=buckets), notes)
+    runs = map_runs(folders, partial(run_json, buckets=buckets), notes)
     path = root / "report.html"
     write_whole(path, page(runs, notes, run_name(root)).encode())
     return path, len(runs), notes

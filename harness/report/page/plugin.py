@@ -76,7 +76,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
         def every(query: Mapping[str, str]) -> str:
             notes: list[str] = []
-            return document.listed(runs.each_told(found(notes), tell, notes), notes)
+            return document.listed(runs.map_runs(found(notes), tell, notes), notes)
 
         def one(query: Mapping[str, str]) -> str:
             # a name is looked up and never made into a path

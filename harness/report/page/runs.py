@@ -57,7 +57,7 @@ def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def each_told(
+def map_runs(
     folders: Mapping[str, Path], tell: Callable[[Path, str], str], notes: list[str]
 ) -> list[str]:
     """Returns what ``tell`` returns of each run in ``folders``; a run that fails is a note."""
