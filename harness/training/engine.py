@@ -136,6 +136,8 @@ class Engine:
                 )
                 self.status = "idle"
                 return
+            elif state.step:
+                say(f"goes on with epoch {state.epoch + 1}")
             while not self._ends():
                 epoch = state.epoch
                 due = self._train_epoch(epoch)

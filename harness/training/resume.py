@@ -212,7 +212,7 @@ def take_over(
                 log.warning("saved with %s torch threads, now %d: not bitwise the same", *threads)
             say(
                 f"resumed {saved.where} after step {state.step}, {state.epoch} epochs and "
-                f"{state.samples} images; goes on with epoch {state.epoch + 1}"
+                f"{state.samples} images"
             )
             if state.samples:
                 left = rest(saved, config, state.world, length)
