@@ -49,7 +49,7 @@ from harness.training.engine import Engine
 from harness.training.state import make_state
 from harness.training.step import Step
 from scripts.bench.paired import Estimate
-from scripts.bench.results import Sample, machine, machine_line, markdown, parser, write
+from scripts.bench.tables import Sample, machine, machine_line, markdown, parser, write
 
 CLASSES = 10
 # the interval of harness / hand-written may not lie below

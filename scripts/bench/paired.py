@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.bench.results import Sample
+from scripts.bench.tables import Sample
 
 # does so many steps, or the one thing that it is for
 Work = Callable[[int], object]

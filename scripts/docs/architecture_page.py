@@ -19,7 +19,7 @@ from textwrap import dedent
 import harness
 from harness.config import Config, walk
 from scripts import walks
-from scripts.bench.results import write
+from scripts.bench.tables import write
 
 ROOT = Path(__file__).resolve().parents[2]
 HARNESS = ROOT / "harness"

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from harness import config as schema
 from harness.cli.compose import register
-from scripts.bench.results import write
+from scripts.bench.tables import write
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"

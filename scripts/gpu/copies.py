@@ -21,7 +21,7 @@ from torch import Tensor
 
 from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
-from scripts.bench.results import Sample
+from scripts.bench.tables import Sample
 
 MIB = 2**20
 # of the square matrices that stand for the work: large enough to fill a GPU

@@ -35,7 +35,7 @@ from harness.training.state import make_state
 from harness.training.step import Step
 from scripts.bench.differential import Rig, compare, emulated_rig
 from scripts.bench.loop import make_batches
-from scripts.bench.results import Sample, machine, plain
+from scripts.bench.tables import Sample, machine, plain
 from scripts.gpu import feeds as gpu_feeds
 from scripts.gpu import loaders as gpu_loaders
 from scripts.gpu import unsettled as gpu_unsettled

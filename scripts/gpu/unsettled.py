@@ -28,7 +28,7 @@ from harness.runtime import accelerator, workers
 from harness.runtime.errors import LoaderError
 from scripts.bench.differential import Rig, emulated_rig
 from scripts.bench.loop import make_batches
-from scripts.bench.results import Sample
+from scripts.bench.tables import Sample
 from scripts.gpu.feeds import shapes
 from scripts.gpu.loaders import LOADERS, Job
 from scripts.gpu.options import Options, Row, Said

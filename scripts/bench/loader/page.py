@@ -8,7 +8,7 @@ from statistics import median
 
 from scripts.bench.loader.peers import DECODE, EXAMPLES, PEERS
 from scripts.bench.loader.score import AGAIN, BARE, Part, collect, cpu_ms, rate
-from scripts.bench.results import Line, Sample, machine_line, markdown
+from scripts.bench.tables import Line, Sample, machine_line, markdown
 
 Row = dict[str, object]
 NORMALISED = "arrays, normalised"

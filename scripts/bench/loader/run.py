@@ -38,7 +38,7 @@ from scripts.bench.loader.page import FILTERS, KINDS, NORMALISED, UNCACHED, show
 from scripts.bench.loader.peers import DECODE, EXAMPLES, PEERS
 from scripts.bench.loader.score import AGAIN, BARE, KEY
 from scripts.bench.loader.turn import FailedError, ask
-from scripts.bench.results import PAGES, ROOT, Results, listed, machine, tell, write
+from scripts.bench.tables import PAGES, ROOT, Results, listed, machine, tell, write
 
 PAGE = PAGES / "loader.md"
 # side of the crops on which a small network is trained, in pixels

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from scripts.bench.results import Line, Sample
+from scripts.bench.tables import Line, Sample
 
 # the name of a row's control ends so
 AGAIN = " again"

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.paired import Estimate
-from scripts.bench.results import ROOT, Results, listed, machine, machine_line, markdown
+from scripts.bench.tables import ROOT, Results, listed, machine, machine_line, markdown
 from scripts.bench.tuner.slept import BEGAN, LARGE, READ, STEP
 
 _RUN_S = 900.0

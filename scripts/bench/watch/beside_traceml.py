@@ -39,7 +39,7 @@ import numpy as np
 import psutil
 
 from scripts.bench.paired import Estimate
-from scripts.bench.results import (
+from scripts.bench.tables import (
     PAGES,
     ROOT,
     Sample,

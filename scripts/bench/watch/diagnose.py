@@ -191,7 +191,7 @@ def compare(name: str, config: Config, rounds: int, seconds: float) -> dict[str,
 
 def row(name: str, config: Config, found: dict[str, Any]) -> dict[str, object]:
     """One workload's line of the table."""
-    from scripts.bench.results import Sample
+    from scripts.bench.tables import Sample
 
     rates = {kind: [each["images_per_s"] for each in found[kind]] for kind in ("real", "cached")}
     gains = [cached / real for real, cached in zip(rates["real"], rates["cached"], strict=True)]
@@ -218,7 +218,7 @@ def show(
     rows: Sequence[dict[str, object]], seconds: float, load: Sequence[float], threads: int | None
 ) -> str:
     """The page."""
-    from scripts.bench.results import machine, machine_line, markdown
+    from scripts.bench.tables import machine, machine_line, markdown
 
     busy = f"{min(load):.1f} to {max(load):.1f}"
     count = threads or "as many"
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = show(rows, a.seconds, load, a.threads)
     print(page)
     if a.write:
-        from scripts.bench.results import write
+        from scripts.bench.tables import write
 
         write(PAGE, page)
     return 0

@@ -32,7 +32,7 @@ from harness import config as schema
 from harness.cli.job import Job, main_worker
 from harness.config import Config, ConfigError
 from harness.runtime import distributed
-from scripts.bench.results import PAGES, ROOT, machine, machine_line, markdown, write
+from scripts.bench.tables import PAGES, ROOT, machine, machine_line, markdown, write
 from scripts.bench.watch import control_groups
 from scripts.bench.watch import planted_acts as acts
 from scripts.bench.watch.control_groups import group_of

@@ -35,7 +35,7 @@ from harness.monitor.host import HostSensor, Sampler
 from harness.monitor.writer import RunWriter, Value
 from scripts.bench.differential import Emulated
 from scripts.bench.paired import Cost, Estimate, Plan, Work
-from scripts.bench.results import PAGES, machine, machine_line, markdown, parser, write
+from scripts.bench.tables import PAGES, machine, machine_line, markdown, parser, write
 from scripts.bench.watch.worker import BATCH, STAGES, Worker, timers_cost
 
 PAGE = PAGES / "watch.md"

@@ -36,7 +36,7 @@ import psutil
 import pytest
 
 from harness.clock.figures import Tag
-from scripts.bench.results import (
+from scripts.bench.tables import (
     PAGES,
     ROOT,
     listed,

@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from scripts.bench.results import PAGES, listed, machine, machine_line, markdown, parser, write
+from scripts.bench.tables import PAGES, listed, machine, machine_line, markdown, parser, write
 from tests.hostile.attack.commands import KINDS, REQUIRED, cases
 from tests.hostile.attack.places import Case, Done, Step, listing, prepared
 from tests.hostile.chaos.start import ROOT

@@ -33,7 +33,7 @@ import psutil
 from PIL import Image
 
 from harness.training import checkpoint_read
-from scripts.bench.results import PAGES, listed, machine, machine_line, markdown, parser, write
+from scripts.bench.tables import PAGES, listed, machine, machine_line, markdown, parser, write
 from tests.hostile.chaos.samples import batches, updates, wrong_samples
 from tests.hostile.chaos.start import NOTED, POLL_S, TRAIN, Plan, Run, ended, free_port
 from tests.support.run_state import digest, lines, logged, wrong_lines
@@ -85,24 +85,28 @@ def row(part: str, n: int, required: str, wrong: Sequence[str], *told: str) -> R
 def kills(plan: Plan) -> list[Row]:
     """SIGKILL of the process group at random moments, again and again until the run ends."""
     rows = []
-    for name, workers, backend in (
-        ("no workers", 0, "processes"),
-        ("2 processes", 2, "processes"),
-        ("2 threads", 2, "threads"),
+    for name, workers, backend, count in (
+        ("no workers", 0, "processes", 1),
+        ("2 processes", 2, "processes", 1),
+        ("2 threads", 2, "threads", 1),
+        ("2 ranks", 1, "threads", 2),
     ):
         overrides = (
             *_DIGITS,
+            *_RANKS[count],
+            f"loader.batch_size={64 // count}",
             f"loader.num_workers={workers}",
             f"loader.backend={backend}",
-            "loader.drop_last=false",
+            f"loader.drop_last={'true' if count > 1 else 'false'}",
+            "trainer.epochs=4",
+            "checkpoint.every_steps=5",
         )
-        rows.append(
-            _killed(plan, name, (*overrides, "trainer.epochs=4", "checkpoint.every_steps=5"))
-        )
+        # an epoch leaves out less than this
+        rows.append(_killed(plan, name, overrides, 64 if count > 1 else 1))
     return rows
 
 
-def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
+def _killed(plan: Plan, name: str, overrides: tuple[str, ...], batch: int) -> Row:
     draw = random.Random(f"{plan.seed} {name}")
     wrong = []
     killed = 0
@@ -114,12 +118,14 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
         runs += 1
         place = plan.place(f"{name}/{runs}")
         goes_on = True
+        checkpoints = place / "outputs/x/checkpoints"
         while goes_on:
-            saved = checkpoint_read.records(place / "outputs/x/checkpoints")
+            saved = checkpoint_read.records(checkpoints)
             with Run(plan, place, [*NOTED, *overrides, "resume=auto"]) as life:
-                goes_on = (
-                    life.trains() and killed < plan.n and life.goes_on(draw.uniform(0, most_s))
-                )
+                goes_on = life.trains()
+                if saved and _step_of(checkpoints / "last.pt") < saved[-1].step:
+                    wrong.append(f"run {runs}: last.pt is behind step {saved[-1].step}")
+                goes_on = goes_on and killed < plan.n and life.goes_on(draw.uniform(0, most_s))
                 if goes_on:
                     life.signal(SIGKILL)
                     # or it has ended by itself meanwhile
@@ -132,15 +138,20 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
                 begun = f" after step {saved[-1].step}"
             if begun not in life.said:
                 wrong.append(f"run {runs}: did not say {begun!r}")
-        wrong += [f"run {runs}: {text}" for text in _differences(life, whole)]
+        wrong += [f"run {runs}: {text}" for text in _differences(life, whole, batch)]
     required = (
-        "each life goes on from the newest checkpoint; the same state, lines and losses as without "
-        "kills; every sample once an epoch; TensorBoard equal to metrics.jsonl"
+        "each life goes on from the newest checkpoint, to which last.pt points; the same state, "
+        "lines and losses as without kills; every sample once an epoch; TensorBoard equal to "
+        "metrics.jsonl"
     )
     return row(f"kills, {name}", killed, required, wrong, f"{runs} runs")
 
 
-def _differences(last: Run, whole: Path) -> list[str]:
+def _step_of(pointer: Path) -> int:
+    return int(pointer.readlink().stem.removeprefix("step-"))
+
+
+def _differences(last: Run, whole: Path, batch: int = 1) -> list[str]:
     """What tells a run that was killed from the ``whole`` one."""
     folder = last.folder
     wrong = wrong_lines(folder)
@@ -150,7 +161,7 @@ def _differences(last: Run, whole: Path) -> list[str]:
         wrong.append("other lines")
     if "falling back" in (folder / "train.log").read_text():
         wrong.append("a checkpoint was damaged")
-    return wrong + wrong_samples(updates(last.notes), _DIGITS_IMAGES, 1)
+    return wrong + wrong_samples(updates(last.notes), _DIGITS_IMAGES, batch)
 
 
 def terms(plan: Plan) -> list[Row]:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from scripts.bench.results import PAGES, machine, machine_line, markdown, parser, write
+from scripts.bench.tables import PAGES, machine, machine_line, markdown, parser, write
 from tests.hostile.fuzz.readers import READERS, tried
 
 PAGE = PAGES / "fuzz.md"
