@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageChops
+from PIL.AvifImagePlugin import AvifImageFile
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
@@ -25,8 +27,14 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-# as much of a file as ``reader`` looks at
-HEAD_BYTES = 16
+try:
+    # of the extra heif
+    from pillow_heif import HeifImageFile
+except ImportError:
+    HeifImageFile = None
+
+# as much of a file as ``reader`` and ``foreign`` look at
+HEAD_BYTES = 64
 
 _JPEG = b"\xff\xd8\xff"
 # What libjpeg-turbo paints over in grey. Bytes too many are harmless in a header and at the image's
@@ -74,6 +82,12 @@ _READERS: tuple[tuple[bytes, type[ImageFile]], ...] = (
     *((b"P%c" % kind, PpmImageFile) for kind in b"123456f"),
 )
 
+# Images that only the extra heif reads, or nothing here. A brand of ISO media follows "ftyp".
+_FOREIGN = re.compile(
+    rb"(?s)(?P<HEIC>.{4}ftyp(he|mif1|msf1))|(?P<JXL>\xff\n|\0\0\0\x0cJXL )"
+    rb"|(?P<JP2>\0\0\0\x0cjP  |\xffO\xffQ)|(?P<RAW>.{4}ftypcrx|FUJIFILM|IIR[OS]|MMOR|IIU\0|FOVb)"
+)
+
 
 class DecodeError(ValueError):
     """Why bytes cannot be decoded to an image."""
@@ -98,7 +112,28 @@ def reader(head: bytes) -> type[ImageFile] | None:
     """
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return WebPImageFile
+    if head[4:8] == b"ftyp" and re.search(b"avi[fs]", head[:HEAD_BYTES]):
+        return AvifImageFile
+    if foreign(head) == "HEIC" and HeifImageFile is not None:
+        found: type[ImageFile] = HeifImageFile
+        return found
     return next((plugin for start, plugin in _READERS if head.startswith(start)), None)
+
+
+def foreign(head: bytes) -> str | None:
+    """Returns the format of an image without a reader of this project's, by its first bytes."""
+    found = _FOREIGN.match(head)
+    return found and found.lastgroup
+
+
+def way_to_read(formats: Iterable[str]) -> str:
+    """Returns advice on images of ``formats`` that are not read; empty: there are none."""
+    advice = []
+    if "HEIC" in formats:
+        advice.append('to read HEIC, pip install -e ".[heif]" or uv sync --extra heif')
+    if others := [name for name in formats if name != "HEIC"]:
+        advice.append(f"convert {' and '.join(others)} to PNG")
+    return "; ".join(advice)
 
 
 def decode(data: bytes, options: DecodeOptions) -> np.ndarray:
@@ -171,8 +206,10 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
                 "a Git LFS pointer, not the image itself; run `git lfs pull` in the data set's "
                 "repository"
             )
+        if found := foreign(data):
+            raise DecodeError(f"{found}, which is not read; {way_to_read([found])}")
         raise DecodeError(
-            "not an image of a supported format (JPEG, PNG, WebP, BMP, TIFF, GIF, PPM)"
+            "not an image of a supported format (JPEG, PNG, WebP, AVIF, BMP, TIFF, GIF, PPM)"
             if data
             else "empty file"
         )

@@ -1,7 +1,7 @@
 """Lists the images in a tree of class folders as packed arrays in one mapped file.
 
-The file is remembered while no folder of the tree changes. Links, devices and strangers are never
-followed: they are left out, and counted.
+The file is remembered while no folder of the tree changes. Links are followed wherever they lead,
+but not into a folder that was read already. What is no image is left out, counted and named.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import hashlib
 import json
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
+from PIL.TiffImagePlugin import TiffImageFile
 
 from ..runtime import signals
 from ..runtime.errors import DataError, listed
 from ..runtime.files import open_regular, write_whole
 from ..runtime.folder import log
-from .decode import HEAD_BYTES, reader
+from .decode import HEAD_BYTES, foreign, reader
 from .mapped import MappedFile, checksum, in_memory
 
 # Of the file, and of the rules by which a scan chooses and is trusted: raise it with either.
-_FORMAT = 7
+_FORMAT = 8
 # a folder changed so shortly before its scan may change again without another time of change
 _RACY_NS = 2_000_000_000
 
@@ -33,7 +34,13 @@ _RACY_NS = 2_000_000_000
 _SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .png .webp .bmp .dib .tif .tiff .gif .ppm .pgm .pbm .pnm .pfm".split()
 )
+# What operating systems, archivers and network storage leave in folders, besides hidden names.
+_LITTER = frozenset(
+    b"thumbs.db|ehthumbs.db|desktop.ini|__macosx|@eadir|@recycle|#recycle|#snapshot|$recycle.bin|"
+    b"system volume information|lost+found|__pycache__".split(b"|")
+)
 _BROKEN_LINK = "broken link"
+_REPEATED = "link to a folder that is read already"
 
 
 class Index:
@@ -48,7 +55,8 @@ class Index:
         labels: int64 ``[N]``, read-only: the place in ``folders`` of each image's class.
         ends: int64 ``[N]``: where each image's path ends in ``names``, and the next one begins.
         names: the paths below the class folders, uint8, one behind the other.
-        skipped: how many entries were left out, by reason.
+        skipped: how many entries were left out, by reason; an image's format is a reason.
+        examples: the first three paths of each.
         watched: the state of each folder by whose change one of the images would show.
     """
 
@@ -59,7 +67,8 @@ class Index:
         self.labels = content[: 8 * count].view(np.int64)
         self.ends = content[8 * count : 16 * count].view(np.int64)
         self.names = content[16 * count : -24 - size]
-        folders, skipped, self.watched = json.loads(content[-24 - size : -24].tobytes())
+        facts = json.loads(content[-24 - size : -24].tobytes())
+        folders, skipped, self.examples, self.watched = facts
         self.folders = tuple(map(os.fsencode, folders))
         self.skipped = Counter[str](skipped)
 
@@ -83,11 +92,11 @@ def listing(root: bytes) -> Index:
     Raises:
         DataError: a folder cannot be read.
     """
-    return Index(in_memory(_Scan(root, os.path.realpath(root), flat=True).packed("")))
+    return Index(in_memory(_Scan(root, flat=True).packed("")))
 
 
-def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
-    """Returns the index of the class folders in ``root``; links stay in it, or in ``limit``.
+def open_index(root: bytes, kept: Path) -> Index:
+    """Returns the index of the class folders in ``root``.
 
     A later run finds the index in the folder ``kept``, and only asks every folder of the tree for
     its times of change. Not detected: files written in place, links re-targeted outside the tree.
@@ -97,7 +106,7 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
         DataError: something cannot be read.
     """
     # Another user may read other files.
-    key = b"\0".join((b"%d %d" % (_FORMAT, os.geteuid()), os.path.realpath(root), limit))
+    key = b"\0".join((b"%d %d" % (_FORMAT, os.geteuid()), os.path.realpath(root)))
     place = kept / hashlib.sha256(key).hexdigest()[:32]
     try:
         file = MappedFile(open_regular(place, os.O_RDONLY | os.O_NOFOLLOW))
@@ -113,10 +122,10 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
     except (OSError, ValueError) as error:
         log.warning("%s: damaged (%s): made again", place, error)
     racy_ns = time.time_ns() - _RACY_NS
-    scan = _Scan(root, limit)
+    scan = _Scan(root)
     packed = scan.packed(place.name)
     settled = all(max(state[1:]) < racy_ns for state in scan.watched.values())
-    if settled and _BROKEN_LINK not in scan.skipped:
+    if settled and _BROKEN_LINK not in scan.left_out:
         try:
             kept.mkdir(parents=True, exist_ok=True)
             write_whole(place, packed)
@@ -133,20 +142,19 @@ def _sealed(content: bytes, name: str) -> bytes:
 class _Scan:
     """One pass over the class folders in ``root``, or if ``flat`` over the images below it.
 
-    Images are sorted by their paths, which are relative to their class folder. Links lead to places
-    in ``root`` or in ``limit``, a real path. ``watched`` has the folders by whose
-    ``_folder_state``, as it was before they were read, a change would show: those of the tree, and
-    those that links to images lead to.
+    Images are sorted by their paths, which are relative to their class folder. ``watched`` has the
+    folders by whose ``_folder_state``, as it was before they were read, a change would show: those
+    of the tree, and those that links to images lead to.
 
     Raises:
         DataError: something cannot be read.
     """
 
-    def __init__(self, root: bytes, limit: bytes, flat: bool = False) -> None:
-        self.skipped: Counter[str] = Counter()
+    def __init__(self, root: bytes, flat: bool = False) -> None:
+        # paths by reason
+        self.left_out: defaultdict[str, list[bytes]] = defaultdict(list)
         self.watched: dict[bytes, list[int]] = {}
-        # also those of a root that is itself a link out of the limit
-        self._limits = tuple(os.path.join(path, b"") for path in (limit, os.path.realpath(root)))
+        self._root = root
         self._unreadable: list[bytes] = []
         self._flat = flat
         # by their class folder
@@ -157,12 +165,14 @@ class _Scan:
             self.images[b""] = self._images(root)
         else:
             for entry in sorted(self._entries(root), key=attrgetter("name")):
-                if entry.is_dir(follow_symlinks=False):
-                    self.images[entry.name] = self._images(entry.path)
+                if not os.path.exists(entry.path):
+                    self.left_out[_BROKEN_LINK].append(entry.path)
+                elif not os.path.isdir(entry.path):
+                    self.left_out["file beside the class folders"].append(entry.path)
+                elif os.path.realpath(entry.path) in _with_parents(root):
+                    self.left_out[_REPEATED].append(entry.path)
                 else:
-                    is_folder = os.path.isdir(entry.path)
-                    reason = "link to a folder" if is_folder else "file beside the class folders"
-                    self.skipped[reason] += 1
+                    self.images[entry.name] = self._images(entry.path)
         if self._unreadable:
             names = listed(list(map(os.fsdecode, sorted(self._unreadable))))
             raise DataError(
@@ -175,7 +185,14 @@ class _Scan:
         labels = np.repeat(np.arange(len(self.images)), [*map(len, self.images.values())])
         ends = np.cumsum([*map(len, names)], dtype=np.int64)
         watched = {os.fsdecode(path): state for path, state in self.watched.items()}
-        facts = json.dumps([[*map(os.fsdecode, self.images)], self.skipped, watched]).encode()
+        below = len(os.path.join(self._root, b""))
+        counts = {reason: len(paths) for reason, paths in self.left_out.items()}
+        examples = {
+            reason: [os.fsdecode(path[below:]) for path in sorted(paths)[:3]]
+            for reason, paths in self.left_out.items()
+        }
+        folders = [*map(os.fsdecode, self.images)]
+        facts = json.dumps([folders, counts, examples, watched]).encode()
         sizes = np.array([len(names), len(facts)])
         content = b"".join((labels.tobytes(), ends.tobytes(), *names, facts, sizes.tobytes()))
         return content + _sealed(content, name)
@@ -184,8 +201,20 @@ class _Scan:
         start = len(os.path.join(folder, b""))
         found = []
         pending = [folder]
-        while pending:
-            for entry in self._entries(pending.pop()):
+        # after the folders themselves, by name
+        links: list[bytes] = []
+        read = _with_parents(self._root)
+        while pending or links:
+            if not pending:
+                links.sort()
+                link = links.pop(0)
+                if os.path.realpath(link) in read:
+                    self.left_out[_REPEATED].append(link)
+                    continue
+                pending.append(link)
+            at = pending.pop()
+            read |= _with_parents(at)
+            for entry in self._entries(at):
                 try:
                     reason = self._unfit(entry)
                 except OSError:
@@ -194,42 +223,38 @@ class _Scan:
                         continue
                     reason = None
                 if reason is not None:
-                    self.skipped[reason] += 1
-                elif entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
+                    self.left_out[reason].append(entry.path)
+                elif os.path.isdir(entry.path):
+                    (links if entry.is_symlink() else pending).append(entry.path)
                 else:
                     found.append(entry.path[start:])
         return sorted(found)
 
     def _entries(self, folder: bytes) -> list[os.DirEntry[bytes]]:
         signals.check()
+        shown = []
         try:
             self.watched[folder] = _folder_state(folder)
             with os.scandir(folder) as entries:
-                every = list(entries)
+                for entry in entries:
+                    if entry.name.startswith(b".") or entry.name.lower() in _LITTER:
+                        self.left_out["hidden"].append(entry.path)
+                    else:
+                        shown.append(entry)
         except OSError:
             self._unreadable.append(folder)
-            return []
-        shown = [entry for entry in every if not entry.name.startswith(b".")]
-        if len(shown) < len(every):
-            self.skipped["hidden"] += len(every) - len(shown)
         return shown
 
     def _unfit(self, entry: os.DirEntry[bytes]) -> str | None:
         """Why ``entry`` is left out; None: it is an image or a folder."""
-        named_image = os.path.splitext(entry.name)[1].lower() in _SUFFIXES
-        if entry.is_dir(follow_symlinks=False):
-            return "folder named like an image" if named_image else None
+        suffix = os.path.splitext(entry.name)[1].lower()
+        # also for a link that leads to itself
+        if entry.is_symlink() and not os.path.exists(entry.path):
+            return _BROKEN_LINK
+        if entry.is_dir():
+            return "folder named like an image" if suffix in _SUFFIXES else None
         if entry.is_symlink():
-            # also for a link that leads to itself
-            if not os.path.exists(entry.path):
-                return _BROKEN_LINK
-            if os.path.isdir(entry.path):
-                return "link to a folder"
-            target = os.path.realpath(entry.path)
-            if not target.startswith(self._limits):
-                return "link out of the data set"
-            beside = os.path.dirname(target)
+            beside = os.path.dirname(os.path.realpath(entry.path))
             if beside not in self.watched:
                 self.watched[beside] = _folder_state(beside)
         if not entry.is_file():
@@ -237,10 +262,23 @@ class _Scan:
         # asked for the user that files are opened as
         if not os.access(entry.path, os.R_OK, effective_ids=True):
             raise PermissionError
-        if named_image:
+        if suffix in _SUFFIXES:
             return None
         with open(entry.path, "rb") as file:
-            return None if reader(file.read(HEAD_BYTES)) else "not an image"
+            head = file.read(HEAD_BYTES)
+        plugin = reader(head)
+        if suffix and plugin is TiffImageFile:
+            # most raw formats of cameras begin like it, and have a thumbnail where it has pixels
+            return os.fsdecode(suffix[1:].upper())
+        return None if plugin else foreign(head) or "not an image"
+
+
+def _with_parents(folder: bytes) -> set[bytes]:
+    """Returns the real path of ``folder``, and those of all folders above it."""
+    paths = [os.path.realpath(folder)]
+    while (parent := os.path.dirname(paths[-1])) != paths[-1]:
+        paths.append(parent)
+    return {*paths}
 
 
 def _folder_state(path: bytes) -> list[int]:

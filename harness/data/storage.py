@@ -17,6 +17,7 @@ from ..runtime.errors import BadSample, DataError, is_out_of_memory, listed, pri
 from ..runtime.files import read_regular
 from ..runtime.folder import log
 from ..runtime.seeding import order_rng
+from .decode import way_to_read
 from .folder_index import listing, open_index
 
 # of one file; larger ones are no images, and would take the run's memory
@@ -47,21 +48,16 @@ class FolderSource:
     If ``flat``, the images lie anywhere below ``root``, or ``root`` is an image itself. They belong
     to one class, which has no name.
 
-    Hidden entries, everything that is not a regular file, folders named like images, links to
-    folders and links that leave both ``root`` and ``within`` (None: no other) are left out and
-    counted by reason. The list of names is remembered (``Index``).
+    Links are followed. Hidden entries and other litter, broken links and loops of links, folders
+    named like images and everything that is not an image are left out, and counted by reason. The
+    list of names is remembered (``Index``).
 
     Raises:
         DataError: ``root`` is missing, has no images, a class without images, or something that may
             not be read.
     """
 
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        within: str | os.PathLike[str] | None = None,
-        flat: bool = False,
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], flat: bool = False) -> None:
         self.root = os.path.abspath(root)
         is_file = flat and os.path.isfile(self.root)
         if not is_file:
@@ -69,13 +65,18 @@ class FolderSource:
         if flat:
             index = listing(os.fsencode(self.root))
         else:
-            limit = os.path.realpath(os.fsencode(within or self.root))
-            index = open_index(os.fsencode(self.root), limit, cache_root() / "index")
+            index = open_index(os.fsencode(self.root), cache_root() / "index")
         if is_file:
             self.root = os.path.dirname(self.root)
         self.index = index
         self.classes = tuple(map(os.fsdecode, index.folders))
-        left_out = ", ".join(f"{count} {reason}" for reason, count in index.skipped.most_common())
+        left_out = ", ".join(
+            f"{count} {reason} ({', '.join(index.examples[reason])}{', ...' * (count > 3)})"
+            for reason, count in index.skipped.most_common()
+        )
+        # formats are the reasons in capitals
+        if advice := way_to_read([reason for reason in index.skipped if reason.isupper()]):
+            left_out += f"; {advice}"
         if left_out:
             log.warning("%s: left out: %s", printable(self.root), left_out)
         filled = {self.classes[label] for label in np.unique(self.labels)}
@@ -270,9 +271,9 @@ def open_folder_splits(
         raise DataError(f"{base}: no val folder beside {kept.name}; add it, or {instead}")
     if "test" in sets and held_out != sets["test"]:
         say("test is kept apart; evaluate it by mode=evaluate resume=RUN data.evaluate=test")
-    train = FolderSource(kept, base)
+    train = FolderSource(kept)
     try:
-        val = FolderSource(held_out, base)
+        val = FolderSource(held_out)
     except DataError as error:
         raise DataError(f"{error}, or {instead}") from error
     only = [
@@ -336,7 +337,7 @@ def open_evaluated(
     name = "validation images"
     source: Source
     if folder is not None:
-        source = FolderSource(folder, base)
+        source = FolderSource(folder)
         if folder != sets.get("val"):
             name = "test images"
     elif evaluate is Evaluate.test:

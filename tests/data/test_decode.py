@@ -370,7 +370,7 @@ BAD: dict[str, Any] = {
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
     "zeros": (
         bytes(65536),
-        "not an image of a supported format (JPEG, PNG, WebP, BMP, TIFF, GIF, PPM)",
+        "not an image of a supported format (JPEG, PNG, WebP, AVIF, BMP, TIFF, GIF, PPM)",
     ),
     "html": (b"<html>not found</html>", "not an image of a supported format"),
     "eps": (EPS, "not an image of a supported format"),

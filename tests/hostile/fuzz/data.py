@@ -190,7 +190,7 @@ def index_file(place: Path) -> Reader:
         path.unlink(missing_ok=True)
         path.write_bytes(data)
         told.lines.clear()
-        found = folder_index.open_index(root, os.path.realpath(root), place / "cache/index")
+        found = folder_index.open_index(root, place / "cache/index")
         paths = [
             (found.names[:end], found.folders[i])
             for end, i in zip(found.ends, found.labels, strict=True)
