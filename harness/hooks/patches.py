@@ -132,7 +132,7 @@ def fetch(take: Callable[[Any], Any], iterator: Any) -> Any:
     return batch
 
 
-def _copy(copy: Callable[..., Any], tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+def _copy(copy: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
     given = (*args, *named.values())
     start = None
     # most calls change only the type

@@ -46,6 +46,13 @@ def test_any_iterable_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert Session.running is None
 
 
+def test_a_copy_by_name_is_passed_on(tmp_path: Path) -> None:
+    """The arguments of a watched ``Tensor.to`` may have any names that torch gives them."""
+    with wellfed.watching(tmp_path / "run", tensorboard=False):
+        train(BATCHES, epochs=1)
+        assert BATCHES[0].to("cpu", copy=True) is not BATCHES[0]
+
+
 def test_what_is_watched_already_has_one_report(tmp_path: Path) -> None:
     """An inner block adds nothing and takes nothing away."""
     with (
