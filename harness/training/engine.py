@@ -138,6 +138,7 @@ class Engine:
                 return
             elif state.step:
                 say(f"goes on with epoch {state.epoch + 1}")
+            self.step.check_last_batch(self.order.length)
             while not self._ends():
                 epoch = state.epoch
                 due = self._train_epoch(epoch)

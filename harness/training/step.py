@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from ..clock.clock import StepClock
@@ -23,6 +25,8 @@ from ..config import Config, Precision
 from ..data.augment import BatchAugment, Mix
 from ..feed.prefetcher import DataPrefetcher
 from ..runtime import accelerator
+from ..runtime.errors import words
+from ..runtime.seeding import seeded
 from .models import refuse_logits
 from .optimizer import fill_momentum, skip_nonfinite
 from .state import TrainState
@@ -117,6 +121,26 @@ class Step:
             place = accelerator.get(self.world.device).place
             places = None if place is None else [place]
             self.model = DistributedDataParallel(network, device_ids=places)
+
+    def check_last_batch(self, length: int) -> None:
+        """Raises what a batch norm would on the last batch, of one image, of ``length`` images."""
+        config = self.config
+        if config.loader.drop_last or length % config.loader.batch_size != 1:
+            return
+        network = self.state.network
+        # Shapes alone: neither statistics nor random numbers change.
+        meta = {
+            name: tensor.to("meta")
+            for name, tensor in chain(network.named_parameters(), network.named_buffers())
+        }
+        side = config.data.image_size
+        with seeded(0, 0, 0):
+            try:
+                functional_call(network, meta, torch.empty(1, 3, side, side, device="meta"))
+            except Exception as error:
+                # of a network that needs values, the step will tell
+                if "more than 1 value per channel" in words(error):
+                    raise
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
         """Trains on one of the ``parts`` batches of an update; the last makes it.

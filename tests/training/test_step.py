@@ -354,3 +354,24 @@ def test_what_is_skipped_is_what_torchs_scaler_skips(monkeypatch: pytest.MonkeyP
         found.append((weights, step.read().skipped))
     assert found[0][1] == found[1][1] == 1
     assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+
+
+@pytest.mark.parametrize("side", [2, 12], ids=["one value", "several values"])
+def test_a_last_batch_of_one_image_is_refused_before_training(side: int) -> None:
+    """A norm that would have one value per channel is told at the start; nothing else changes."""
+    config = Config()
+    config.loader.drop_last, config.loader.batch_size = False, 8
+    config.data.image_size = side + 1
+    model = nn.Sequential(network()[:3], nn.Dropout(), nn.Flatten(), nn.LazyLinear(5))
+    model(torch.zeros(2, 3, side + 1, side + 1))
+    step = make(config, model)
+    before = copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
+    if side == 2:
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            step.check_last_batch(17)
+    else:
+        step.check_last_batch(17)
+    step.check_last_batch(16)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
