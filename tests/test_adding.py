@@ -39,7 +39,10 @@ pytestmark = pytest.mark.usefixtures("kept_globals")
 
 @pytest.fixture
 def examples(write_module: Write, tmp_path: Path) -> None:
-    """The page's modules in the current folder, and images as its commands name them."""
+    """The page's modules in the current folder, and images as its commands name them.
+
+    The tables are a spreadsheet's: with a byte order mark, blanks, commas and quotes in names.
+    """
     for block in BLOCKS:
         write_module(re.match(r"# (\w+)\.py", block)[1], block)  # type: ignore[index]
     rng = np.random.default_rng(0)
@@ -50,10 +53,10 @@ def examples(write_module: Write, tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             for i in range(count):
                 Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(
-                    folder / f"{i}.png"
+                    folder / f"photo {i}, old.png"
                 )
-                lines.append(f"{part}/{name}/{i}.png,{name}\n")
-        (tmp_path / "photos" / f"{part}.csv").write_text("".join(lines))
+                lines.append(f'"{part}/{name}/photo {i}, old.png",{name}\r\n')
+        (tmp_path / "photos" / f"{part}.csv").write_text("".join(lines), encoding="utf-8-sig")
 
 
 def test_the_examples_are_short() -> None:
