@@ -394,8 +394,8 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
 
 def as_evaluated(data: DataConfig) -> tuple[DecodeOptions, CropTransform]:
     """Returns how an image is decoded, and what it then goes through in evaluation."""
-    options = DecodeOptions(data.exif_orientation, data.background, data.max_pixels)
-    return options, CropTransform.from_config(AugmentConfig(Crop.center, hflip=0.0), data)
+    centred = AugmentConfig(Crop.center, hflip=0.0)
+    return DecodeOptions.of(data), CropTransform.from_config(centred, data)
 
 
 def crop_error(images: ImageDataset) -> float:

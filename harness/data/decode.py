@@ -27,6 +27,8 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from ..config import DataConfig
+
 try:
     # of the extra heif
     from pillow_heif import HeifImageFile
@@ -103,6 +105,11 @@ class DecodeOptions:
     background: tuple[int, int, int] = (255, 255, 255)
     # of the largest image that is decoded
     max_pixels: int = 50_000_000
+
+    @classmethod
+    def of(cls, data: DataConfig) -> DecodeOptions:
+        """Returns the options that ``data`` sets."""
+        return cls(data.exif_orientation, data.background, data.max_pixels)
 
 
 def reader(head: bytes) -> type[ImageFile] | None:

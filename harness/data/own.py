@@ -22,6 +22,7 @@ from ..runtime import user_code
 from ..runtime.errors import BadSample, is_out_of_memory
 from ..runtime.folder import log
 from ..runtime.seeding import seeded
+from .decode import DecodeOptions, decode_opened
 from .storage import ArraySource, FolderSource, Source, Subset
 
 
@@ -92,6 +93,8 @@ class OwnDataset:
     classes: tuple[str, ...]
     image_size: int
     seed: int
+    # of an image of PIL's
+    options: DecodeOptions = DecodeOptions()
     # whether a sample that cannot be read is replaced
     skips: bool = False
 
@@ -128,16 +131,25 @@ class OwnDataset:
         where = f"{self.where}, sample {place}"
         try:
             with seeded(self.seed, epoch, index):
-                image, label = self.given[place]
+                sample = self.given[place]
         except Exception as error:
             # no sample's fault
             if is_out_of_memory(error):
                 raise
             raise BadSample(where, user_code.message(error)) from error
+        last = len(self.classes) - 1
         try:
-            out[:] = _pixels(image, self.image_size)
+            if not isinstance(sample, tuple | list) or len(sample) != 2:
+                raise ValueError(f"it gave {_kind(sample)}; return image, label")
+            image, label = sample
+            out[:] = _pixels(image, self.image_size, self.options)
+            is_name = isinstance(label, str) and not label.isdecimal()
+            if is_name or np.asarray(label).size != 1:
+                raise ValueError(
+                    f"its label is {_kind(label)}; return the place of its class in classes, which "
+                    "is int(label.argmax()) of a one-hot label"
+                )
             number = int(label)
-            last = len(self.classes) - 1
             if number != float(label) or not 0 <= number <= last:
                 raise ValueError(f"its label is {label!r}, not a whole number from 0 to {last}")
         except (ValueError, TypeError, OverflowError) as error:
@@ -202,8 +214,9 @@ def open_own(
         named = named.dataset
     with user_code.explained(f"{begin}: its classes cannot be read:"):
         classes = _names(named.classes)
+    options, skips = DecodeOptions.of(data), data.on_error is OnError.skip
     first, second = (
-        OwnDataset(part, where, classes, data.image_size, seed, data.on_error is OnError.skip)
+        OwnDataset(part, where, classes, data.image_size, seed, options, skips)
         for part, where in zip(pair, wheres, strict=True)
     )
     # Mistakes of its transforms show now, and in 15 of 16 starts a random flip.
@@ -254,14 +267,14 @@ def _names(classes: Iterable[Any]) -> tuple[str, ...]:
     return tuple(map(str, classes))
 
 
-def _pixels(image: Any, size: int) -> np.ndarray:
-    """Returns ``image`` as uint8 ``[3, size, size]``.
+def _pixels(image: Any, size: int, options: DecodeOptions) -> np.ndarray:
+    """Returns ``image`` as uint8 ``[3, size, size]``; one of PIL's as if it were read from a file.
 
     Raises:
         ValueError: it has another size or form, or values that no pixels have.
     """
     if isinstance(image, Image.Image):
-        image = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+        image = decode_opened(image, options).transpose(2, 0, 1)
     if isinstance(image, torch.Tensor):
         image = image.detach().numpy()
     kind = _kind(image)
@@ -272,7 +285,8 @@ def _pixels(image: Any, size: int) -> np.ndarray:
         )
     if image.shape[1:] != (size, size):
         raise ValueError(
-            f"its image is {kind}; set data.image_size to the side that your transforms give"
+            f"its image is {kind}; have your transforms resize each to {size} x {size}, or set "
+            "data.image_size to the side that they give"
         )
     if image.dtype != np.uint8:
         # so that NaN is refused too
@@ -291,4 +305,6 @@ def _kind(value: Any) -> str:
         return f"{value.dtype} {list(value.shape)}"
     if isinstance(value, list | tuple):
         return f"{len(value)} values"
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(str, value))}"
     return type(value).__name__

@@ -6,15 +6,17 @@ import logging
 import pickle
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
 from harness.data.datasets import ImageDataset, Splits, load
+from harness.data.decode import DecodeOptions, decode
 from harness.data.own import OwnDataset
 from harness.data.storage import ArraySource
 from harness.runtime.errors import BadSample
@@ -86,6 +88,17 @@ class Drawn:
         return torch.tensor([random.random(), np.random.random(), float(torch.rand(()))])[
             :, None, None
         ].expand(3, 8, 8), self.label
+
+
+class Given(Drawn):
+    """A data set of one sample."""
+
+    def __init__(self, sample: Any) -> None:
+        super().__init__()
+        self.sample = sample
+
+    def __getitem__(self, i: int) -> Any:
+        return self.sample
 
 
 class Keeps(Drawn):
@@ -382,7 +395,7 @@ MISTAKES: dict[str, Any] = {
     "size": (
         (Drawn(torch.zeros(3, 9, 8)), Drawn()),
         {},
-        r"sample 0: its image is .*; set data.image_size",
+        r"sample 0: its image is .*; .* resize each to 8 x 8, or set data.image_size",
     ),
     "normalised": (
         (Drawn(torch.full((3, 8, 8), -2.0)), Drawn()),
@@ -395,6 +408,14 @@ MISTAKES: dict[str, Any] = {
         r"sample 0: it gave float32 \[8, 8\]; it must give",
     ),
     "label": ((Drawn(label=2), Drawn()), {}, "its label is 2, not a whole number from 0 to 1"),
+    "dictionary": ((Given({"image": 1, "label": 0}), Drawn()), {}, "gave a dict of image, label;"),
+    "triple": ((Given((torch.zeros(3, 8, 8), 0, "1.png")), Drawn()), {}, "it gave 3 values;"),
+    "one-hot": (
+        (Drawn(label=torch.eye(2)[1]), Drawn()),
+        {},
+        r"its label is torch.float32 \[2\]; return",
+    ),
+    "name": ((Drawn(label="cat"), Drawn()), {}, "its label is str; return the place"),
     "raises": ((Drawn(KeyError("k")), Drawn()), {}, r"sample 0: KeyError: 'k' \(.*test_own.py:"),
 }
 
@@ -440,3 +461,34 @@ def test_a_part_of_a_data_set_of_torchs_is_refused(opened: Callable[..., Splits]
     assert labels is not None
     assert labels.tolist() == [0, 1]
     assert opened((Drawn(), Drawn())).labels is None
+
+
+def odd_image(kind: str) -> tuple[Image.Image, dict[str, Any]]:
+    """An image of 8 x 8 pixels that ``convert("RGB")`` changes, and arguments to save it."""
+    ramp = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+    if kind == "16 bits":
+        return Image.fromarray(ramp.astype(np.uint16) * 257), {}
+    if kind == "transparent":
+        return Image.fromarray(np.dstack([ramp, ramp, ramp, ramp])), {}
+    grey = Image.fromarray(ramp)
+    if kind == "palette":
+        return grey.convert("P"), {"transparency": 3}
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    return grey, {"exif": exif}
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "transparent", "palette", "turned"])
+def test_images_of_pils_have_the_pixels_of_a_folder(
+    opened: Callable[..., Splits], tmp_path: Path, kind: str
+) -> None:
+    """Of 16 bits, transparent, with a palette or an orientation, by the same settings."""
+    image, arguments = odd_image(kind)
+    image.save(tmp_path / "1.png", **arguments)
+    settings = {"exif_orientation": True, "background": (10, 20, 30)}
+    with Image.open(tmp_path / "1.png") as shown:
+        splits = opened((Given((shown, 0)), Drawn()), **settings)
+    found = np.empty((3, 8, 8), np.uint8)
+    splits.train.fill(0, 0, found)  # type: ignore[union-attr]
+    expected = decode((tmp_path / "1.png").read_bytes(), DecodeOptions(**settings))
+    assert np.array_equal(found.transpose(1, 2, 0), expected)
