@@ -390,4 +390,6 @@ def cache_root() -> Path:
     """Returns the folder for data that the program makes or fetches, by $WELLFED_CACHE."""
     if own := os.environ.get("WELLFED_CACHE"):
         return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wellfed"
+    # "~" stays of a user without a home and a name: then it is a folder that nobody may write to
+    home = Path("/", os.path.expanduser("~"), ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or home) / "wellfed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,12 +123,14 @@ def load(
         typed = (f"model.name={model_name}",)
     saved = checkpoint_read.read(Path(path), foreign=True)
     config = resume.settings(config, saved, typed, tell=log.debug)
-    model, classes = network(saved, config)
+    model, classes = network(saved, config, log.debug)
     place = torch.device(device)
     return Loaded(model.to(place), Transform(config.data, place), classes)
 
 
-def network(saved: checkpoint_read.Saved, config: Config) -> tuple[nn.Module, tuple[str, ...]]:
+def network(
+    saved: checkpoint_read.Saved, config: Config, tell: Callable[[str], None] = say
+) -> tuple[nn.Module, tuple[str, ...]]:
     """Returns the network in ``saved`` on the CPU, in evaluation mode, and its classes' names.
 
     Raises:
@@ -141,7 +144,7 @@ def network(saved: checkpoint_read.Saved, config: Config) -> tuple[nn.Module, tu
         )
     size = config.data.image_size
     built = models.build(config.model, len(classes), image_size=size, filled=True)
-    models.take_over(built, saved, f"model.name={config.model.name}")
+    models.take_over(built, saved, f"model.name={config.model.name}", tell=tell)
     return built.eval(), classes
 
 

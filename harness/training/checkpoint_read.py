@@ -13,19 +13,17 @@ import hashlib
 import json
 import os
 import re
-import zipfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ..config import Config, from_plain
 from ..runtime import user_code
-from ..runtime.errors import CheckpointError, printable
+from ..runtime.errors import CheckpointError, listed, printable
 from ..runtime.files import from_json, open_regular, read_regular
 from ..runtime.folder import log
+from . import weights
 
 # 1 had no digest of the record itself
 SCHEMA = 2
@@ -108,26 +106,6 @@ class Saved:
             if "settings" in state:
                 self.trained = from_plain(state["settings"])
 
-    @property
-    def weights(self) -> dict[str, Any]:
-        """The network's weights by key: their average, if the file has one of ours.
-
-        Raises:
-            CheckpointError: the file has none.
-        """
-        state = self.state
-        averaged = state.get("ema")
-        if isinstance(averaged, dict) and "n_averaged" in averaged:
-            state = {key: value for key, value in averaged.items() if key != "n_averaged"}
-        # ours and most others'; pytorch/examples'
-        for key in ("model", "state_dict"):
-            if isinstance(state.get(key), dict):
-                state = state[key]
-        weights = {str(key).removeprefix("module."): value for key, value in state.items()}
-        if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-            raise CheckpointError(f"{self.where}: holds no weights of a network")
-        return weights
-
 
 def records(folder: Path) -> list[Record]:
     """Returns the committed checkpoints of ``folder``, oldest first, without unreadable records."""
@@ -181,8 +159,14 @@ def read(path: Path, *, foreign: bool = False) -> Saved:
     if not path.is_dir():
         target = _target(path)
         manifest = target.with_suffix(".json")
-        if foreign and not manifest.is_file():
-            return _load(path)
+        if not manifest.is_file():
+            if foreign:
+                return _load(path)
+            if path.is_file() and order(path) == UNNAMED:
+                raise CheckpointError(
+                    f"{printable(str(path))}: no checkpoint of wellfed, so nothing to resume; to "
+                    "use its weights write model.weights= in place of resume="
+                )
         return _load(target, _record(manifest))
     if (path / "checkpoints").is_dir():
         path /= "checkpoints"
@@ -211,6 +195,9 @@ def read(path: Path, *, foreign: bool = False) -> Saved:
         raise CheckpointError(
             f"{name}: the records (step-*.json) of its checkpoints are missing; put them there"
         )
+    if foreign:
+        files = [f"model.weights={file}" for file in sorted(path.glob("*.*"))]
+        raise CheckpointError(f"{name}: a folder of no run; name a file: {listed(files)}")
     raise NoCheckpoint(f"{name}: holds no checkpoint; name one with resume=PATH")
 
 
@@ -241,7 +228,8 @@ def _record(manifest: Path) -> Record:
 
 def _target(path: Path) -> Path:
     """Returns the file that ``path`` leads to; a pointer may lag behind the records."""
-    target = path.resolve()
+    # of a loop of links it is the loop
+    target = Path(os.path.realpath(path))
     record = pointed(records(path.parent)).get(path.name)
     # a link to a damaged record is an error, as ever
     if record and target.name != path.name:
@@ -261,15 +249,7 @@ def _load(path: Path, record: Record | None = None) -> Saved:
                         f"{name}: damaged: its digest is {found[:12]}..., recorded "
                         f"{record.sha256[:12]}..."
                     )
-            # other files would be errors of many kinds in torch; torch packs nothing, and a packed
-            # file of megabytes may stand for gigabytes
-            size = file.seek(0, os.SEEK_END)
-            state: Any = None
-            if zipfile.is_zipfile(file) and size >= sum(
-                part.file_size for part in zipfile.ZipFile(file).infolist()
-            ):
-                file.seek(0)
-                state = torch.load(file, map_location="cpu", weights_only=True)
+            state = weights.load(file, name, others=record is None)
     except (CheckpointError, MemoryError):
         raise
     except OSError as error:
@@ -277,9 +257,11 @@ def _load(path: Path, record: Record | None = None) -> Saved:
     except Exception as error:
         # a damaged pickle may raise anything
         raise CheckpointError(
-            f"{name}: refused: holds more than tensors and plain containers, or is damaged"
+            f"{name}: refused: holds more than tensors and plain containers, or is damaged; save "
+            "weights with torch.save(network.state_dict(), PATH)"
         ) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{name}: not a checkpoint")
-    places = path.resolve().parents[:2]
+    if not isinstance(state, dict) or (record is None and "settings" not in state):
+        # entries of other trainers mean other things
+        state = {"": state}
+    places = Path(os.path.realpath(path)).parents[:2]
     return Saved(name, state, any((place / "train.log").is_file() for place in places), record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..runtime import user_code
 from ..runtime.errors import CheckpointError, listed, printable
 from ..runtime.files import open_regular
 from ..runtime.folder import log
-from . import checkpoint_read
+from . import checkpoint_read, weights
 from .checkpoint_read import Saved
 
 # of data.*, what published weights say of images
@@ -145,26 +145,33 @@ def saved(config: ModelConfig, image_size: int) -> Saved:
 
 
 def take_over(
-    network: nn.Module, found: Saved, target: str, may_differ: Collection[str] = ()
+    network: nn.Module,
+    found: Saved,
+    target: str,
+    may_differ: Collection[str] = (),
+    tell: Callable[[str], None] = say,
 ) -> bool:
     """Loads the weights in ``found`` into ``network``; returns whether its head was left out.
 
-    Its keys ``may_differ`` are left out where any of them is missing or has another shape.
+    ``tell`` gets a line on their origin. Its keys ``may_differ`` are left out where any of them is
+    missing or has another shape.
 
     Raises:
         CheckpointError: another key differs; names ``target`` and the first differences. The
             network is unchanged.
     """
     own = network.state_dict()
-    weights = found.weights
+    given, line = weights.find(found.state, network, found.where, may_differ)
     # all of the head or nothing of it
-    left = any(key not in weights or weights[key].shape != own[key].shape for key in may_differ)
+    left = any(key not in given or given[key].shape != own[key].shape for key in may_differ)
     if left:
-        weights |= {key: own[key] for key in may_differ}
-    refuse_misfits(own, weights, found.where, target)
+        given |= {key: own[key] for key in may_differ}
+    refuse_misfits(own, given, found.where, target)
     # in place: a new dict would lack _metadata, without which the mnasnets load nothing
-    own.update(weights)
+    own.update(given)
     network.load_state_dict(own)
+    if line:
+        tell(line)
     return left
 
 
@@ -180,7 +187,8 @@ def refuse_misfits(
     """
     ours = dict(leaves(own))
     theirs = dict(leaves(saved))
-    found = [f"{key} is missing" for key in ours if key not in theirs]
+    missing = [f"{key} is missing" for key in ours if key not in theirs]
+    found = []
     for key, value in theirs.items():
         like = ours.get(key)
         if like is None:
@@ -197,8 +205,11 @@ def refuse_misfits(
             found.append(f"{key} is {list(value.shape)}, not {list(like.shape)}")
         elif value.is_floating_point() != like.is_floating_point():
             found.append(f"{key} is {value.dtype}, not {like.dtype}")
-    if found:
-        raise CheckpointError(f"{where}: does not fit {target}: {listed(found, '; ')}")
+    if missing or found:
+        # some of each are shown
+        pairs = itertools.zip_longest(missing, found)
+        texts = [text for pair in pairs for text in pair if text]
+        raise CheckpointError(f"{where}: does not fit {target}: {listed(texts, '; ')}")
     for key, value in theirs.items():
         if value.is_floating_point() and not value.isfinite().all():
             log.warning("%s: %s holds NaN or infinity", where, printable(key))
@@ -265,9 +276,9 @@ class _Residual(nn.Module):
 
 def are_published(model: ModelConfig) -> bool:
     """Whether ``model.weights`` are published ones, fetched or in a file of timm's."""
-    weights = str(model.weights)
-    from_file = model.name.startswith(TIMM) and weights.endswith(".safetensors")
-    return weights == "DEFAULT" or from_file
+    source = str(model.weights)
+    from_file = model.name.startswith(TIMM) and source.endswith(".safetensors")
+    return source == "DEFAULT" or from_file
 
 
 def expected(name: str, size: int | None) -> dict[str, Any]:
