@@ -11,21 +11,33 @@ or SIGTERM, some lines on stderr say what bounds its training, and a folder has 
 from __future__ import annotations
 
 import argparse
+import builtins
 import os
+import re
 import runpy
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
 from .. import BEGAN_S
 from ..config import ConfigError
-from ..runtime.errors import printable, tell
+from ..runtime.errors import say, tell
+from ..runtime.folder import is_first_rank
+
+_PYTHON = re.compile(r"(.*/)?python[\d.]*")
+# modules that start a script in other processes
+_LAUNCHERS = ("torch.distributed.", "accelerate.", "deepspeed.")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Runs the script; its own exit or error leaves this function as it left the script."""
     parser = argparse.ArgumentParser(
         prog="wellfed watch", description=__doc__, usage="%(prog)s [options] SCRIPT [ARGUMENT ...]",
@@ -34,47 +46,121 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("--out", type=Path, help="folder for the report; default outputs/DATE/TIME")
     parser.add_argument("--no-tensorboard", action="store_true", help="write no event file")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
     typed = parser.parse_args(arguments)
+    command = typed.command[typed.command[:1] == ["--"] :]
+    if not command:
+        parser.error("the following arguments are required: SCRIPT")
+    sys.excepthook = _without_us
     try:
-        module, code = _found(typed.script, is_module=typed.m)
-    except (OSError, SyntaxError, ImportError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        return tell([ConfigError(f"{printable(typed.script)}: {why}; give a Python script")])
+        ours = [*arguments[: len(arguments) - len(typed.command)]]
+        if launch := _launched(command, ours):
+            os.execv(sys.executable, launch)
+        module, code = _found(*command, is_module=typed.m)
+    except ConfigError as error:
+        return tell([error])
+    if is_first_rank():
+        say(f"watching {command[0]}; the report comes at its end")
     from .session import Session
 
-    sys.argv = [module.__file__ or typed.script, *typed.rest]
-    sys.modules["__main__"] = module
-    session = Session(typed.script, typed.out, not typed.no_tensorboard, BEGAN_S)
+    session = Session(command[0], typed.out, not typed.no_tensorboard, None, BEGAN_S)
     _report_ends(session)
     with session.watching():
-        exec(code, module.__dict__)
+        exec(code, vars(module))
     return 0
 
 
-def _found(name: str, *, is_module: bool) -> tuple[ModuleType, CodeType]:
-    """Returns a new ``__main__`` for the script, and the script's code."""
-    module = ModuleType("__main__")
+def _launched(command: Sequence[str], ours: list[str]) -> list[str]:
+    """Returns the command of this Python that ``command`` begins with; nothing: a script's.
+
+    Args:
+        command: the script or module, and what follows.
+        ours: the options before it.
+
+    Raises:
+        ConfigError: it begins with another program, with the command to type.
+    """
+    first = command[0]
+    is_python = _PYTHON.fullmatch(first)
+    watch = ["-m", "wellfed", "watch", *(word for word in ours if word != "-m")]
+    if "-m" in ours:
+        if not first.startswith(_LAUNCHERS):
+            return []
+        command = ["python", "-m", *command]
+    elif first.endswith(".py") or (os.path.exists(first) and not is_python):
+        return []
+    if os.path.basename(first).startswith("deepspeed"):
+        # which has no short form
+        watch[0] = "--module"
+    for place, (word, after) in enumerate(pairwise([*command, ""])):
+        is_module = word in ("-m", "--module") and not after.startswith(_LAUNCHERS)
+        if is_module or (word.endswith(".py") and not word.startswith("-")):
+            found = [*command[:place], *watch, *command[place:]]
+            own = os.path.realpath(shutil.which(first) or "")
+            if is_python and own == os.path.realpath(sys.executable):
+                return [sys.executable, *found[1:]]
+            raise ConfigError(f"{first}: starts the script itself; type {shlex.join(found)}")
+    return []
+
+
+def _found(name: str, *rest: str, is_module: bool) -> tuple[ModuleType, CodeType]:
+    """Returns a new ``__main__`` as Python makes it, in its place, and its code.
+
+    Raises:
+        ConfigError: there is no such script or module.
+    """
+    path = os.path.join(os.getcwd(), name)
+    sys.argv = ["-m" if is_module else name, *rest]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(path if is_module else os.path.realpath(path))
     if is_module:
-        sys.path.insert(0, os.getcwd())
-        # as pdb finds it
-        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
-        module.__spec__ = spec
-        module.__package__ = spec.parent
-        module.__file__ = spec.origin
-        return module, code
-    path = Path(name)
-    code = compile(path.read_bytes(), name, "exec", dont_inherit=True)
-    module.__file__ = name
-    module.__dict__["__builtins__"] = __builtins__
-    # as Python itself has it: the script's folder, not the current one
-    sys.path[0] = str(path.resolve().parent)
+        dotted = name.removesuffix(".py").replace("/", ".")
+        if name != dotted:
+            raise ConfigError(f"{name}: -m takes a module; type -m {dotted}")
+        try:
+            # as pdb finds it
+            _, spec, code = runpy._get_module_details(name, ConfigError)  # type: ignore[attr-defined]
+        except ConfigError as error:
+            raise ConfigError(f"-m {name}: {error}; start in the folder that holds it") from None
+        module = module_from_spec(spec)
+        module.__name__ = "__main__"
+        sys.argv[0] = spec.origin
+    else:
+        code = compile(_source(name), path, "exec", dont_inherit=True)
+        module = ModuleType("__main__")
+        module.__loader__ = SourceFileLoader("__main__", path)
+        vars(module).update(__file__=path, __cached__=None)
+    vars(module).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = module
     return module, code
 
 
+def _source(name: str) -> bytes:
+    """Returns the text of a script.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    path = Path(name)
+    if path.suffix == ".ipynb":
+        raise ConfigError(
+            f"{name}: a notebook is watched from within: import wellfed, and write `for batch in "
+            "wellfed.watched(loader):`"
+        )
+    why: object = "not a Python script"
+    try:
+        if path.suffix in ("", ".py", ".pyw"):
+            return path.read_bytes()
+    except OSError as error:
+        why = error.strerror
+    raise ConfigError(
+        f"{name}: {why}; name a script that ends in .py, or write `-m wellfed watch` before the "
+        "script that a program starts"
+    )
+
+
 def _report_ends(session: Any) -> None:
-    """Has SIGTERM report, and a script's error told as Python tells it."""
+    """Has SIGTERM report."""
     own = os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -90,7 +176,6 @@ def _report_ends(session: Any) -> None:
     # a script that has a handler of its own puts it in this one's place
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, stop)
-    sys.excepthook = _without_us
 
 
 def _without_us(
@@ -123,4 +208,4 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -47,6 +47,9 @@ class WatchedLoader:
         passes: over it that have ended, or were left.
         batches: that it gave.
         waited_s: the script's time in ``next()``.
+        starts: passes but the first whose workers were started for them.
+        started_s: from their beginning to their first batch.
+        remade: whether it was made again for later passes.
         elsewhere: whether another thread than the training one iterates over it.
     """
 
@@ -60,6 +63,9 @@ class WatchedLoader:
     passes: int = 0
     batches: int = 0
     waited_s: float = 0.0
+    starts: int = 0
+    started_s: float = 0.0
+    remade: bool = False
     elsewhere: bool = False
 
 
@@ -92,7 +98,7 @@ class LoopTracker:
     Attributes:
         clock: of the training; None before the first update.
         followed: the loaders, in the order in which they were first used.
-        updates: steps of optimizers.
+        updates: steps, however many optimizers step in one.
         forward_s: host seconds from a batch to ``backward``, and how many were seen.
         evaluated_s: of passes without an update.
         own: where the network's weights are.
@@ -116,8 +122,6 @@ class LoopTracker:
     _samples = 0
     # when the batch was handed out whose gradients are to come
     _handed_s: float | None = None
-    # since the last request for a batch that the clock was told of
-    _updated = False
     _closed_s = _settled_s = 0.0
 
     def __init__(self) -> None:
@@ -129,6 +133,8 @@ class LoopTracker:
         self._passes = WeakKeyDictionary[Any, _Pass]()
         # passes that gave a batch since the last told one did, and may be evaluations
         self._undecided: list[_Pass] = []
+        # the optimizers that stepped since the last request for a batch that the clock was told of
+        self._stepped = set[int]()
         # the block of computing that goes on
         self._block = ExitStack()
 
@@ -197,8 +203,12 @@ class LoopTracker:
         if clock and own.told and loader.meter:
             clock.arrived(loader.meter.stamps(getattr(iterator, "_rcvd_idx", 1) - 1))
         own.wait.close()
-        loader.waited_s += self._now() - own.asked_s
+        now_s = self._now()
+        loader.waited_s += now_s - own.asked_s
         loader.batches += 1
+        if loader.settings.persistent_workers is False and loader.passes and not own.last_s:
+            loader.starts += 1
+            loader.started_s += now_s - own.began_s
         samples = _samples(batch)
         if not loader.settings.batch_size:
             # the data set makes its batches itself
@@ -252,8 +262,16 @@ class LoopTracker:
                 clock.left_out("evaluate", own.began_s)
 
     def updated(self, optimizer: Any) -> None:
-        """Take note of an optimizer's step that was just made."""
-        self.updates += 1
+        """Take note of an optimizer's step that was just made.
+
+        However many there are of a batch, they are one update: of several optimizers, of several
+        parameters within ``backward``, or of one optimizer around another.
+        """
+        # without a loader a step ends where an optimizer steps again
+        if self._main is None and id(optimizer) in self._stepped:
+            self._stepped.clear()
+        self.updates += not self._stepped
+        self._stepped.add(id(optimizer))
         if self.clock is None:
             self._start(optimizer)
         clock = self.clock
@@ -266,7 +284,6 @@ class LoopTracker:
             self._undecided.remove(own)
         for own in self._passes.values():
             own.updates += 1
-        self._updated = True
         clock.computed()
 
     def _start(self, optimizer: Any) -> None:
@@ -338,7 +355,7 @@ class LoopTracker:
 
     def _end_step(self) -> None:
         """End the running step, if an optimizer has stepped in it."""
-        updated, self._updated = self._updated, False
+        updated, self._stepped = self._stepped, set()
         clock = self.clock
         # a loop that asks for batches ahead makes its last step after the end of the pass
         if not updated or clock is None or self._main is None:
@@ -380,6 +397,7 @@ class LoopTracker:
                 or (other.dataset[1] == own.dataset[1] and id(other) not in alive)
             ):
                 self._known[loader] = other
+                other.remade |= other is not own
                 return other
         self.followed.append(own)
         return own

@@ -17,6 +17,9 @@ from . import patches
 from .session import Session
 
 Batch = TypeVar("Batch")
+# holds the session that ``watched`` began
+_until_exit = ExitStack()
+atexit.register(_until_exit.close)
 
 
 @contextmanager
@@ -33,11 +36,12 @@ def watching(
         name: what the report calls the run; None: the script's.
         tensorboard: whether to write an event file.
     """
+    _until_exit.close()
     if Session.running is not None:
         yield Session.running
         return
     place = None if out is None else Path(out)
-    session = Session(name or sys.argv[0], place, tensorboard, time.perf_counter())
+    session = Session(name or sys.argv[0], place, tensorboard, None, time.perf_counter())
     with session.watching():
         yield session
 
@@ -45,9 +49,9 @@ def watching(
 class Watched(Generic[Batch]):
     """An iterable of batches that tells where the time of the loop over it goes."""
 
-    def __init__(self, loader: Iterable[Batch], session: Session) -> None:
+    def __init__(self, loader: Iterable[Batch]) -> None:
         self._loader = loader
-        self._session = session
+        self._session: Session | None = None
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -56,6 +60,7 @@ class Watched(Generic[Batch]):
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Batch]:
+        self._session = _running()
         if isinstance(self._loader, DataLoader):
             return iter(self._loader)
         found: Iterator[Batch] = patches.iterate(lambda own: _Batches(iter(own._loader)), self)
@@ -63,7 +68,7 @@ class Watched(Generic[Batch]):
 
     def verdict(self) -> Statement:
         """Returns what bounds the steps so far, and what to try."""
-        return self._session.verdict()
+        return (self._session or _running()).verdict()
 
 
 class _Batches(Iterator[Batch]):
@@ -78,14 +83,27 @@ class _Batches(Iterator[Batch]):
 def watched(loader: Iterable[Batch]) -> Watched[Batch]:
     """Returns ``loader``, watched: ``for batch in wellfed.watched(loader)``.
 
-    A line at the end of each pass, and at the end of the process the report. The loader may be
-    torch's or any other iterable; an optimizer of torch's must step in the same thread.
+    A line at the end of each pass, and the report at the end of the process, of the cell of a
+    notebook, or before a block of ``watching``. The loader may be torch's or any other iterable;
+    an optimizer of torch's must step in the same thread.
     """
-    session = Session.running
-    if session is None:
-        session = Session(sys.argv[0], None, tensorboard=True, began_s=time.perf_counter())
-        session.tells_passes = True
-        stack = ExitStack()
-        stack.enter_context(session.watching())
-        atexit.register(stack.close)
-    return Watched(loader, session)
+    return Watched(loader)
+
+
+def _running() -> Session:
+    """Returns the session that runs, or a new one."""
+    if Session.running is not None:
+        return Session.running
+    session = Session(sys.argv[0], None, True, None, time.perf_counter())
+    session.tells_passes = True
+    _until_exit.enter_context(session.watching())
+    shell = "IPython" in sys.modules and sys.modules["IPython"].get_ipython()
+    if shell:
+
+        def end(cell: Any) -> None:
+            shell.events.unregister("post_run_cell", end)
+            error = cell.error_in_exec
+            _until_exit.__exit__(error and type(error), error, None)
+
+        shell.events.register("post_run_cell", end)
+    return session

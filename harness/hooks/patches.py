@@ -26,13 +26,16 @@ from .loops import LoopTracker, WatchedLoader
 _worker: Any = _torch_worker
 # those of this process
 _loops: LoopTracker | None = None
+# what puts torch's functions back
+_hooks = ExitStack()
 
 
 @contextmanager
 def installed(loops: LoopTracker) -> Iterator[None]:
     """Tells ``loops`` of all that torch does in the block."""
-    global _loops
+    global _loops, _hooks
     with ExitStack() as stack:
+        _hooks = stack
         for owner, name, hook in (
             (dataloader.DataLoader, "__init__", _make),
             (dataloader.DataLoader, "__iter__", iterate),
@@ -66,7 +69,7 @@ def _forget() -> None:
     _loops = None
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=lambda: _hooks.close())
 
 
 def _tell(method: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,10 +28,10 @@ from ..monitor.writer import RunWriter
 from ..report.evidence import Evidence
 from ..report.page import document
 from ..report.run_report import closing, report, used
-from ..report.statement import Statement, as_overrides, stated
+from ..report.statement import Statement, stated
 from ..report.verdict import Change, Verdict, judge
 from ..runtime import folder, limits
-from ..runtime.errors import printable
+from ..runtime.errors import say
 from ..runtime.files import read_json, write_whole
 from . import patches
 from .loops import LoopTracker, WatchedLoader
@@ -43,6 +42,7 @@ _WORDS: Mapping[str, str] = {
     "loader.prefetch_factor": "prefetch_factor={}",
     "loader.pin_memory": "pin_memory={} and .to(device, non_blocking=True)",
     "loader.batch_size": "batch_size={}",
+    "loader.persistent_workers": "persistent_workers={}",
     "trainer.precision=bf16": "torch.autocast with torch.bfloat16",
     "trainer.precision=fp16": "torch.autocast with torch.float16 and torch.amp.GradScaler",
     "trainer.channels_last": "model.to(memory_format=torch.channels_last)",
@@ -82,6 +82,9 @@ def better(verdict: Verdict, followed: WatchedLoader) -> LoaderCall | None:
     """
     found = verdict.shares
     own = followed.settings
+    if verdict.kind == "starts":
+        stay = {"persistent_workers": True}
+        return LoaderCall(followed.where, stay, 1 / (1 - found.starting), "")
     workers = int(verdict.change.get("loader.num_workers", 0))
     if found.cost is None or not found.rate or workers <= own.num_workers:
         return None
@@ -133,8 +136,11 @@ def _in_script(name: str, value: int | bool | str, followed: WatchedLoader) -> s
     if room != "loader":
         return text
     now = getattr(followed.settings, argument)
-    more = followed.streams and argument == "num_workers" and int(value) > now
-    condition = f"; the {_SHARED}" if more else ""
+    condition = ""
+    if followed.streams and argument == "num_workers" and int(value) > now:
+        condition = f"; the {_SHARED}"
+    if followed.remade and argument == "persistent_workers":
+        condition = "; make it once, before the epochs"
     return f"{text} in the DataLoader at {followed.where} (now {now}{condition})"
 
 
@@ -147,7 +153,7 @@ _NO_LOADER = FeedSettings(1, 0, False, None, False, 0.0, "")
 _PATIENCE_S = 10.0
 _SAMPLE_S = 1.0
 # of a loader, besides its settings
-_TOLD = ("where", "trains", "passes", "batches", "waited_s")
+_TOLD = ("where", "trains", "passes", "batches", "waited_s", "started_s")
 
 
 class Session(LoopTracker):
@@ -157,6 +163,7 @@ class Session(LoopTracker):
         name: of the script, for people.
         place: the folder for the report; None: ``outputs/<date>/<time>``.
         tensorboard: whether an event file is written.
+        base: the folder that paths start from, wherever the script goes; None: the current one.
         began_s: when the command began, on ``time.perf_counter``.
 
     Attributes:
@@ -165,11 +172,19 @@ class Session(LoopTracker):
 
     running: ClassVar[Session | None] = None
 
-    def __init__(self, name: str, place: Path | None, tensorboard: bool, began_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        place: Path | None,
+        tensorboard: bool,
+        base: Path | None,
+        began_s: float,
+    ) -> None:
         super().__init__()
         Session.running = self
         self._name = name
-        self._place = place
+        self._base = base or Path.cwd()
+        self._place = place and self._base / place
         self._tensorboard = tensorboard
         self._course = GoodputTimer(began_s)
         self._began = time.time()
@@ -186,7 +201,7 @@ class Session(LoopTracker):
         """Tells how training went so far."""
         if self.tells_passes and not self.rank:
             for line in closing(as_report(clock.total(), self.world_size), "samples"):
-                _say(line)
+                say(line)
 
     def on_window(self, clock: StepClock) -> None:
         """Writes a window of steps."""
@@ -201,7 +216,7 @@ class Session(LoopTracker):
         if self.rank:
             return
         if self._place is None:
-            self._place = folder.new_folder(Path("outputs"))
+            self._place = folder.new_folder(self._base / "outputs")
         wanted = self._place
         numbers = count(1)
         # the report of an earlier run stays
@@ -221,7 +236,7 @@ class Session(LoopTracker):
         What ``torch.multiprocessing`` spawns is watched too.
         """
         own = os.getpid()
-        started = _spawn._wrap = _Started(self._name, self._place, self._tensorboard)
+        started = _spawn._wrap = _Started(self._name, self._place, self._tensorboard, self._base)
         status = "failed"
         try:
             with patches.installed(self):
@@ -257,20 +272,21 @@ class Session(LoopTracker):
             self._finish(status)
         # how the script ends is not up to its report
         except Exception as error:
-            _say(f"no report: {type(error).__name__}: {error}")
+            say(f"no report: {type(error).__name__}: {error}")
 
     def _finish(self, status: str) -> None:
         if self.fault:
-            _say(f"the training was not watched to its end: {self.fault}")
+            say(f"the training was not watched to its end: {self.fault}")
         self.end(completed=status == "completed")
         clock = self.clock
         if clock is None:
             # those that it started tell theirs
             if not self._has_children:
-                _say(f"no training was seen: {self._why_not()}")
+                say(f"no training was seen: {self._why_not()}")
             return
         if self.rank:
-            _write_rank(RankFigures.of(self.rank, clock.total(), self.forward_ms))
+            figures = RankFigures.of(self.rank, clock.total(), self.forward_ms)
+            _write_rank(_ranks(self._base), figures)
             return
         if self._writer is None or self._place is None:
             # there is no folder for it
@@ -283,12 +299,23 @@ class Session(LoopTracker):
             self._writer.text("verdict", [verdict.sentence, *verdict.evidence])
         document.write_report(self._place)
         for line in self._words(found):
-            _say(line)
+            say(line)
 
     def _why_not(self) -> str:
-        if not self.followed:
-            return "no DataLoader of torch's was made, and no optimizer stepped"
-        return "no optimizer of torch's stepped in the thread that began the script"
+        loader = "" if self.followed else "no DataLoader of torch's was made, and "
+        return (
+            f"{loader}no optimizer of torch's stepped in the thread that began the script. "
+            "wellfed.StepClock times other loops; in another process, put `with "
+            "wellfed.watching():` around the loop"
+        )
+
+    def _unfed(self) -> str:
+        gave = [f"; that at {each.where} gave {each.batches} batches" for each in self.followed]
+        return (
+            f"Unknown. No DataLoader fed the {self.updates} steps{''.join(gave)}. Try: "
+            "`for batch in wellfed.watched(batches):`, or for a function "
+            "`batches = iter(wellfed.watched(iter(get_batch, None)))` and next(batches)"
+        )
 
     def _evidence(self, total: Window) -> Evidence:
         """Returns what is known of the steps so far."""
@@ -303,12 +330,16 @@ class Session(LoopTracker):
             half_precision=own.half_precision,
             sampled=self._sampler.means() if self._sampler else {},
             autotuned=main is None,
+            starts=main.starts if main else 0,
+            started_s=main.started_s if main else 0.0,
         )
 
     def _stated(self, verdict: Verdict) -> Statement:
         """Returns ``verdict`` in the words of the loop."""
         main = self.main
-        return stated(verdict, partial(in_script, followed=main) if main else as_overrides)
+        if main is None:
+            return Statement("unknown", None, self._unfed())
+        return stated(verdict, partial(in_script, followed=main))
 
     def _report(self, clock: StepClock, status: str) -> dict[str, Any]:
         """Returns ``report.json``, as a run of our own leaves it."""
@@ -316,7 +347,7 @@ class Session(LoopTracker):
         total = replace(clock.total(), pauses_s={"evaluate": self.evaluated_s})
         evidence = self._evidence(total)
         if self.world_size > 1:
-            others = _read_ranks(self.world_size, self._began)
+            others = _read_ranks(_ranks(self._base), self.world_size, self._began)
             evidence = replace(evidence, ranks=(RankFigures.of(0, total, self.forward_ms), *others))
         verdict = judge(evidence)
         change = None
@@ -352,7 +383,7 @@ class Session(LoopTracker):
             settings = main.settings
             yield (
                 f"loader         {main.where}: batch_size={settings.batch_size} {settings}, "
-                f"{main.passes} passes, {found['steps']} updates"
+                f"{main.passes} passes, {main.batches} batches, {found['steps']} steps"
             )
         yield from closing(found, "samples")
         yield f"verdict        {found['verdict'].sentence}"
@@ -361,7 +392,10 @@ class Session(LoopTracker):
         for each in self.followed:
             if each.elsewhere:
                 yield f"not seen       the DataLoader at {each.where}: another thread iterates it"
-        yield f"look at it     {os.path.relpath(self._place / 'report.html')}"
+        yield f"look at it     {os.path.relpath(self._place / 'report.html', self._base)}"
+
+
+os.register_at_fork(after_in_child=lambda: setattr(Session, "running", None))
 
 
 class _Started:
@@ -372,8 +406,8 @@ class _Started:
 
     is_sent = False
 
-    def __init__(self, name: str, place: Path | None, tensorboard: bool) -> None:
-        self._args = name, place, tensorboard
+    def __init__(self, *args: Any) -> None:
+        self._args = args
 
     def __reduce__(self) -> tuple[object, ...]:
         self.is_sent = True
@@ -381,7 +415,8 @@ class _Started:
 
     def __call__(self, *args: Any) -> None:
         """Does what torch does in the process."""
-        with Session(*self._args, began_s=time.perf_counter()).watching():
+        name, place, tensorboard, base = self._args
+        with Session(name, place, tensorboard, base, time.perf_counter()).watching():
             _torchs_wrap(*args)
 
 
@@ -392,30 +427,24 @@ def _local_ranks(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", alone))
 
 
-def _say(line: str) -> None:
-    """Says a line beside what the script prints."""
-    with suppress(OSError, ValueError):
-        print(f"wellfed: {printable(line)}", file=sys.stderr, flush=True)
-
-
-def _rank_file(rank: int) -> Path:
-    """Returns where a rank of this job leaves its figures: in a folder that all share."""
+def _ranks(base: Path) -> Path:
+    """Returns the folder in which the ranks of this job leave their figures."""
     job = "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    return Path("outputs", f".ranks-{job}", f"{rank}.json")
+    return base / "outputs" / f".ranks-{job}"
 
 
-def _write_rank(figures: RankFigures) -> None:
-    path = _rank_file(figures.rank)
+def _write_rank(place: Path, figures: RankFigures) -> None:
     # the first rank's report is without it then
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(asdict(figures)).encode())
+        place.mkdir(parents=True, exist_ok=True)
+        write_whole(place / f"{figures.rank}.json", json.dumps(asdict(figures)).encode())
 
 
-def _read_ranks(world_size: int, since: float) -> Iterator[RankFigures]:
+def _read_ranks(place: Path, world_size: int, since: float) -> Iterator[RankFigures]:
     """Iterates over the other ranks' figures, as far as they come in time."""
     until_s = time.perf_counter() + _PATIENCE_S
-    for path in map(_rank_file, range(1, world_size)):
+    for rank in range(1, world_size):
+        path = place / f"{rank}.json"
         # an earlier job may have left one
         while not path.exists() or path.stat().st_mtime < since:
             if time.perf_counter() > until_s:
@@ -424,4 +453,4 @@ def _read_ranks(world_size: int, since: float) -> Iterator[RankFigures]:
         yield RankFigures(**read_json(path))
         path.unlink()
     with suppress(OSError):
-        _rank_file(0).parent.rmdir()
+        place.rmdir()

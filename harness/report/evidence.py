@@ -16,7 +16,7 @@ from ..monitor.host import taken
 
 Bottleneck = Literal[
     "storage", "decode", "augment", "collate", "transport", "copy", "workers", "compute", "launch",
-    "quota", "memory", "host", "neighbours", "rank", "balanced", "unknown",
+    "quota", "memory", "host", "neighbours", "rank", "starts", "balanced", "unknown",
 ]  # fmt: skip
 
 
@@ -160,6 +160,8 @@ class Evidence:
         most_workers: workers that are worth a try and fit; None: the tuner's cap, max(8, 4 a core).
         others: cores that other programs took; None: they harmed nothing, as ``sampled`` has it.
         ceiling: speed-up if loading were free, where measured; None: as the stall says.
+        starts: passes whose workers were started for them.
+        started_s: from their beginning to their first batch.
         stall: the device had nothing to run for want of data.
         starved: of that, the loop waited for a batch.
         copy: of that, the loop waited for a batch's copy.
@@ -179,6 +181,7 @@ class Evidence:
         memory: this run waited for memory.
         late: the rank that the others wait for; None: they are alike.
         speedup: if loading were free, at most 1000.
+        starting: workers were started, beyond the making of the first batch.
     """
 
     window: Window
@@ -196,6 +199,8 @@ class Evidence:
     most_workers: int | None = None
     others: float | None = None
     ceiling: float | None = None
+    starts: int = 0
+    started_s: float = 0.0
 
     def __post_init__(self) -> None:
         window = self.window
@@ -234,6 +239,9 @@ class Evidence:
         faulting = min(1.0, 1e-4 * self.sampled.get(Tag.MAJOR_FAULTS_PER_S, 0.0))
         self.memory = self.sampled.get(Tag.MEMORY_STALL_FRACTION, faulting)
         self.late = Straggler.among(self.ranks)
+        made_s = self.starts * self.settings.batch_size * (self.cost.wall_s if self.cost else 0.0)
+        whole_s = window.elapsed_s + (window.first_step_s or 0.0)
+        self.starting = max(0.0, self.started_s - made_s) / max(whole_s, 1e-9)
 
     def unmade(self) -> float:
         """Returns the share of the time waited for batches if handing over took no time."""

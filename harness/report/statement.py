@@ -24,6 +24,7 @@ _HEADLINES: Mapping[Bottleneck, str] = {
     "host": "Held up by Python",
     "neighbours": "Held back by other programs",
     "rank": "One rank is slow",
+    "starts": "Slow epoch starts",
     "balanced": "Balanced",
     "unknown": "Unknown",
 }
@@ -125,6 +126,8 @@ def _facts(verdict: Verdict) -> Iterator[str]:
             works = {"stalled": "waiting for data", "host": "Python between two steps"}
             yield f"Rank {r.late.rank} holds the others up by {r.late.late_ms:.1f} ms a step"
             yield f"Most of that is {works.get(r.late.part, 'the forward pass')}"
+        case "starts":
+            yield f"Starting workers for each epoch takes {r.starting:.0%} of the time"
         case "balanced":
             if r.host >= _WORTH:
                 yield f"Python held the steps up {r.host:.0%} of the time"

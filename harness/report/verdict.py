@@ -47,6 +47,9 @@ class Verdict:
 def judge(r: Evidence) -> Verdict:
     """Returns what bounds the steps in ``r.window``, and what to try."""
     window = r.window
+    # as slow as the machine is, the steps are too
+    if r.starting >= max(HARM, r.lost):
+        return Verdict("starts", r, {"loader.persistent_workers": True})
     # in under a second, a single slow step among a few would decide
     if window.steps < (10 if window.elapsed_s >= 1.0 else 20):
         return Verdict("unknown", r, why="few steps")

@@ -205,6 +205,12 @@ def tell(failures: Sequence[BaseException]) -> int:
     return lines[0][1] if lines else 0
 
 
+def say(line: str) -> None:
+    """Prints a line of ours beside what a watched script prints."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"wellfed: {printable(line)}", file=sys.stderr, flush=True)
+
+
 def tell_crashes() -> None:
     """Has a crash in native code print where each thread of this process was."""
     # in a notebook, stderr has no file to print to

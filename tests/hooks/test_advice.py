@@ -112,3 +112,14 @@ def test_a_stream_is_not_told_to_use_the_tuner_that_refuses_it() -> None:
     for change in ({"loader.autotune": True}, {"loader.num_workers": 1}):
         words = in_script(change, loader(evidence(2), streams=True))
         assert "wellfed.tune" not in words and "get_worker_info" not in words
+
+
+def test_workers_that_stay() -> None:
+    """The time of their starts is gained, but not that of making a first batch."""
+    window = dataclasses.replace(evidence().window, first_steps=9, first_step_s=16.0)
+    # a batch takes 0.08 s
+    found = dataclasses.replace(evidence(), window=window, starts=10, started_s=24.8)
+    asked = call(found)
+    assert judge(found).kind == "starts"
+    assert asked is not None and asked.arguments == {"persistent_workers": True}
+    assert asked.gain == pytest.approx(1 / (1 - 24.0 / 32.0))

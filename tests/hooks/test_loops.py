@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -194,6 +194,78 @@ def test_two_optimizers_make_one_step(loops: LoopTracker, time: Time) -> None:
     total = told(loops)
     assert total.steps == 5
     assert total.shares["compute"] == pytest.approx(2 * STEP_S / (WAIT_S + 2 * STEP_S + 0.01))
+
+
+def in_backward(train: Training) -> Callable[[Tensor], None]:
+    """Each of two parameters has an optimizer, which steps within backward."""
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    for weight in weights:
+        own = torch.optim.SGD([weight], lr=0.1)
+        weight.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    return lambda batch: (batch * weights[0] * weights[1]).sum().backward()
+
+
+def around_another(train: Training) -> Callable[[Tensor], None]:
+    """An optimizer steps the training's, as SAM does."""
+
+    class Around(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            train.optimizer.step()
+
+    own = Around([train.weight], lr=0.1)
+
+    def step(batch: Tensor) -> None:
+        train(batch, updates=False)
+        own.step()
+
+    return step
+
+
+def twice(train: Training) -> Callable[[Tensor], None]:
+    """A batch is trained on two times."""
+
+    def step(batch: Tensor) -> None:
+        train(batch)
+        train(batch)
+
+    return step
+
+
+@pytest.mark.parametrize("kind", [in_backward, around_another, twice])
+def test_several_optimizer_steps_for_a_batch_are_one(
+    loops: LoopTracker, time: Time, kind: Callable[[Training], Callable[[Tensor], None]]
+) -> None:
+    """The same from the first pass on, in the clock and in the count."""
+    step = kind(Training(time))
+    for _ in range(2):
+        for batch in loader(time):
+            step(batch)
+    assert told(loops).steps == 10 and loops.updates == 12
+
+
+@pytest.mark.parametrize("kind", [in_backward, around_another])
+def test_steps_without_a_loader(
+    loops: LoopTracker, time: Time, kind: Callable[[Training], Callable[[Tensor], None]]
+) -> None:
+    """One ends where an optimizer steps again."""
+    step = kind(Training(time))
+    for _ in range(6):
+        step(torch.ones(BATCH, 2))
+    assert loops.updates == 6
+
+
+@pytest.mark.parametrize(("persistent", "again"), [(False, False), (False, True), (True, False)])
+def test_starts_of_workers(loops: LoopTracker, time: Time, persistent: bool, again: bool) -> None:
+    """Passes after the first begin with one, unless the workers stay."""
+    train = Training(time)
+    more = {"num_workers": 1, "persistent_workers": persistent}
+    batches = loader(time, **more)
+    for _ in range(3):
+        for batch in loader(time, **more) if again else batches:
+            time.pass_(1.0)
+            train(batch)
+    (found,) = loops.followed
+    assert (found.starts, found.remade) == (0 if persistent else 2, again)
 
 
 def test_a_loader_made_again_is_the_same(loops: LoopTracker, time: Time) -> None:

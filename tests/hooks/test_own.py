@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +101,64 @@ def test_an_earlier_report_stays(tmp_path: Path) -> None:
         with wellfed.watching(tmp_path / "run", tensorboard=False):
             train(wellfed.watched(BATCHES), epochs)
     assert [report(tmp_path / name)["steps"] for name in ("run", "run-1")] == [40, 80]
+
+
+def test_a_function_that_makes_batches(tmp_path: Path) -> None:
+    """Wrapped as the report of its steps without a loader says, it is a loader."""
+    for name, is_wrapped in (("alone", False), ("wrapped", True)):
+        made = iter(BATCHES)
+        get_batch = lambda made=made: next(made)
+        with wellfed.watching(tmp_path / name, tensorboard=False):
+            batches = iter(get_batch, None)
+            train(iter(wellfed.watched(batches)) if is_wrapped else batches, epochs=1)
+    alone, wrapped = (report(tmp_path / name) for name in ("alone", "wrapped"))
+    assert (alone["steps"], alone["loaders"]) == (40, [])
+    assert (wrapped["steps"], len(wrapped["loaders"])) == (40, 1)  # type: ignore[arg-type]
+
+
+def test_a_block_after_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends what ``watched`` began in an earlier cell, and has a report of its own."""
+    monkeypatch.chdir(tmp_path)
+    train(wellfed.watched(BATCHES), epochs=1)
+    with wellfed.watching("block", tensorboard=False):
+        train(wellfed.watched(BATCHES))
+    (first,) = tmp_path.glob("outputs/*/*/report.json")
+    assert (report(first.parent)["steps"], report(tmp_path / "block")["steps"]) == (40, 80)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["to its end", "interrupted"])
+def test_a_cell_of_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None
+) -> None:
+    """Its end is that of what ``watched`` began, each time that it is run."""
+    monkeypatch.chdir(tmp_path)
+    callbacks: list[Callable[[Any], None]] = []
+    events = SimpleNamespace(
+        register=lambda _, call: callbacks.append(call),
+        unregister=lambda _, call: callbacks.remove(call),
+    )
+    shell = SimpleNamespace(events=events)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    batches = wellfed.watched(BATCHES)
+    for _ in range(2):
+        train(batches, epochs=1)
+        (end,) = callbacks
+        end(SimpleNamespace(error_in_exec=error))
+        assert not callbacks and Session.running is None
+    found = [report(path.parent) for path in tmp_path.glob("outputs/*/*/report.json")]
+    status = "interrupted" if error else "completed"
+    assert [(each["steps"], each["status"]) for each in found] == [(40, status)] * 2
+
+
+def test_a_block_in_a_forked_process(tmp_path: Path) -> None:
+    """Has its own report, also where the process that forked it is watched."""
+    with wellfed.watching(tmp_path / "parent", tensorboard=False):
+        train(wellfed.watched(BATCHES))
+        child = os.fork()
+        if not child:
+            with wellfed.watching(tmp_path / "child", tensorboard=False):
+                train(wellfed.watched(BATCHES), epochs=1)
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert report(tmp_path / "child")["steps"] == 40
+    assert report(tmp_path / "parent")["steps"] == 80

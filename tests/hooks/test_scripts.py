@@ -6,10 +6,12 @@ Most are started from a process that has torch imported, by ``tests/support/zygo
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +22,9 @@ from PIL import Image
 from watched_runs import LOOPS, WATCH, Both, Run, Start, anew, both, loaders
 from zygote import Zygote
 
+from harness.config import ConfigError
 from harness.hooks import session
+from harness.hooks.__main__ import main as watch_main
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +89,7 @@ def test_evaluation_alone_is_no_training(run: Start, tree: Path) -> None:
     found = run("imagenet.py", tree, "--evaluate")
     assert found.watched.stdout == found.alone.stdout and found.alone.returncode == 0
     assert found.report is None
-    assert found.watched.stderr == (
-        "wellfed: no training was seen: no optimizer of torch's stepped in the thread that began "
-        "the script\n"
-    )
+    assert "no optimizer of torch's stepped" in found.watched.stderr
 
 
 @pytest.mark.parametrize(("rest", "batches"), [((), 20), (("--dry-run",), 2)], ids=["all", "left"])
@@ -109,9 +110,9 @@ def test_accumulation(run: Start) -> None:
 
 
 def test_two_loaders(run: Start) -> None:
-    """Both train; two optimizers make two updates of a step."""
+    """Both train; two optimizers make one step."""
     report = run("two_loaders.py").equal()
-    assert report["steps"] == 48
+    assert report["steps"] == 24
     name = "two_loaders.py"
     assert sorted(loaders(report)) == [(name, True, 2, 6), (name, True, 2, 24)]
     assert report["pauses_s"]["evaluate"] == 0
@@ -211,10 +212,155 @@ def test_arguments_that_look_like_ours(run: Start) -> None:
     assert found.watched.stdout == found.alone.stdout
     assert "'--out', 'x', '-m', '--', '-h', '--no-tensorboard'" in found.alone.stdout
     assert found.watched.returncode == 0
-    assert found.watched.stderr == (
-        "wellfed: no training was seen: no DataLoader of torch's was made, and no optimizer "
-        "stepped\n"
-    )
+    assert "no DataLoader of torch's was made" in found.watched.stderr
+
+
+def test_without_a_loader(run: Start) -> None:
+    """Steps are counted, and the verdict is on no loader."""
+    found = run("listed.py")
+    report = found.equal()
+    assert (report["steps"], report["verdict"]["bottleneck"]) == (400, "unknown")
+    assert [each[1:] for each in loaders(report)] == [(False, 1, 40)]
+    assert "400 steps" in found.watched.stderr and "few for a verdict" not in found.watched.stderr
+
+
+def test_a_script_that_changes_its_folder(run: Start) -> None:
+    """The report is where the command was typed."""
+    assert run("moves.py").equal()["steps"] == 40
+
+
+def test_the_folder_that_is_told(zygote: Zygote, tmp_path: Path) -> None:
+    """It leads to the report from where the command was typed."""
+    told = zygote.run(*WATCH, "--no-tensorboard", str(LOOPS / "moves.py"), cwd=tmp_path).stderr
+    assert (tmp_path / told.split()[-1]).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ("./theirs/../theirs/names.py", "a", "--", "b"),
+        ("-m", "theirs.names", "--", "b"),
+        ("-P", "theirs/names.py"),
+    ],
+    ids=["script", "module", "safe path"],
+)
+def test_the_names_of_main(tmp_path: Path, typed: tuple[str, ...]) -> None:
+    """A script finds all that Python gives it, and spawned processes find its classes."""
+    package = tmp_path / "theirs"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "names.py").write_text((LOOPS / "names.py").read_text())
+    flags, rest = (typed[:1], typed[1:]) if typed[0] == "-P" else ((), typed)
+    alone = ran(sys.executable, *typed, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    watched = ran(sys.executable, *flags, *WATCH, *rest, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert alone.returncode == watched.returncode == 0, watched.stderr
+    assert watched.stdout == alone.stdout
+
+
+@pytest.mark.slow
+def test_an_error_in_the_syntax(tmp_path: Path) -> None:
+    """It is told as Python tells it."""
+    script = tmp_path / "train.py"
+    script.write_text("for epoch in range(3)\n    pass\n")
+    alone = ran(sys.executable, str(script), cwd=tmp_path)
+    watched = ran(sys.executable, *WATCH, str(script), cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert (watched.returncode, watched.stderr) == (alone.returncode, alone.stderr)
+
+
+WATCHED = ("-m", "wellfed", "watch")
+TYPED = {
+    "python train.py --lr 1": ("", *WATCHED, "train.py", "--lr", "1"),
+    "--no-tensorboard python -u -X dev -m pkg.train c.py": (
+        "", "-u", "-X", "dev", *WATCHED, "--no-tensorboard", "-m", "pkg.train", "c.py",
+    ),
+    "python -m torch.distributed.run --nproc-per-node 2 train.py": (
+        "", "-m", "torch.distributed.run", "--nproc-per-node", "2", *WATCHED, "train.py",
+    ),
+    "--out r torchrun --nproc-per-node 2 train.py": (
+        "torchrun", "--nproc-per-node", "2", *WATCHED, "--out", "r", "train.py",
+    ),
+    "-m torch.distributed.run -m pkg.train": (
+        "python", "-m", "torch.distributed.run", *WATCHED, "-m", "pkg.train",
+    ),
+    "accelerate launch --cpu train.py": ("accelerate", "launch", "--cpu", *WATCHED, "train.py"),
+    "deepspeed train.py": ("deepspeed", "--module", "wellfed", "watch", "train.py"),
+    "/elsewhere/python3.9 train.py": ("/elsewhere/python3.9", *WATCHED, "train.py"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def typed_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], str]:
+    """Types a command that ends in one line, and returns the line."""
+    for name in ("argv", "path", "excepthook"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    monkeypatch.chdir(tmp_path)
+
+    def typed(command: str) -> str:
+        sys.path = [*sys.path]
+        assert watch_main(shlex.split(command)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return typed
+
+
+@pytest.mark.parametrize("command", TYPED)
+def test_another_program_before_the_script(
+    command: str, typed_at: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This Python is started as typed; of any other program the line has the command."""
+    program, *rest = TYPED[command]
+    if program:
+        assert shlex.split(typed_at(command).partition("; type ")[2]) == [program, *rest]
+        return
+    started: list[list[str]] = []
+
+    def execv(path: str, arguments: list[str]) -> None:
+        started.append(arguments)
+        raise ConfigError("started")
+
+    monkeypatch.setattr("os.execv", execv)
+    typed_at(command)
+    assert started == [[sys.executable, *rest]]
+
+
+@pytest.mark.parametrize(
+    ("command", "way"),
+    [
+        ("train.ipynb", "wellfed.watched(loader)"),
+        ("lr.json", "name a script that ends in .py"),
+        ("lr.yaml", "name a script that ends in .py"),
+        ("train", "No such file"),
+        ("trian.py --config config.py", "trian.py: No such file"),
+        ("-m pkg/train.py", "type -m pkg.train"),
+        ("-m nothing.train", "nothing"),
+    ],
+)
+def test_what_is_no_script(
+    command: str, way: str, typed_at: Callable[[str], str], tmp_path: Path
+) -> None:
+    """A line says so, and nothing is run."""
+    for name in ("train.ipynb", "lr.json", "lr.yaml"):
+        (tmp_path / name).write_text('{"lr": 1}')
+    assert way in typed_at(command)
+
+
+@pytest.mark.slow
+def test_the_command_of_the_line_works(tmp_path: Path) -> None:
+    """Of torchrun it has both ranks watched."""
+    script = str(LOOPS / "ranks.py")
+    launch = ("torchrun", "--standalone", "--nproc-per-node", "2")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    more = {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+    told = ran(sys.executable, *WATCH, "--out", "report", *launch, script, cwd=tmp_path, **more)
+    command = shlex.split(told.stderr.partition("; type ")[2])
+    done = ran(*command, cwd=tmp_path, **more)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert (report["world_size"], report["steps"]) == (2, 20)
 
 
 @pytest.mark.slow

@@ -384,5 +384,15 @@ CASES = {
     "loading on the steps' processors": Case(
         evidence(0.01, window={"stall_basis": "host"}, ceiling=1.2, device="cpu"), "compute", {}
     ),
+    "workers that start for each epoch": Case(
+        evidence(
+            0.05,
+            window={"steps": 9, "first_steps": 9, "first_step_s": 20.0},
+            starts=8,
+            started_s=12.0,
+        ),
+        "starts",
+        {"loader.persistent_workers": True},
+    ),
     "no stall known": Case(evidence(window={"stall_fraction": None}), "unknown", {}),
 }

@@ -12,4 +12,4 @@ unseen = patch("harness.report.evidence.taken", lambda _: None)
 
 if __name__ == "__main__":
     with unseen:
-        sys.exit(main())
+        sys.exit(main(sys.argv[1:]))
