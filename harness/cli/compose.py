@@ -11,11 +11,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml  # type: ignore[import-untyped]
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 
 from .. import suggestions
 from ..config import (
@@ -30,6 +35,45 @@ from ..config import (
 
 # settings that are paths
 _PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
+# text and choices, whose annotations are text
+_TEXTS = {path for path, _, leaf in walk(Config()) if re.match("str|[A-Z]", str(leaf.type))}
+_TEXTS.update(_PATHS)
+
+
+class _Files(FileConfigSource):
+    """Files of settings: text stays as it was written, and a group of the user's may set anything.
+
+    Hydra would make 1200000.0 of the name 12e5. It puts the settings of ``mygroup/`` below that
+    name unless the file begins with ``# @package _global_``, and there is no such section.
+    """
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Returns the file ``config_path`` of this folder, such as ``experiment/mine``."""
+        found = super().load_config(config_path)
+        file = Path(self.path, self._normalize_file_name(config_path))
+        # Windows editors begin a file with a mark
+        text = file.read_text("utf-8-sig")
+        found.header = self._get_header_dict(text)
+        group = os.path.dirname(config_path).replace("/", ".")
+        if group.partition(".")[0] not in {"", "hydra", *Config.__dataclass_fields__}:
+            found.header["package"] = found.header["package"] or "_global_"
+        loader = get_yaml_loader()(text)
+        if tree := loader.get_single_node():
+            package = found.header["package"] or group
+            _tag_texts(tree, package.removeprefix("_global_"))
+            found.config = OmegaConf.create(loader.construct_document(tree))
+        return found
+
+
+def _tag_texts(node: Any, path: str) -> None:
+    """Tags the numbers and truth values of text settings in ``node`` as text."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            # what << merges stands beside its own
+            name = "" if key.value == "<<" else f".{key.value}"
+            _tag_texts(value, f"{path}{name}".lstrip("."))
+    elif path in _TEXTS and re.search(r":(int|float|bool)$", node.tag):
+        node.tag = "tag:yaml.org,2002:str"
 
 
 def cli_overrides(chosen: HydraConf) -> tuple[str, ...]:
@@ -71,15 +115,18 @@ def prepared(arguments: list[str]) -> Namespace:
     # a folder of the user's may have networks of its own
     folders = [Path(folder) for folder in (read.config_path, read.config_dir) if folder]
     networks = [file.stem for at in (CONF, *folders) for file in at.glob("model/*.yaml")]
-    read.overrides = [_as_written(text, networks) for text in read.overrides]
+    # only a sweep lists several values
+    grammar = f"['\"]|(range|interval)\\({'' if read.multirun else '|,'}"
+    read.overrides = [_as_written(text, networks, grammar) for text in read.overrides]
     return read
 
 
-def _as_written(text: str, networks: Sequence[str]) -> str:
+def _as_written(text: str, networks: Sequence[str], grammar: str) -> str:
     """Returns a setting as Hydra takes it; ``model=`` with none of ``networks`` is a name.
 
     ``~`` is the home folder in paths, which no shell puts there. Text and choices are quoted where
-    Hydra would take them for numbers: 1.50 for 1.5, and ``mode=2`` for the second choice.
+    Hydra would take them for numbers: 1.50 for 1.5, and ``mode=2`` for the second choice. A value
+    in which ``grammar`` is found is left to Hydra's.
     """
     name, equals, value = text.partition("=")
     if value.startswith("~") and name.lstrip("+") in _PATHS:
@@ -87,11 +134,9 @@ def _as_written(text: str, networks: Sequence[str]) -> str:
         value = ",".join(map(os.path.expanduser, value.split(",")))
     elif name == "model" and not {*value.split(",")} <= {*networks}:
         name = "model.name"
-    elif re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan", value, re.I):
-        # annotations are text
-        kinds = {path: str(declared.type) for path, _, declared in walk(Config())}
-        if re.match("str|[A-Z]", kinds.get(name.lstrip("+"), "")):
-            value = f"'{value}'"
+    elif name.lstrip("+") in _TEXTS and not re.search(grammar, value):
+        number = r"(?<![^,(])([+-]?[\d_.]+(e[+-]?\d+)?|true|false|inf|nan)(?![^,)])"
+        value = re.sub(number, r"'\1'", value, flags=re.I)
     return f"{name}{equals}{value}"
 
 
@@ -185,6 +230,7 @@ def register(*, helps: bool = False) -> None:
     store.store(group="dist", name="default", node={"name": "torchrun" if started else "single"})
     # plugins store theirs
     Plugins.instance()
+    SourcesRegistry.instance().types["file"] = _Files
     for sweeper in store.repo["hydra"]["sweeper"].values():
         # none in a group of samplers
         stored = getattr(sweeper, "node", {})
