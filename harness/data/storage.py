@@ -5,7 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import shlex
+import unicodedata
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +17,7 @@ import numpy as np
 from ..config import ConfigError, Evaluate
 from ..monitor.console import say
 from ..runtime.errors import BadSample, DataError, is_out_of_memory, listed, printable
-from ..runtime.files import read_regular
+from ..runtime.files import natural, read_regular
 from ..runtime.folder import log
 from ..runtime.seeding import order_rng
 from .decode import way_to_read
@@ -257,14 +260,16 @@ def open_folder_splits(
     held_out = sets.get("val", sets.get("test"))
     # without a set to validate, Train may be a class
     if not kept or not (held_out or kept.name == "train"):
-        if split_fraction is None:
-            found = [path.name for path in sorted(base.glob("[!.]*/"))]
-            raise DataError(
-                f"{base}: no train folder in it (found: {listed(found) or 'none'}); "
-                "for one tree of class folders set data.split_fraction=0.1"
-            )
+        found = sorted(base.glob("[!.]*/"))
+        _refuse_level(base, found, split_fraction)
         whole = FolderSource(base)
         _refuse_splits(whole)
+        if split_fraction is None:
+            raise DataError(
+                f"{base}: no train folder in it (found: {listed([path.name for path in found])}); "
+                "for one tree of class folders set data.split_fraction=0.1"
+            )
+        _look_at_classes(whole)
         return split(whole, split_fraction, seed)
     instead = f"keep a part of {kept.name} for it: data.root={kept} data.split_fraction=0.1"
     if not held_out:
@@ -276,16 +281,73 @@ def open_folder_splits(
         val = FolderSource(held_out)
     except DataError as error:
         raise DataError(f"{error}, or {instead}") from error
+    if len(train.classes) == 1:
+        _refuse_splits(train)
     only = [
-        f"only in {own.root}: {', '.join(map(repr, names))}"
+        f"only in {own.root}: {_told_apart({*own.classes} - {*other.classes}, other.classes)}"
         for own, other in ((train, val), (val, train))
-        if (names := sorted({*own.classes} - {*other.classes})[:5])
+        if {*own.classes} - {*other.classes}
     ]
     if only:
         raise DataError(
             f"the training and the validation set have different classes: {'; '.join(only)}"
         )
+    _look_at_classes(train)
     return train, val
+
+
+def _refuse_level(base: Path, folders: list[Path], fraction: float | None) -> None:
+    """Refuses a folder whose sets lie in one of its ``folders``, or beside it or its class folder.
+
+    Raises:
+        DataError: there are such sets.
+    """
+    # a part of a training set may be wanted
+    above = base.parents[:2] if fraction is None else ()
+    for place in (*folders, *above):
+        sets: dict[str, Path] = {}
+        with suppress(DataError):
+            sets = _sets(place, None)[1]
+        if "train" in sets and len(sets) > 1:
+            found = " and ".join(path.name for path in sets.values())
+            unset = "" if fraction is None else " data.split_fraction=null"
+            raise DataError(
+                f"{base}: no train folder in it, and {place} has {found}; set "
+                f"data.root={place}{unset}"
+            )
+
+
+def _told_apart(names: Iterable[str], others: Iterable[str]) -> str:
+    """Returns the first five of ``names``, escaped if only invisible signs tell it from another."""
+
+    def seen(name: str) -> str:
+        return "".join(unicodedata.normalize("NFKC", name).casefold().split())
+
+    twins = {*map(seen, others)}
+    ordered = sorted(names, key=lambda name: (seen(name) not in twins, name))
+    return listed([ascii(name) if seen(name) in twins else repr(name) for name in ordered])
+
+
+def _look_at_classes(source: FolderSource) -> None:
+    """Says which of the classes of ``source`` may not be those that the user means."""
+    classes = source.classes
+    if len(classes) == 1:
+        log.warning("%s: a single class, %r: every prediction is right", source.root, classes[0])
+    if sorted(classes, key=natural) != [*classes]:
+        say(f"classes are in the order of text, not of numbers: {listed(classes)}")
+    for path in source.index.watched:
+        own, *inner = os.path.relpath(path, source.root).split(os.sep)
+        if own in classes and (others := {*inner} & {*classes} - {own}):
+            target = os.path.join(source.root, min(others))
+            log.warning(
+                "%s: its images count as class %r, and %r is a class too; to move them there: "
+                "mv %s/* %s",
+                printable(path),
+                own,
+                min(others),
+                shlex.quote(path),
+                shlex.quote(target),
+            )
 
 
 def _sets(root: str | os.PathLike[str], fraction: float | None) -> tuple[Path, dict[str, Path]]:
@@ -353,8 +415,8 @@ def open_evaluated(
     if classes and source.classes != classes:
         if unknown := sorted({*source.classes} - {*classes}):
             raise DataError(
-                f"{folder or base}: the network has no class {listed(unknown)}; its classes are "
-                f"{listed(classes)}. Rename or remove the folder"
+                f"{folder or base}: the network has no class {_told_apart(unknown, classes)}; its "
+                f"classes are {listed(classes)}. Rename or remove the folder"
             )
         if absent := sorted({*classes} - {*source.classes}):
             say(f"no images of {len(absent)} of {len(classes)} classes: {listed(absent)}")

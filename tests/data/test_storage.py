@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import socket
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -540,3 +541,65 @@ def test_a_part_has_its_share_of_every_class() -> None:
     assert set(parts[0.01]) <= set(parts[0.1]) <= set(parts[0.5]) <= set(parts[1.0])
     assert all(np.all(np.diff(rows) > 0) for rows in parts.values())
     assert not np.array_equal(parts[0.5], part(labels, 0.5, 1))
+
+
+@pytest.mark.parametrize(
+    ("named", "fraction"),
+    [("", None), ("", 0.1), ("set/train", None), ("set/train/a", None)],
+    ids=["above", "above, split", "below", "a class"],
+)
+def test_a_root_of_another_level_has_a_way_out(
+    tmp_path: Path, named: str, fraction: float | None
+) -> None:
+    """The settings at the end of the message open the two sets."""
+    plant(tmp_path, *(f"set/{part}/{name}/1.jpg" for part in ("Train", "valid") for name in "ab"))
+    (tmp_path / "set/Train").rename(tmp_path / "set/train")
+    with pytest.raises(DataError) as error:
+        open_folder_splits(tmp_path / named, fraction, 0)
+    found = re.search(r"data\.root=(\S+)( data\.split_fraction=null)?$", str(error.value))
+    assert found and (fraction is None) == (found[2] is None)
+    assert [len(part) for part in open_folder_splits(found[1], None, 0)] == [2, 2]
+
+
+def test_the_only_folder_of_each_set_is_no_class(tmp_path: Path) -> None:
+    """train/data/a and train/data/b: the settings of the message train on a and b."""
+    plant(
+        tmp_path,
+        *(
+            f"{part}/data/{name}/{i}.jpg"
+            for part in ("train", "val")
+            for name in "ab"
+            for i in range(2)
+        ),
+    )
+    with pytest.raises(DataError) as error:
+        open_folder_splits(tmp_path, None, 0)
+    assert way_out(error)[0].classes == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [("caf\u00e9", "cafe\u0301"), ("cat", "cat "), ("a b", "a\u00a0b"), ("Cat", "cat")],
+    ids=["unicode", "blank", "no-break", "case"],
+)
+def test_names_that_look_alike_are_shown_apart(tmp_path: Path, train: str, val: str) -> None:
+    """The line has both names in ASCII, and names of other scripts as they are."""
+    plant(tmp_path, f"train/{train}/1.jpg", f"val/{val}/1.jpg", "val/\u732b/1.jpg")
+    with pytest.raises(DataError) as error:
+        open_folder_splits(tmp_path, None, 0)
+    text = str(error.value)
+    assert ascii(train) in text and ascii(val) in text and "\u732b" in text
+
+
+def test_numbers_as_names_and_a_class_in_a_class_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Classes stay in the order of text; the command of the warning moves the images."""
+    names = "0", "1", "2", "10"
+    plant(tmp_path, *(f"{name}/{i}.jpg" for name in names for i in range(2)), "1/x/2/9.jpg")
+    assert open_folder_splits(tmp_path, 0.5, 0)[0].classes == ("0", "1", "10", "2")
+    assert "0, 1, 10, 2" in capsys.readouterr().out
+    command = re.search("mv .*", caplog.text)
+    assert command
+    subprocess.run(command[0], shell=True, check=True)
+    assert (tmp_path / "2/9.jpg").exists()
