@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..clock.clock import StepClock
 from ..clock.spans import named
-from ..config import Config, Precision
+from ..config import Config, ConfigError, Precision
 from ..data.augment import BatchAugment, Mix
 from ..feed.prefetcher import DataPrefetcher
 from ..runtime import accelerator
-from ..runtime.errors import words
+from ..runtime.errors import listed, words
 from ..runtime.seeding import seeded
 from .models import refuse_logits
 from .optimizer import fill_momentum, skip_nonfinite
@@ -120,7 +121,10 @@ class Step:
         if self.world.size > 1 and self.model is network:
             place = accelerator.get(self.world.device).place
             places = None if place is None else [place]
-            self.model = DistributedDataParallel(network, device_ids=places)
+            unused = self.config.dist.find_unused_parameters
+            self.model = DistributedDataParallel(
+                network, device_ids=places, find_unused_parameters=unused
+            )
 
     def check_last_batch(self, length: int) -> None:
         """Raises what a batch norm would on the last batch, of one image, of ``length`` images."""
@@ -153,8 +157,9 @@ class Step:
             # gradients meet with the last batch of an update
             self.model.require_backward_grad_sync = last
         with self.autocast(), named("forward"):
-            logits = self.model(images)
             where = f"model.name={self.config.model.name}"
+            with self._unused_named(where):
+                logits = self.model(images)
             refuse_logits(logits, (len(images), self.classes or logits.shape[-1]), where)
             if self._weights is not None and labels.ndim == 1:
                 # Of weighted labels torch's mean is over the batch's weights, so that an image
@@ -181,6 +186,22 @@ class Step:
             state.optimizer.zero_grad(set_to_none=True)
             state.schedule.step()
             state.step += 1
+
+    @contextmanager
+    def _unused_named(self, where: str) -> Iterator[None]:
+        """Opens a forward pass, before which DDP misses the gradients of the last backward pass."""
+        try:
+            yield
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if not found:
+                raise
+            named = [n for n, p in self.state.network.named_parameters() if p.requires_grad]
+            unused = [named[int(i)] for i in found[1].split()]
+            raise ConfigError(
+                f"{where}: parameters without a part in the loss: {listed(unused)}; use them, "
+                "delete them, or set dist.find_unused_parameters=true"
+            ) from error
 
     def batches(self, feed: Iterable[Any], clock: StepClock | None = None) -> DataPrefetcher:
         """Returns the batches of ``feed`` as trained on: augmented, normalised, mixed."""
