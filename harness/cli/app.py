@@ -58,8 +58,12 @@ def command() -> NoReturn:
                 # whoever reads may stop, as head does
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             sys.exit(import_module(f"..{room}.__main__", __package__).main(arguments[1:]))
-    with signals.handle_signals(grace_s=0):
-        signals.leave(cli())
+    try:
+        with signals.handle_signals(grace_s=0):
+            signals.leave(cli())
+    except RuntimeError as error:
+        # a limit on threads or memory
+        sys.exit(tell([error]))
 
 
 def cli() -> int:

@@ -103,6 +103,9 @@ def prepared(arguments: list[str]) -> Namespace:
     parser = get_args_parser()
     # its own would print its usage
     parser.error = _refused  # type: ignore[method-assign]
+    # torch.distributed.launch and DeepSpeed add it, and set the variable too
+    added = f"--local-rank={os.environ.get('LOCAL_RANK')}"
+    arguments = [text for text in arguments if text.replace("_", "-") != added]
     read, unknown = parser.parse_known_intermixed_args(arguments)
     if read.experimental_rerun:
         _refused("--experimental-rerun unpickles a file")
