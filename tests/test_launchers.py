@@ -8,6 +8,7 @@ tests/test_launchers.py``.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -28,6 +29,13 @@ WAYS = {
     ),
     "optuna": ("hydra_plugins.hydra_optuna_sweeper", OPTUNA),
 }
+
+MINE = """
+from torch import nn
+
+def build(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -63,12 +71,17 @@ def statuses(cwd: Path) -> list[str]:
     ]
 
 
-def test_every_job_trains(way: tuple[str, ...], tmp_path: Path) -> None:
-    """Two jobs, two reports, exit code 0."""
+@pytest.mark.parametrize("chdir", ["true", "false"])
+def test_every_job_trains(way: tuple[str, ...], tmp_path: Path, chdir: str) -> None:
+    """Two jobs, two reports, exit code 0; modules are found in the folder of the command."""
+    (tmp_path / "mine.py").write_text(MINE)
     values = "seed=choice(1,2)" if OPTUNA[0] in way else "seed=1,2"
-    done = sweep(tmp_path, values, *way)
+    done = sweep(tmp_path, values, *way, "model.name=mine:build", f"hydra.job.chdir={chdir}")
     assert done.returncode == 0, done.stderr
     assert statuses(tmp_path) == ["completed"] * 2
+    *_, first, second, page = done.stdout.splitlines()
+    assert {first.split()[0], second.split()[0]} == {"0", "1"}
+    assert page.endswith(" multirun/x/report.html") and (tmp_path / page.split()[-1]).is_file()
 
 
 def test_a_job_that_fails_is_named(way: tuple[str, ...], tmp_path: Path) -> None:
@@ -83,7 +96,8 @@ def test_a_job_that_fails_is_named(way: tuple[str, ...], tmp_path: Path) -> None
     done = sweep(tmp_path, values, *way)
     assert done.returncode == 2, done.stderr
     assert "\nerror: multirun/x/0: loader.batch_size=" in f"\n{done.stderr}"
-    assert statuses(tmp_path) == ([] if OPTUNA[0] in way else ["completed"])
+    assert statuses(tmp_path) == ["failed", *([] if OPTUNA[0] in way else ["completed"])]
+    assert re.search(r"(?m)^0 .* loader.batch_size=\d+0000: ", done.stdout)
 
 
 def test_optuna_looks_for_the_highest_top1(tmp_path: Path) -> None:

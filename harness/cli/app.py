@@ -101,7 +101,11 @@ def cli() -> int:
         return tell(_failed) or 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         # a job's own error says more
-        return tell(_failed or [_composing(error)])
+        _failed[:] = _failed or [_composing(error)]
+    if compose.sweeps and folder.is_first_rank():
+        from ..report import sweep
+
+        sweep.conclude(compose.sweeps[0].hydra.sweep)
     return tell(_failed)
 
 
@@ -135,6 +139,8 @@ def main(composed: DictConfig) -> float | None:
     }
     try:
         signals.check()
+        # hydra.job.chdir changes no path: settings, modules and printed commands were typed here
+        os.chdir(chosen.runtime.cwd)
         # none yet where hydra.run.dir was typed
         config = _only_run[0][0] if _only_run and not is_sweep else _checked(composed)
         began_s = time.perf_counter() if is_sweep else BEGAN_S
@@ -150,7 +156,10 @@ def main(composed: DictConfig) -> float | None:
         if not is_sweep:
             _failed.append(error)
             return None
+        from ..report import sweep
+
         text, code = message(error)
+        sweep.report_failure(place, text, compose.cli_overrides(chosen))
         failure = launch.ProcessError(f"{os.path.relpath(place)}: {text}", code)
         _failed.append(failure)
         # a launcher may have started this process: what is raised reaches the command line's

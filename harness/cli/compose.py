@@ -18,6 +18,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
@@ -38,6 +39,17 @@ _PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.
 # text and choices, whose annotations are text
 _TEXTS = {path for path, _, leaf in walk(Config()) if re.match("str|[A-Z]", str(leaf.type))}
 _TEXTS.update(_PATHS)
+
+# the settings of this process' sweep
+sweeps: list[DictConfig] = []
+
+
+class Begun(Callback):
+    """Notes the settings of a sweep that begins."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Keeps ``config``."""
+        sweeps.append(config)
 
 
 class _Files(FileConfigSource):
@@ -223,6 +235,7 @@ def register(*, helps: bool = False) -> None:
         run=RunDir(dir="${wellfed.run_dir:}"),
         sweep=SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}"),
         job=JobConf(name="train", chdir=False),
+        callbacks={"wellfed": {"_target_": f"{__name__}.{Begun.__name__}"}},
         # job.run writes .hydra, once the folder is known to be this run's
         output_subdir=None,
     )

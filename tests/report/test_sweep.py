@@ -1,0 +1,62 @@
+"""The end of a sweep: a table of its jobs, and their page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.report.sweep import conclude, report_failure
+
+
+def job(folder: Path, *overrides: str, **report: Any) -> None:
+    """A job's folder with its report."""
+    folder.mkdir(parents=True)
+    run = {"name": folder.name, "overrides": overrides}
+    (folder / "report.json").write_text(json.dumps({"run": run, **report}))
+
+
+def table(root: Path, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The cells of the table that a sweep in ``root`` prints."""
+    conclude(SimpleNamespace(dir=str(root)))
+    _, heads, *rows, page = capsys.readouterr().out.splitlines()
+    assert page.split()[-1].endswith("report.html")
+    starts = [
+        heads.index(head) for head in ("job", "differs", "top-1", "images/s", "data", "status")
+    ]
+    ends = [*starts[1:], None]
+    return [[row[a:b].strip() for a, b in zip(starts, ends, strict=True)] for row in rows]
+
+
+def test_a_sweep_ends_with_a_table_of_its_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what differs is shown; a job that failed or was killed stands beside the others."""
+    figures = {"status": "completed", "top1": 0.5, "images_per_s": 90.4, "data_wait_fraction": 0.25}
+    job(tmp_path / "10", "seed=1", "optim=adamw", "optim.lr=0.1", **figures)
+    job(tmp_path / "9", "seed=1", "optim=sgd", "optim.lr=0.2", status="interrupted", steps=3)
+    (tmp_path / "11").mkdir()
+    report_failure(tmp_path / "11", "device: no", ("seed=1", "optim=sgd", "optim.lr=0.1"))
+    # killed before its report
+    (tmp_path / "12").mkdir()
+    (tmp_path / "12/metrics.jsonl").touch()
+    assert table(tmp_path, capsys) == [
+        ["9", "optim=sgd optim.lr=0.2", "-", "-", "-", "interrupted"],
+        ["10", "optim=adamw optim.lr=0.1", "0.5000", "90", "25.0%", "completed"],
+        ["11", "optim=sgd optim.lr=0.1", "-", "-", "-", "device: no"],
+        ["12", "", "-", "-", "-", "-"],
+    ]
+    assert "optim=adamw" in (tmp_path / "report.html").read_text()
+
+
+def test_a_failed_start_hides_no_earlier_run(tmp_path: Path) -> None:
+    """A report with steps stays; that of an earlier failed start gives way."""
+    job(tmp_path / "0", steps=3)
+    for error in ("first", "second"):
+        report_failure(tmp_path / "0", error, ())
+        report_failure(tmp_path, error, ())
+    assert "error" not in json.loads((tmp_path / "0/report.json").read_text())
+    assert json.loads((tmp_path / "report.json").read_text())["error"] == "second"
