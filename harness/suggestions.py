@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -150,8 +151,20 @@ def explain(error: BaseException | None) -> str | None:
 
 def quoted(name: str, value: str) -> str:
     """Returns a setting whose value Hydra reads as plain text, whatever its signs."""
-    escaped = value.replace("'", r"\'")
+    # backslashes count before a quote only, also before the closing one
+    escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + m[2].replace("'", r"\'"), value)
     return f"{name}='{escaped}'"
+
+
+def shell_word(text: str) -> str:
+    """Returns ``text`` as one word for a shell, without signs that a terminal does not show."""
+    if text.isprintable():
+        return shlex.quote(text)
+    signs = [
+        c if c.isprintable() and c not in "'\\" else "".join(rf"\x{b:02x}" for b in os.fsencode(c))
+        for c in text
+    ]
+    return f"$'{''.join(signs)}'"
 
 
 def _as_text(override: str) -> str:
@@ -166,7 +179,8 @@ def _as_text(override: str) -> str:
     plain = quoted(name, value)
     with suppress(HydraException):
         if equals and OverridesParser.create().parse_override(plain).value() == value:
-            shells = shlex.quote(plain) if re.search(r'["$`\\]', value) else f'"{plain}"'
+            is_simple = value.isprintable() and not re.search(r'["$`\\!]', value)
+            shells = f'"{plain}"' if is_simple else shell_word(plain)
             return f"; as plain text, write {shells}"
     return ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
@@ -259,7 +258,10 @@ def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
         assert text in cifar.stdout
 
 
-@pytest.mark.parametrize("value", ["a=b", "Fotos (Kopie)", "C#", "名前", "it's", "$x (1)", "a, b"])
+@pytest.mark.parametrize(
+    "value",
+    ["a=b", "Fotos (Kopie)", "C#", "名前", "it's", "$x (1)", "a, b", "a!(b)", "a\n=b", "c=\\"],
+)
 def test_text_that_the_grammar_reads_otherwise_can_be_typed(value: str) -> None:
     """The advice, pasted into a shell, gives Hydra the same text."""
     parser = OverridesParser.create()
@@ -271,5 +273,6 @@ def test_text_that_the_grammar_reads_otherwise_can_be_typed(value: str) -> None:
         error = caught.value
     said = suggestions.explain(error)
     assert said is not None
-    (typed,) = shlex.split(said.partition("as plain text, write ")[2])
+    advised = said.partition("as plain text, write ")[2]
+    typed = subprocess.check_output(["bash", "-c", f"printf %s {advised}"], text=True)
     assert parser.parse_override(typed).value() == value

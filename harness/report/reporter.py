@@ -18,7 +18,7 @@ from ..runtime import accelerator, launch
 from ..runtime.distributed import resume_command
 from ..runtime.errors import described, words
 from ..runtime.folder import log
-from ..suggestions import quoted
+from ..suggestions import quoted, shell_word
 from ..training.checkpoint_read import Record, records
 from ..training.engine import Engine
 from . import mistakes
@@ -207,8 +207,8 @@ class Reporter:
                 why = "checkpoint.enabled=false"
             say(f"nothing was saved: {why}")
             return
-        # Hydra reads a comma or an equals sign as more than text
-        is_plain = re.fullmatch(r"[\w./+@~-]+", folder, re.ASCII)
+        # Hydra reads a comma, an equals sign or a tilde as more than text
+        is_plain = re.fullmatch(r"[\w./+@-]+", folder, re.ASCII)
         resume = f"resume={folder}" if is_plain else quoted("resume", folder)
         without = ["run.name"]
         # a run that has a name finds its checkpoints by itself
@@ -233,4 +233,4 @@ def _root(folder: Path) -> str:
     # the current folder has no parts
     if len(parts) > 1 and parts[0] in ("outputs", "multirun"):
         return parts[0]
-    return path
+    return shell_word(path)

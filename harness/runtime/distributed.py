@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from ..config import Config, ConfigError, DistBackend, DistName
+from ..suggestions import shell_word
 from . import accelerator, limits, signals
 from .launch import command, run_processes, setting
 
@@ -131,7 +131,7 @@ def resume_command(
         ranks = f"--nproc-per-node={world.local_size}" if one_node else "..."
     replaced = {*without, *map(setting, more)}
     kept = [word for word in overridden if setting(word) not in replaced]
-    return shlex.join([*command(ranks), *kept, *more])
+    return " ".join(map(shell_word, [*command(ranks), *kept, *more]))
 
 
 def spawn_size(config: Config) -> int:

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -34,11 +35,18 @@ class ProcessError(RunError):
 def command(ranks: str | None = None) -> list[str]:
     """Returns the words that start such a run again; ``ranks`` is an option for torchrun."""
     installed = re.search(r"(^|/)(wellfed|(wellfed|harness)/__main__\.py)$", sys.argv[0])
+    # of submitit's workers it is another one
+    script = sys.argv[0] if sys.argv[0].endswith("train.py") else "train.py"
+    module = ["-m", "wellfed"] if installed else [script]
     if ranks is not None:
-        return ["torchrun", ranks, *(["-m", "wellfed"] if installed else ["train.py"])]
-    if installed:
-        return ["wellfed"]
-    return [*(["uv", "run"] if "UV" in os.environ else ["python"]), "train.py"]
+        return ["torchrun", ranks, *module]
+    words = ["wellfed"] if installed else ["python", script]
+    if "UV" in os.environ:
+        return ["uv", "run", words[-1]]
+    # a shell may find another one by that name, or none
+    if os.path.dirname(shutil.which(words[0]) or "") != os.path.dirname(sys.executable):
+        return [sys.executable, *module]
+    return words
 
 
 def setting(override: str) -> str:

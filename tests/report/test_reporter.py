@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +12,16 @@ from typing import Any
 
 import pytest
 from evidences import evidence
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from harness.cli import compose
 from harness.config import Config
 from harness.report import reporter
 from harness.report.reporter import Reporter
 from harness.report.run_report import report
 from harness.report.statement import stated
 from harness.report.verdict import judge
+from harness.runtime import distributed
 
 
 class Board:
@@ -80,3 +85,32 @@ def test_tensorboard_is_told_the_folder_of_all_runs(
     """A run in the current folder is told as it is."""
     monkeypatch.chdir(tmp_path)
     assert reporter._root(Path(folder)) == root
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["a b", "it's", "a, b=1", "$HOME", "~", "~/x", "-x", "tab\there", "two\nlines", "a\\'b", "c\\",
+     "no\xa0break", 'a"b!c`d', "runs/[1] (copy)", "\udcff"],
+)  # fmt: skip
+def test_the_line_that_resumes_can_be_pasted(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell and Hydra read the folder back from what is printed, whatever its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(distributed, "command", lambda ranks: ["python", "train.py"])
+    Path(folder).mkdir(parents=True)
+    engine: Any = SimpleNamespace(
+        state=SimpleNamespace(samples=0, step=3, epoch=1),
+        config=Config(),
+        folder=tmp_path / folder,
+        world=None,
+    )
+    kept = ("data.root='a\tb'", "--config-dir=/my files")
+    Reporter(kept, None, 2.0, None)._stand(engine, [SimpleNamespace(path=tmp_path)])
+    line = capsys.readouterr().out.splitlines()[-1].removeprefix("go on with ").strip()
+    script = f"python() {{ printf '%s\\0' \"$@\"; }}; {line}"
+    typed = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout
+    words = os.fsdecode(typed).split("\0")[:-1]
+    assert words[:-1] == ["train.py", *kept]
+    (override,) = compose.prepared(words[-1:]).overrides
+    assert os.path.samefile(OverridesParser.create().parse_override(override).value(), folder)

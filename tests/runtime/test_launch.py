@@ -195,10 +195,15 @@ def test_a_command_begins_before_anything_is_imported() -> None:
 @pytest.mark.parametrize(
     ("called", "ranks", "words"),
     [
-        pytest.param("/a/train.py", None, "python train.py", id="a checkout's script"),
+        pytest.param("train.py", None, "python train.py", id="a checkout's script"),
+        pytest.param("/a/train.py", None, "python /a/train.py", id="another folder's"),
+        pytest.param("/a/_submit.py", None, "python train.py", id="a launcher's"),
         pytest.param("/a/bin/wellfed", None, "wellfed", id="the command"),
         pytest.param(
-            "/a/train.py", "--nproc-per-node=2", "torchrun --nproc-per-node=2 train.py", id="ranks"
+            "/a/train.py",
+            "--nproc-per-node=2",
+            "torchrun --nproc-per-node=2 /a/train.py",
+            id="ranks",
         ),
         pytest.param(
             "/a/harness/__main__.py",
@@ -214,4 +219,9 @@ def test_a_run_is_started_again_as_it_was(
     """What to paste names the script in a checkout, and the command where that was typed."""
     monkeypatch.delenv("UV", raising=False)
     monkeypatch.setattr(sys, "argv", [called, "data=digits"])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert launch.command(ranks) == words.split()
+    if ranks is None:
+        # the environment's own commands are not on the shell's path
+        monkeypatch.setenv("PATH", "/nowhere")
+        assert launch.command()[0] == sys.executable
