@@ -24,7 +24,7 @@ from .. import config as schema
 from ..clock.figures import Tag
 from ..runtime import folder, launch, signals
 from ..runtime.errors import described, message, tell, tell_crashes
-from ..runtime.files import from_json, read_regular
+from ..runtime.files import from_json, read_lines
 from . import compose, job
 
 # of the jobs in this process
@@ -178,7 +178,7 @@ def _best_top1(place: Path) -> float | None:
     # not its report: that may be of an end before the last evaluation
     metrics = place / "metrics.jsonl"
     found = []
-    for line in read_regular(metrics).splitlines() if metrics.is_file() else ():
+    for line in read_lines(metrics) if metrics.is_file() else ():
         # lines of steps have none
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             found.append(from_json(float, json.loads(line)[Tag.VAL_TOP1]))

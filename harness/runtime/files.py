@@ -11,6 +11,7 @@ import shutil
 import stat
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
@@ -48,13 +49,13 @@ def open_regular(path: AnyPath, flags: int = os.O_RDONLY, *, makes_way: bool = F
     raise OSError("not a regular file")
 
 
-def read_regular(path: AnyPath, most_bytes: int = sys.maxsize) -> bytes:
+def read_regular(path: AnyPath, most_bytes: int = sys.maxsize, flags: int = os.O_RDONLY) -> bytes:
     """Returns the content of the regular file at ``path``.
 
     Raises:
         OSError: it cannot be read, is something else, or has more than ``most_bytes``.
     """
-    file = open_regular(path)
+    file = open_regular(path, flags)
     try:
         size = os.fstat(file).st_size
         if size > most_bytes:
@@ -86,13 +87,24 @@ def read_json(path: Path) -> Any:
     """Returns the value in the JSON file at ``path``.
 
     Raises:
-        OSError: it cannot be read, or is no regular file of at most 16 MiB.
+        OSError: it cannot be read, or is a link or no regular file of at most 16 MiB.
         ValueError: it is damaged.
     """
     try:
-        return json.loads(read_regular(path, _MOST_BYTES))
+        return json.loads(read_regular(path, _MOST_BYTES, os.O_NOFOLLOW))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of the file at ``path``, as far as one with more than 1 MiB.
+
+    Raises:
+        OSError: it cannot be read, or is a link or no regular file.
+    """
+    with open(open_regular(path, os.O_NOFOLLOW), "rb") as file:
+        while 0 < len(line := file.readline(1 << 20)) < 1 << 20:
+            yield line
 
 
 def read_written(path: Path, kind: type = dict) -> Any:

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ...clock.figures import FIGURES, STEP_FIGURES, Metric, Tag
-from ...runtime.files import number, open_regular
+from ...runtime.files import number, read_lines
 
 SPREAD = ("median", "p95", "max")
 # of a step
@@ -61,19 +61,18 @@ def read_windows(path: Path) -> Windows:
         OSError: it cannot be read.
     """
     windows = Windows()
-    with open(open_regular(path), "rb") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-                needed = number(line.get("step")), number(line.get(TYPICAL))
-            except (ValueError, AttributeError, RecursionError):
-                windows.damaged += text.endswith(b"\n")
-                continue
-            # other lines are of evaluations
-            if None not in needed:
-                for name, column in windows.columns.items():
-                    column.append(number(line.get(name)))
-                windows.last = line
+    for text in read_lines(path):
+        try:
+            line = json.loads(text)
+            needed = number(line.get("step")), number(line.get(TYPICAL))
+        except (ValueError, AttributeError, RecursionError):
+            windows.damaged += text.endswith(b"\n")
+            continue
+        # other lines are of evaluations
+        if None not in needed:
+            for name, column in windows.columns.items():
+                column.append(number(line.get(name)))
+            windows.last = line
     return windows
 
 

@@ -180,3 +180,15 @@ def test_a_configuration_below_a_link_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".hydra").symlink_to(tmp_path / "other")
     assert read_run(tmp_path / "run", "run")["config"] is None
+
+
+def test_a_link_and_an_endless_line_are_not_read(tmp_path: Path) -> None:
+    """A run folder from elsewhere shows no other file, and costs no memory."""
+    (tmp_path / "elsewhere.json").write_text('{"steps": 7}')
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "report.json").symlink_to(tmp_path / "elsewhere.json")
+    with open(run / "metrics.jsonl", "wb") as file:
+        file.truncate(1 << 40)
+    found = read_run(run, "run")
+    assert found["report"] == {} and found["course"] is None
