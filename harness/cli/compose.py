@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins import file_config_source
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
@@ -52,7 +52,8 @@ class Begun(Callback):
         sweeps.append(config)
 
 
-class _Files(FileConfigSource):
+# by the name of Hydra's own, which a launcher would else register beside it
+class FileConfigSource(file_config_source.FileConfigSource):
     """Files of settings: text stays as it was written, and a group of the user's may set anything.
 
     Hydra would make 1200000.0 of the name 12e5. It puts the settings of ``mygroup/`` below that
@@ -246,7 +247,7 @@ def register(*, helps: bool = False) -> None:
     store.store(group="dist", name="default", node={"name": "torchrun" if started else "single"})
     # plugins store theirs
     Plugins.instance()
-    SourcesRegistry.instance().types["file"] = _Files
+    SourcesRegistry.instance().types["file"] = FileConfigSource
     for sweeper in store.repo["hydra"]["sweeper"].values():
         # none in a group of samplers
         stored = getattr(sweeper, "node", {})

@@ -91,7 +91,7 @@ def load(file: IO[bytes], where: str, *, others: bool) -> Any:
     file.seek(0)
     names = {*itertools.chain(*map(get_globals_in_pkl, pickles))} if others else ()
     file.seek(0)
-    stands = [(_Kind(name, (StandIn,), {}), name) for name in names]
+    stands: list[Any] = [(_Kind(name, (StandIn,), {}), name) for name in names]
     try:
         with torch.serialization.safe_globals(stands):
             return torch.load(file, map_location="cpu", weights_only=True)
