@@ -149,6 +149,18 @@ def explain(error: BaseException | None) -> str | None:
     return said if name in said else f"{name}: {said}"
 
 
+def override(name: str, value: str) -> str:
+    """Returns a setting as Hydra takes it, whatever its value's signs."""
+    # a comma, an equals sign or a tilde is more than text
+    is_plain = re.fullmatch(r"[\w./+@-]+", value, re.ASCII)
+    return f"{name}={value}" if is_plain else quoted(name, value)
+
+
+def typed(name: str, value: object) -> str:
+    """Returns a setting as a shell takes it."""
+    return shell_word(override(name, str(value)))
+
+
 def quoted(name: str, value: str) -> str:
     """Returns a setting whose value Hydra reads as plain text, whatever its signs."""
     # backslashes count before a quote only, also before the closing one

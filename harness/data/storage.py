@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import shlex
 import unicodedata
 from collections.abc import Iterable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from ..runtime.errors import BadSample, DataError, is_out_of_memory, listed, pri
 from ..runtime.files import natural, read_regular
 from ..runtime.folder import log
 from ..runtime.seeding import order_rng
+from ..suggestions import shell_word, typed
 from .decode import way_to_read
 from .folder_index import listing, open_index
 
@@ -271,7 +271,9 @@ def open_folder_splits(
             )
         _look_at_classes(whole)
         return split(whole, split_fraction, seed)
-    instead = f"keep a part of {kept.name} for it: data.root={kept} data.split_fraction=0.1"
+    instead = (
+        f"keep a part of {kept.name} for it: {typed('data.root', kept)} data.split_fraction=0.1"
+    )
     if not held_out:
         raise DataError(f"{base}: no val folder beside {kept.name}; add it, or {instead}")
     if "test" in sets and held_out != sets["test"]:
@@ -313,7 +315,7 @@ def _refuse_level(base: Path, folders: list[Path], fraction: float | None) -> No
             unset = "" if fraction is None else " data.split_fraction=null"
             raise DataError(
                 f"{base}: no train folder in it, and {place} has {found}; set "
-                f"data.root={place}{unset}"
+                f"{typed('data.root', place)}{unset}"
             )
 
 
@@ -341,12 +343,12 @@ def _look_at_classes(source: FolderSource) -> None:
             target = os.path.join(source.root, min(others))
             log.warning(
                 "%s: its images count as class %r, and %r is a class too; to move them there: "
-                "mv %s/* %s",
+                "mv -n %s/* %s",
                 printable(path),
                 own,
                 min(others),
-                shlex.quote(path),
-                shlex.quote(target),
+                shell_word(path),
+                shell_word(target),
             )
 
 
@@ -444,7 +446,7 @@ def _refuse_splits(source: FolderSource) -> None:
         raise DataError(
             f"{source.root}: each of {listed(source.classes)} has the folders {listed(names)}: are "
             "these the classes? Rename two to train and val, or use one: "
-            f"data.root={source.root}/{outer} data.split_fraction=0.1"
+            f"{typed('data.root', f'{source.root}/{outer}')} data.split_fraction=0.1"
         )
 
 

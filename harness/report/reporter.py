@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from ..runtime import accelerator, launch
 from ..runtime.distributed import resume_command
 from ..runtime.errors import described, words
 from ..runtime.folder import log
-from ..suggestions import quoted, shell_word
+from ..suggestions import override, shell_word
 from ..training.checkpoint_read import Record, records
 from ..training.engine import Engine
 from . import mistakes
@@ -207,9 +206,7 @@ class Reporter:
                 why = "checkpoint.enabled=false"
             say(f"nothing was saved: {why}")
             return
-        # Hydra reads a comma, an equals sign or a tilde as more than text
-        is_plain = re.fullmatch(r"[\w./+@-]+", folder, re.ASCII)
-        resume = f"resume={folder}" if is_plain else quoted("resume", folder)
+        resume = override("resume", folder)
         without = ["run.name"]
         # a run that has a name finds its checkpoints by itself
         if config.run.name is not None and Path(folder) == Path("outputs", config.run.name):

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import shlex
 import socket
 import subprocess
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.config import ConfigError
 from harness.data.storage import (
@@ -297,10 +299,11 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
 
 
 def way_out(error: pytest.ExceptionInfo[Exception]) -> tuple[Source, Source]:
-    """The two sets that the settings at the end of a message open."""
-    found = re.search(r"data\.root=(\S+) data\.split_fraction=(\S+)$", str(error.value))
-    assert found
-    return open_folder_splits(found[1], float(found[2]), 0)
+    """The two sets that the settings at the end of a message open, as a shell and Hydra read it."""
+    words = shlex.split(re.search(r"\S*data\.root=.*$", str(error.value))[0])  # type: ignore[index]
+    parsed = OverridesParser.create().parse_overrides(words)
+    typed = {each.key_or_group: each.value() for each in parsed}
+    return open_folder_splits(typed["data.root"], typed.get("data.split_fraction"), 0)
 
 
 @pytest.mark.parametrize(
@@ -552,13 +555,11 @@ def test_a_root_of_another_level_has_a_way_out(
     tmp_path: Path, named: str, fraction: float | None
 ) -> None:
     """The settings at the end of the message open the two sets."""
-    plant(tmp_path, *(f"set/{part}/{name}/1.jpg" for part in ("Train", "valid") for name in "ab"))
-    (tmp_path / "set/Train").rename(tmp_path / "set/train")
+    place = tmp_path / "mine, 'a=b'"
+    plant(place, *(f"set/{part}/{name}/1.jpg" for part in ("train", "valid") for name in "ab"))
     with pytest.raises(DataError) as error:
-        open_folder_splits(tmp_path / named, fraction, 0)
-    found = re.search(r"data\.root=(\S+)( data\.split_fraction=null)?$", str(error.value))
-    assert found and (fraction is None) == (found[2] is None)
-    assert [len(part) for part in open_folder_splits(found[1], None, 0)] == [2, 2]
+        open_folder_splits(place / named, fraction, 0)
+    assert [len(part) for part in way_out(error)] == [2, 2]
 
 
 def test_the_only_folder_of_each_set_is_no_class(tmp_path: Path) -> None:
