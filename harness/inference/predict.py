@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from ..monitor.writer import BAD_SAMPLES, RunWriter, plain
 from ..runtime import limits, signals
 from ..runtime.distributed import World
 from ..runtime.errors import DataError
-from ..runtime.files import write_whole
+from ..runtime.files import sheet, write_whole
 from ..training.checkpoint_read import Saved
 from ..training.step import autocast_of, device_batches
 from .loaded import network
@@ -110,11 +109,9 @@ def _write(
     folder: Path, source: FolderSource, classes: tuple[str, ...], rows: np.ndarray, bad: set[int]
 ) -> None:
     """Writes ``rows``, one for each image of ``source``, but for the ``bad`` ones."""
-    text = io.StringIO()
-    sheet = csv.writer(text, lineterminator="\n")
     ranks = range(1, rows.shape[1] // 2 + 1)
     heads = [f"{name}_{i}" for name in ("class", "probability") for i in ranks]
-    sheet.writerow(["path", *heads])
+    table: list[list[Any]] = [["path", *heads]]
     lines = []
     for place, row in enumerate(rows):
         if place in bad:
@@ -124,8 +121,8 @@ def _write(
         names = [classes[int(label)] for label in labels]
         # the fewest digits that give the same float32
         shown = plain([float(str(value)) for value in values])
-        sheet.writerow([path, *names, *shown])
+        table.append([path, *names, *shown])
         lines.append(json.dumps({"path": path, "classes": names, "probabilities": shown}) + "\n")
-    for form, content in (("csv", text.getvalue()), ("jsonl", "".join(lines))):
+    for form, content in (("csv", sheet(table)), ("jsonl", "".join(lines))):
         # names that are not UTF-8 keep their bytes
         write_whole(folder / f"predictions.{form}", content.encode("utf-8", "surrogateescape"))

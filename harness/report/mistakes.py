@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 from ..data.datasets import Splits
 from ..monitor.writer import RunWriter, plain
 from ..runtime.errors import BadSample, printable
+from ..runtime.files import sheet
 from ..training.pictures import PredictionLog, coded
 
 # pictures of mistakes
@@ -120,6 +119,4 @@ def class_counts(splits: Splits) -> str | None:
 def _table(
     writer: RunWriter, name: str, head: Iterable[str], rows: Iterable[Iterable[Any]]
 ) -> None:
-    text = StringIO()
-    csv.writer(text, lineterminator="\n").writerows([head, *rows])
-    writer.write(name, text.getvalue().rstrip("\n"))
+    writer.write(name, sheet([head, *rows]).rstrip("\n"))

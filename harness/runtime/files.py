@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import logging
 import os
@@ -11,7 +13,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
@@ -24,6 +26,8 @@ AnyPath = str | bytes | os.PathLike[str]
 _MOST_BYTES = 16 << 20
 # no number that is kept is so large, and an integer of JSON may be too long for a float
 _LARGEST = 1e18
+# a spreadsheet would compute it
+_FORMULA = re.compile(r"[=+@-](?![\d.]*$)")
 
 # the run's logger: the file with its name is too heavy for the page to import
 _log = logging.getLogger("wellfed")
@@ -94,6 +98,16 @@ def read_json(path: Path) -> Any:
         return json.loads(read_regular(path, _MOST_BYTES, os.O_NOFOLLOW))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def sheet(rows: Iterable[Iterable[Any]]) -> str:
+    """Returns ``rows`` as CSV; an apostrophe keeps text from being computed as a formula."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(
+        [f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell for cell in row]
+        for row in rows
+    )
+    return text.getvalue()
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

@@ -163,3 +163,9 @@ def test_a_file_is_written_whole_or_not_at_all(
     with pytest.raises(OSError, match="Bad file descriptor"):
         files.write_whole(tmp_path / "file", b"after")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"before"}
+
+
+def test_a_sheet_computes_nothing() -> None:
+    """Text that begins like a formula gets an apostrophe; numbers and other names stay."""
+    rows = [["=1+1.jpg", "@SUM(A1)", "-cat", "+1", "-2.5", "a=b", "", -3, 0.5]]
+    assert files.sheet(rows) == "'=1+1.jpg,'@SUM(A1),'-cat,+1,-2.5,a=b,,-3,0.5\n"
