@@ -23,11 +23,11 @@ from ..feed.prefetcher import Normalise
 from ..monitor.console import say
 from ..monitor.writer import plain
 from ..runtime import user_code
-from ..runtime.errors import CheckpointError, printable
+from ..runtime.errors import printable
 from ..runtime.files import read_regular, write_whole
 from ..runtime.folder import log
 from ..runtime.seeding import SampleRng
-from ..training import checkpoint_read, models, resume
+from ..training import checkpoint_read, models, resume, weights
 
 # images that a file is checked on
 _CHECKED = 16
@@ -133,16 +133,21 @@ def network(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Returns the network in ``saved`` on the CPU, in evaluation mode, and its classes' names.
 
+    The classes of another trainer's weights are numbered.
+
     Raises:
-        CheckpointError: there are no classes, or the weights do not fit.
+        CheckpointError: the weights do not fit.
         ConfigError: the network cannot be built.
     """
     classes = saved.classes
-    if not classes:
-        raise CheckpointError(
-            f"{saved.where}: holds no names of classes; name a checkpoint or the folder of a run"
-        )
     size = config.data.image_size
+    if not classes:
+        like = models.build(config.model, 2, image_size=size, filled=True)
+        heads = models.head_keys(like)
+        given, _ = weights.find(saved.state, like, saved.where, heads)
+        counts = {len(given[key]) for key in heads & given.keys()}
+        classes = tuple(map(str, range(max(counts, default=1))))
+        log.warning("%s: names no classes: they are 0 to %d", saved.where, len(classes) - 1)
     built = models.build(config.model, len(classes), image_size=size, filled=True)
     models.take_over(built, saved, f"model.name={config.model.name}", tell=tell)
     return built.eval(), classes

@@ -21,7 +21,7 @@ from harness.config import Config, ConfigError
 from harness.inference.predict import predict
 from harness.runtime import signals
 from harness.runtime.distributed import World
-from harness.runtime.errors import CheckpointError, DataError, Interrupted
+from harness.runtime.errors import DataError, Interrupted
 from harness.runtime.folder import refuse_used
 from harness.training import resume
 
@@ -195,14 +195,18 @@ def test_a_signal_leaves_no_part(
 
 
 @pytest.mark.usefixtures("kept_globals")
-def test_weights_without_classes_are_refused(
+def test_classes_of_weights_without_names_are_numbered(
     composed: Composed, first: tuple[Path, dict[str, Any]], tree: Path, tmp_path: Path
 ) -> None:
-    """A file of weights alone says of no logit what it stands for."""
+    """The probabilities are those of the run; a class is its place in the logits."""
     torch.save(harness.load(first[0]).model.state_dict(), tmp_path / "net.pth")
     typed = ("mode=predict", f"model.weights={tmp_path / 'net.pth'}", f"data.root={tree}")
-    with pytest.raises(CheckpointError, match="holds no names of classes; name a checkpoint or"):
-        run(composed(*typed), tmp_path / "run", *typed)
+    run(composed(*typed, *RUN[:4]), tmp_path / "numbers", *typed)
+    typed = ("mode=predict", f"resume={first[0]}", f"data.root={tree}")
+    run(composed(*typed), tmp_path / "names", *typed)
+    for numbers, names in zip(rows(tmp_path / "numbers"), rows(tmp_path / "names"), strict=True):
+        assert numbers["probabilities"] == pytest.approx(names["probabilities"], abs=1e-6)
+        assert [CLASSES[int(number)] for number in numbers["classes"]] == names["classes"]
 
 
 def check_alike(one: Path, two: Path) -> None:
