@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Timer
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from ..config import Config, ConfigError, DistBackend, DistName
 from ..suggestions import shell_word
 from . import accelerator, limits, signals
+from .errors import listed, say
 from .launch import command, run_processes, setting
+
+# before a rank that has not come is named
+_PATIENCE_S = 30.0
 
 
 @contextmanager
@@ -150,6 +157,64 @@ def spawn_size(config: Config) -> int:
     return nprocs
 
 
+def _store(hosts: bool, timeout_s: float) -> Any:
+    """Returns the store of all ranks, which one ``hosts``; with torchrun, that of its agent."""
+    environ = os.environ
+    store = TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=hosts and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return PrefixStore(f"ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _name_absent(rank: int, size: int) -> None:
+    """Says which ranks have not met; each rank says it only of the first."""
+    absent = []
+    try:
+        store = _store(hosts=False, timeout_s=5.0)
+        for i in range(size if rank == 0 else 0):
+            if store.check([f"ready/{i}"]):
+                continue
+            known = store.check([f"host/{i}"])
+            absent.append(f"rank {i}" + (f" on {store.get(f'host/{i}').decode()}" if known else ""))
+    except RuntimeError:
+        address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+        absent = [f"rank 0, which should listen at {address}"]
+    if absent:
+        say(f"waiting for {listed(absent)}")
+
+
+@contextmanager
+def _meeting(config: Config, rank: int, size: int) -> Iterator[Any]:
+    """Opens a block in which this rank gets ready to meet the others; gives their store."""
+    late = Timer(_PATIENCE_S, _name_absent, (rank, size))
+    late.daemon = True
+    late.start()
+    try:
+        store = _store(rank == 0, config.dist.timeout_s)
+        store.set(f"host/{rank}", socket.gethostname())
+        yield store
+    finally:
+        late.cancel()
+
+
+def _prepared(config: Config, local_rank: int, local_size: int) -> torch.device:
+    """Returns this rank's device, made current; fixes the number of threads."""
+    device = choose_device(config.device, local_rank, local_size)
+    own = accelerator.get(device)
+    own.make_current()
+    # results are bitwise equal only at one number of threads: it is fixed for the whole run
+    threads = config.trainer.num_threads
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, int(limits.measure(local_size).cores))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return device
+
+
 @contextmanager
 def joined(local_rank: int, config: Config) -> Iterator[World]:
     """Opens a block in which this rank has a ``World`` and its process group.
@@ -163,30 +228,28 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
     if kind is DistName.torchrun:
         names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         rank, size, local_size = (int(os.environ[name]) for name in names)
-    device = choose_device(config.device, local_rank, local_size)
-    own = accelerator.get(device)
-    own.make_current()
-    # results are bitwise equal only at one number of threads: it is fixed for the whole run
-    threads = config.trainer.num_threads
-    if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, int(limits.measure(local_size).cores))
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if size > 1:
-        asked = config.dist.backend
-        if asked is DistBackend.nccl and own.collective != "nccl":
-            raise ConfigError(
-                f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use auto "
-                "or gloo"
-            )
-        dist.init_process_group(
-            own.collective if asked is DistBackend.auto else asked.name,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=config.dist.timeout_s),
-            device_id=own.place,
-        )
+    if size == 1:
+        yield World(rank, size, local_rank, local_size, _prepared(config, local_rank, local_size))
+        return
+    asked = config.dist.backend
     try:
+        with _meeting(config, rank, size) as store:
+            device = _prepared(config, local_rank, local_size)
+            own = accelerator.get(device)
+            if asked is DistBackend.nccl and own.collective != "nccl":
+                raise ConfigError(
+                    f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use "
+                    "auto or gloo"
+                )
+            store.set(f"ready/{rank}", "")
+            dist.init_process_group(
+                own.collective if asked is DistBackend.auto else asked.name,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=config.dist.timeout_s),
+                device_id=own.place,
+            )
         yield World(rank, size, local_rank, local_size, device)
     finally:
         if dist.is_initialized():

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from harness.cli import job
 from harness.config import Config, ConfigError, DistBackend, DistConfig, DistName, TrainerConfig
@@ -177,8 +182,10 @@ def test_torchrun_tells_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not torch.distributed.is_initialized()
 
 
-def test_nccl_needs_cuda() -> None:
+def test_nccl_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """dist.backend=nccl on the CPU is refused before anything is joined."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
     with (
         pytest.raises(ConfigError, match="^dist.backend=nccl: needs CUDA devices"),
         joined(0, config(DistName.spawn, 2, backend=DistBackend.nccl)),
@@ -254,3 +261,48 @@ def test_a_rank_that_left_by_a_signal_is_no_fault_of_the_others(
     monkeypatch.setattr(signals, "_received", received)
     with pytest.raises(raised):
         World(0, 2, 0, 2, torch.device("cpu")).smallest(1.0)
+
+
+ONE_OF_TWO = """
+from harness.config import Config, DistConfig, DistName
+from harness.runtime import distributed
+
+distributed._PATIENCE_S = 1.0
+dist = DistConfig(name=DistName.torchrun, timeout_s={timeout_s})
+with distributed.joined(0, Config(device={device!r}, dist=dist)):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("devices", "named"),
+    [
+        ({0: "cpu"}, "rank 1$"),
+        ({1: "cpu"}, r"rank 0, .*127\.0\.0\.1:\d+$"),
+        # which has no such device
+        ({0: "cpu", 1: "cuda:7"}, f"rank 1 on {re.escape(socket.gethostname())}$"),
+    ],
+    ids=["second", "first", "failed"],
+)
+def test_a_rank_that_is_missing_is_named(devices: dict[int, str], named: str) -> None:
+    """The rank that waits says for whom, with the host of one that came and left."""
+    port = get_free_port()
+    timeout_s = 5.0 if 0 in devices else 12.0
+    ranks = {
+        rank: subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                ONE_OF_TWO.format(device=device, timeout_s=timeout_s),
+            ],
+            env=os.environ
+            | {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, device in devices.items()
+    }
+    said = [rank.communicate(timeout=60)[1] for rank in ranks.values()]
+    assert all(rank.returncode for rank in ranks.values())
+    assert re.search(f"^wellfed: waiting for {named}", said[0], re.MULTILINE)
