@@ -125,7 +125,7 @@ def main_worker(local_rank: int, job: Job) -> None:
     from ..monitor.monitor import refuse_hidden_gpu
     from ..runtime import distributed
 
-    joined = distributed.joined(local_rank, config)
+    joined = distributed.joined(local_rank, config, job.folder)
     with (
         joined as world,
         folder.logging_to(job.folder, world.rank),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from threading import Timer
 from typing import Any
 
@@ -157,7 +158,7 @@ def spawn_size(config: Config) -> int:
     return nprocs
 
 
-def _store(hosts: bool, timeout_s: float) -> Any:
+def _store(prefix: str, hosts: bool, timeout_s: float) -> Any:
     """Returns the store of all ranks, which one ``hosts``; with torchrun, that of its agent."""
     environ = os.environ
     store = TCPStore(
@@ -167,14 +168,14 @@ def _store(hosts: bool, timeout_s: float) -> Any:
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )
-    return PrefixStore(f"ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return PrefixStore(prefix, store)
 
 
-def _name_absent(rank: int, size: int) -> None:
+def _name_absent(prefix: str, rank: int, size: int) -> None:
     """Says which ranks have not met; each rank says it only of the first."""
     absent = []
     try:
-        store = _store(hosts=False, timeout_s=5.0)
+        store = _store(prefix, hosts=False, timeout_s=5.0)
         for i in range(size if rank == 0 else 0):
             if store.check([f"ready/{i}"]):
                 continue
@@ -188,13 +189,15 @@ def _name_absent(rank: int, size: int) -> None:
 
 
 @contextmanager
-def _meeting(config: Config, rank: int, size: int) -> Iterator[Any]:
+def _meeting(config: Config, place: Path, rank: int, size: int) -> Iterator[Any]:
     """Opens a block in which this rank gets ready to meet the others; gives their store."""
-    late = Timer(_PATIENCE_S, _name_absent, (rank, size))
+    # the restarts and the jobs of a sweep under torchrun share its store
+    prefix = f"{place}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    late = Timer(_PATIENCE_S, _name_absent, (prefix, rank, size))
     late.daemon = True
     late.start()
     try:
-        store = _store(rank == 0, config.dist.timeout_s)
+        store = _store(prefix, rank == 0, config.dist.timeout_s)
         store.set(f"host/{rank}", socket.gethostname())
         yield store
     finally:
@@ -216,8 +219,10 @@ def _prepared(config: Config, local_rank: int, local_size: int) -> torch.device:
 
 
 @contextmanager
-def joined(local_rank: int, config: Config) -> Iterator[World]:
+def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[World]:
     """Opens a block in which this rank has a ``World`` and its process group.
+
+    The ranks of a run meet by its folder ``place``.
 
     Raises:
         ConfigError: the device or the backend cannot be had.
@@ -233,7 +238,7 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
         return
     asked = config.dist.backend
     try:
-        with _meeting(config, rank, size) as store:
+        with _meeting(config, place, rank, size) as store:
             device = _prepared(config, local_rank, local_size)
             own = accelerator.get(device)
             if asked is DistBackend.nccl and own.collective != "nccl":
