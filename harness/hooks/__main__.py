@@ -119,7 +119,8 @@ def _found(name: str, *rest: str, is_module: bool) -> tuple[ModuleType, CodeType
             raise ConfigError(f"{name}: -m takes a module; type -m {dotted}")
         try:
             # as pdb finds it
-            _, spec, code = runpy._get_module_details(name, ConfigError)  # type: ignore[attr-defined]
+            details = runpy._get_module_details  # type: ignore[attr-defined]
+            _, spec, code = details(name, ConfigError)
         except ConfigError as error:
             raise ConfigError(f"-m {name}: {error}; start in the folder that holds it") from None
         module = module_from_spec(spec)
