@@ -572,7 +572,7 @@ class DistConfig:
     backend: DistBackend = setting(DistBackend.auto, "auto: nccl with CUDA, gloo without.")
     timeout_s: float = setting(600.0, "Longest wait of a collective in seconds.", gt=0.0, le=2.5e6)
     find_unused_parameters: bool = setting(
-        False, "Let some parameters have no part in the loss of a step; each step is slower."
+        False, "Allow parameters that take no part in the loss of a step; slows each step."
     )
 
 

@@ -62,20 +62,22 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Returns the file ``config_path`` of this folder, such as ``experiment/mine``."""
-        found = super().load_config(config_path)
         file = Path(self.path, self._normalize_file_name(config_path))
         # Windows editors begin a file with a mark
-        text = file.read_text("utf-8-sig")
-        found.header = self._get_header_dict(text)
+        with file.open(encoding="utf-8-sig") as text:
+            header = self._get_header_dict(text.read())
+            text.seek(0)
+            loader = get_yaml_loader()(text)
+            tree = loader.get_single_node()
         group = os.path.dirname(config_path).replace("/", ".")
         if group.partition(".")[0] not in {"", "hydra", *Config.__dataclass_fields__}:
-            found.header["package"] = found.header["package"] or "_global_"
-        loader = get_yaml_loader()(text)
-        if tree := loader.get_single_node():
-            package = found.header["package"] or group
-            _tag_texts(tree, package.removeprefix("_global_"))
-            found.config = OmegaConf.create(loader.construct_document(tree))
-        return found
+            header["package"] = header["package"] or "_global_"
+        settings: Any = {}
+        if tree:
+            _tag_texts(tree, (header["package"] or group).removeprefix("_global_"))
+            settings = loader.construct_document(tree)
+        place = f"{self.scheme()}://{self.path}"
+        return ConfigResult(self.provider, place, OmegaConf.create(settings), header)
 
 
 def _tag_texts(node: Any, path: str) -> None:

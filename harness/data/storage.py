@@ -334,9 +334,9 @@ def _look_at_classes(source: FolderSource) -> None:
     """Says which of the classes of ``source`` may not be those that the user means."""
     classes = source.classes
     if len(classes) == 1:
-        log.warning("%s: a single class, %r: every prediction is right", source.root, classes[0])
+        log.warning("%s: only one class, %r: any prediction is correct", source.root, classes[0])
     if sorted(classes, key=natural) != [*classes]:
-        say(f"classes are in the order of text, not of numbers: {listed(classes)}")
+        say(f"classes are sorted as text, not as numbers: {listed(classes)}")
     for path in source.index.watched:
         own, *inner = os.path.relpath(path, source.root).split(os.sep)
         if own in classes and (others := {*inner} & {*classes} - {own}):

@@ -310,7 +310,7 @@ class Session(LoopTracker):
         )
 
     def _unfed(self) -> str:
-        gave = [f"; that at {each.where} gave {each.batches} batches" for each in self.followed]
+        gave = [f"; the one at {each.where} gave {each.batches} batches" for each in self.followed]
         return (
             f"Unknown. No DataLoader fed the {self.updates} steps{''.join(gave)}. Try: "
             "`for batch in wellfed.watched(batches):`, or for a function "

@@ -147,7 +147,9 @@ def network(
         given, _ = weights.find(saved.state, like, saved.where, heads)
         counts = {len(given[key]) for key in heads & given.keys()}
         classes = tuple(map(str, range(max(counts, default=1))))
-        log.warning("%s: names no classes: they are 0 to %d", saved.where, len(classes) - 1)
+        log.warning(
+            "%s: holds no class names; classes are numbered 0 to %d", saved.where, len(classes) - 1
+        )
     built = models.build(config.model, len(classes), image_size=size, filled=True)
     models.take_over(built, saved, f"model.name={config.model.name}", tell=tell)
     return built.eval(), classes

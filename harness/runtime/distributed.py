@@ -189,8 +189,8 @@ def _name_absent(prefix: str, rank: int, size: int) -> None:
 
 
 @contextmanager
-def _meeting(config: Config, place: Path, rank: int, size: int) -> Iterator[Any]:
-    """Opens a block in which this rank gets ready to meet the others; gives their store."""
+def _rendezvous(config: Config, place: Path, rank: int, size: int) -> Iterator[Any]:
+    """Opens a block in which this rank gets ready for the others; gives the store of all."""
     # the restarts and the jobs of a sweep under torchrun share its store
     prefix = f"{place}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     late = Timer(_PATIENCE_S, _name_absent, (prefix, rank, size))
@@ -238,7 +238,7 @@ def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[Wo
         return
     asked = config.dist.backend
     try:
-        with _meeting(config, place, rank, size) as store:
+        with _rendezvous(config, place, rank, size) as store:
             device = _prepared(config, local_rank, local_size)
             own = accelerator.get(device)
             if asked is DistBackend.nccl and own.collective != "nccl":

@@ -23,6 +23,7 @@ from ..runtime import user_code
 from ..runtime.errors import CheckpointError, listed, printable
 from ..runtime.files import from_json, open_regular, read_regular
 from ..runtime.folder import log
+from ..suggestions import typed
 from . import weights
 
 # 1 had no digest of the record itself
@@ -196,7 +197,7 @@ def read(path: Path, *, foreign: bool = False) -> Saved:
             f"{name}: the records (step-*.json) of its checkpoints are missing; put them there"
         )
     if foreign:
-        files = [f"model.weights={file}" for file in sorted(path.glob("*.*"))]
+        files = [typed("model.weights", file) for file in sorted(path.glob("*.*"))]
         raise CheckpointError(f"{name}: a folder of no run; name a file: {listed(files)}")
     raise NoCheckpoint(f"{name}: holds no checkpoint; name one with resume=PATH")
 

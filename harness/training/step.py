@@ -8,8 +8,8 @@ import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -158,8 +158,11 @@ class Step:
             self.model.require_backward_grad_sync = last
         with self.autocast(), named("forward"):
             where = f"model.name={self.config.model.name}"
-            with self._unused_named(where):
+            try:
                 logits = self.model(images)
+            except RuntimeError as error:
+                self._refuse_unused(error, where)
+                raise
             refuse_logits(logits, (len(images), self.classes or logits.shape[-1]), where)
             if self._weights is not None and labels.ndim == 1:
                 # Of weighted labels torch's mean is over the batch's weights, so that an image
@@ -187,17 +190,15 @@ class Step:
             state.schedule.step()
             state.step += 1
 
-    @contextmanager
-    def _unused_named(self, where: str) -> Iterator[None]:
-        """Opens a forward pass, before which DDP misses the gradients of the last backward pass."""
-        try:
-            yield
-        except RuntimeError as error:
-            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            if not found:
-                raise
-            named = [n for n, p in self.state.network.named_parameters() if p.requires_grad]
-            unused = [named[int(i)] for i in found[1].split()]
+    def _refuse_unused(self, error: RuntimeError, where: str) -> None:
+        """Names the parameters whose gradients DDP misses, which its ``error`` numbers.
+
+        Raises:
+            ConfigError: there are such parameters.
+        """
+        if found := re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error)):
+            trained = [n for n, p in self.state.network.named_parameters() if p.requires_grad]
+            unused = [trained[int(i)] for i in found[1].split()]
             raise ConfigError(
                 f"{where}: parameters without a part in the loss: {listed(unused)}; use them, "
                 "delete them, or set dist.find_unused_parameters=true"

@@ -33,7 +33,7 @@ _AVERAGE = re.compile(r"(?<![a-z])(ema|swa|averag\w*)(?![a-z])", re.IGNORECASE)
 
 
 class _Kind(type):
-    """Has a stand-in pass for a dictionary, as whose like torch fills no other class."""
+    """Makes a class equal to ``dict``, the only class besides its own that torch fills."""
 
     def __eq__(cls, other: object) -> bool:
         return cls is other or other is dict
