@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import signal
 import sys
 import time
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -21,10 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from .. import BEGAN_S, __version__
 from .. import config as schema
-from ..clock.figures import Tag
 from ..runtime import folder, launch, signals
 from ..runtime.errors import described, message, tell, tell_crashes
-from ..runtime.files import from_json, read_lines
+from ..runtime.files import read_written
 from . import compose, job
 
 # of the jobs in this process
@@ -175,11 +172,6 @@ def _checked(composed: DictConfig) -> schema.Config:
 
 def _best_top1(place: Path) -> float | None:
     """Returns the highest validation top-1 of the run in ``place``, 0..1; None: not evaluated."""
-    # not its report: that may be of an end before the last evaluation
-    metrics = place / "metrics.jsonl"
-    found = []
-    for line in read_lines(metrics) if metrics.is_file() else ():
-        # lines of steps have none
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            found.append(from_json(float, json.loads(line)[Tag.VAL_TOP1]))
-    return max(found, default=None)
+    report = place / "report.json"
+    best: float | None = read_written(report).get("best_top1") if report.exists() else None
+    return best

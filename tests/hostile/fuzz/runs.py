@@ -238,7 +238,6 @@ def run(name: str, place: Path) -> Reader:
         found[1].changes(found[0])
         notes = json.loads(text)["notes"]
         if name == "metrics.jsonl":
-            app._best_top1(place)
             RunWriter(place, tensorboard=False, resumed_step=30).close()
         return "note" if notes or found[0].error else ""
 
