@@ -32,7 +32,7 @@ def conclude(sweep: Any) -> None:
     """Prints a table of the jobs in the folder ``sweep.dir``, and writes their page."""
     try:
         root = Path(sweep.dir)
-        jobs = {name: read_run(at, name)["report"] for name, at in find_runs(root, []).items()}
+        jobs = {name: read_run(at, name)["report"] for name, at in find_runs(root).items()}
         # none began
         if not jobs:
             return

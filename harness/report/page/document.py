@@ -52,8 +52,7 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
         FileNotFoundError: there is no run.
         OSError: the file cannot be written.
     """
-    notes: list[str] = []
-    folders = find_runs(root, notes)
+    folders = find_runs(root)
     if not folders:
         raise FileNotFoundError(
             f"{root}: no run below it (a folder with report.json or metrics.jsonl); give a run or "
@@ -61,6 +60,7 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
         )
     # the more runs, the fewer points each, so that a sweep's page stays below a megabyte
     buckets = max(60, min(BUCKETS, 3 * BUCKETS // len(folders)))
+    notes: list[str] = []
     runs = map_runs(folders, partial(run_json, buckets=buckets), notes)
     path = root / "report.html"
     write_whole(path, page(runs, notes, run_name(root)).encode())

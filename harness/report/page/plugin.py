@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,9 +15,6 @@ from typing import Any
 
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 from werkzeug import Request, Response
-
-# that there is no run is remembered for so long
-_RECALL_S = 60.0
 
 
 class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
@@ -33,26 +29,14 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def __init__(self, context: base_plugin.TBContext) -> None:
         # a tilde is the home folder, as TensorBoard has it
         self._logdir = os.path.expanduser(context.logdir or "")
-        self._has_run = False
-        self._looked_s = -_RECALL_S
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         """Returns the tab's name and its script."""
         return base_plugin.FrontendMetadata(es_module_path="/tab.js", tab_name="Data stalls")
 
     def is_active(self) -> bool:
-        """Says whether there is, or may be, a run to show, or an error."""
-        try:
-            from .runs import each_run
-
-            # TensorBoard asks again and again, and waits for the answer
-            is_due = time.monotonic() - self._looked_s >= _RECALL_S
-            if self._logdir and is_due and not self._has_run:
-                self._looked_s = time.monotonic()
-                self._has_run = any(each_run(Path(self._logdir)))
-            return self._has_run
-        except Exception:
-            return True
+        """Says that there may be a run to show, without a look at every folder."""
+        return True
 
     def get_plugin_apps(self) -> dict[str, Any]:
         """Returns what is served below ``data/plugin/data_stalls``, by path.
@@ -64,7 +48,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
         def found(notes: list[str]) -> dict[str, Path]:
             if self._logdir and "://" not in self._logdir:
-                return runs.find_runs(Path(self._logdir), notes)
+                return runs.find_runs(Path(self._logdir))
             notes.append(f"--logdir={self._logdir}: the page reads a folder on this machine only")
             return {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,31 +20,20 @@ REPORT_JSON = "report.json"
 METRICS_JSONL = "metrics.jsonl"
 FILES = (REPORT_JSON, METRICS_JSONL, "tuning.json", "mistakes.json", "first_batch.json")
 
-_MOST_RUNS = 1000
 
-
-def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
+def find_runs(root: Path) -> dict[str, Path]:
     """Returns the run folders at and below ``root``, by path from there, in natural order.
 
-    Of more than 1,000 they are those written last, and ``notes`` say so.
+    Links are not followed.
     """
-    found = list(each_run(root))
-    if len(found) > _MOST_RUNS:
-        notes.append(
-            f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last"
-        )
-        found.sort(key=lambda run: max(stamps(run[1])))
-    return dict(sorted(found[-_MOST_RUNS:], key=lambda run: natural(run[0])))
-
-
-def each_run(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yields every run folder as it is found, without links, by path from ``root``."""
+    found: dict[str, Path] = {}
     for path, folders, files in os.walk(root):
         if REPORT_JSON in files or METRICS_JSONL in files:
             name = os.path.relpath(path, root)
-            yield root.resolve().name if name == "." else name, Path(path)
+            found[root.resolve().name if name == "." else name] = Path(path)
             folders[:] = [name for name in folders if name not in ("checkpoints", "trace")]
         folders[:] = [name for name in folders if not name.startswith(".")]
+    return dict(sorted(found.items(), key=lambda run: natural(run[0])))
 
 
 def stamps(folder: Path) -> tuple[tuple[int, int], ...]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import runs
-from model_time import Hand
 from tensorboard.plugins.base_plugin import TBContext
 from werkzeug.test import EnvironBuilder
 
@@ -127,24 +124,6 @@ def test_the_page_is_served(file: str, tmp_path: Path) -> None:
     assert status == "200 OK" and body and headers["Content-Type"].startswith("text/")
 
 
-def test_the_tab_sleeps_where_there_is_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It looks again after a minute, and once it has seen a run it looks no more."""
-    clock = Hand()
-    monkeypatch.setattr("harness.report.page.plugin.time", SimpleNamespace(monotonic=clock))
-    here = plugin(tmp_path)
-    assert not here.is_active()
-    runs.write(tmp_path / "deep/down", report={})
-    clock.pass_(59.0)
-    assert not here.is_active()
-    clock.pass_(1.0)
-    assert here.is_active()
-    shutil.rmtree(tmp_path / "deep")
-    clock.pass_(1000.0)
-    assert here.is_active()
-
-
 def test_an_odd_report_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Infinity among the settings is left out; what cannot be told is a note."""
     runs.write(tmp_path / "a", report={"loader": {"timeout_s": float("inf"), "num_workers": 2}})
@@ -165,15 +144,6 @@ def test_an_odd_report_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert listed["notes"] == ["run a cannot be shown: ZeroDivisionError: division by zero"]
 
 
-def test_runs_that_are_left_out_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tab says so above the runs."""
-    monkeypatch.setattr("harness.report.page.runs._MOST_RUNS", 1)
-    for name in "ab":
-        runs.write(tmp_path / name, report={})
-    (note,) = json.loads(ask(plugin(tmp_path), "/runs")[2])["notes"]
-    assert note.endswith("2 runs; shown are the 1 that were written to last")
-
-
 @pytest.mark.parametrize("logdir", [None, "", "/nowhere/at/all", "gs://bucket/runs", "s3://bucket"])
 def test_any_logdir_is_answered(logdir: str | None) -> None:
     """No folder, a missing one and a remote one give an empty list, with the reason where no folder
@@ -181,7 +151,7 @@ def test_any_logdir_is_answered(logdir: str | None) -> None:
     """
     here = plugin(logdir)
     status, _, body = ask(here, "/runs")
-    assert (status, here.is_active(), json.loads(body)["runs"]) == ("200 OK", False, [])
+    assert (status, json.loads(body)["runs"]) == ("200 OK", [])
     assert bool(json.loads(body)["notes"]) == (logdir != "/nowhere/at/all")
 
 
@@ -192,14 +162,12 @@ def test_an_error_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise RuntimeError("never thought of")
 
     monkeypatch.setattr("harness.report.page.runs.find_runs", fail)
-    monkeypatch.setattr("harness.report.page.runs.each_run", fail)
     here = plugin(tmp_path)
     status, _, body = ask(here, "/runs")
     assert (status, json.loads(body)) == (
         "500 INTERNAL SERVER ERROR",
         {"error": "RuntimeError: never thought of"},
     )
-    assert here.is_active()
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,40 +99,26 @@ def test_runs_are_found_in_natural_order(tmp_path: Path) -> None:
         runs.write(tmp_path / "root" / name, report={})
     runs.write(tmp_path / "elsewhere", report={})
     (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
-    assert list(find_runs(tmp_path / "root", notes := [])) == ["9", "10", "b/c"] and not notes
+    assert list(find_runs(tmp_path / "root")) == ["9", "10", "b/c"]
 
 
 def test_a_run_may_have_any_name(tmp_path: Path) -> None:
     """A run may be called trace, or lie below a folder called checkpoints."""
     for name in ("trace", "checkpoints/1", "trace/checkpoints/x"):
         runs.write(tmp_path / name, report={})
-    assert list(find_runs(tmp_path, [])) == ["checkpoints/1", "trace"]
-
-
-def test_of_too_many_runs_the_newest_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those written last, in natural order; a note says how many there are."""
-    monkeypatch.setattr("harness.report.page.runs._MOST_RUNS", 3)
-    for job in range(12):
-        runs.write(tmp_path / str(job), report={})
-        os.utime(tmp_path / str(job) / "report.json", (job, job))
-    runs.write(tmp_path / "0", lines=[runs.window(10, {"compute": 5.0})])
-    assert list(find_runs(tmp_path, notes := [])) == ["0", "10", "11"]
-    assert notes == [f"{tmp_path}: 12 runs; shown are the 3 that were written to last"]
-    assert [read_run(tmp_path / job, job)["changed_s"] for job in ("10", "11")] == [10, 11]
+    assert list(find_runs(tmp_path)) == ["checkpoints/1", "trace"]
 
 
 def test_a_run_inside_a_run_is_found(tmp_path: Path) -> None:
     """``run.name=a`` and ``run.name=a/b`` are two runs; checkpoints are not looked into."""
     for name in ("a", "a/b", "a/checkpoints/c"):
         runs.write(tmp_path / name, report={})
-    assert list(find_runs(tmp_path, [])) == ["a", "a/b"]
+    assert list(find_runs(tmp_path)) == ["a", "a/b"]
 
 
 def test_a_run_folder_is_its_own_run(tmp_path: Path) -> None:
     """The root itself is named after its folder."""
-    assert list(find_runs(runs.write(tmp_path / "mine", report={}), [])) == ["mine"]
+    assert list(find_runs(runs.write(tmp_path / "mine", report={}))) == ["mine"]
 
 
 def test_the_configuration_is_shown_as_it_was_saved(tmp_path: Path) -> None:
