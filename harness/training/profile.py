@@ -22,8 +22,8 @@ class Trace:
 
     What the run does between two of these steps is recorded too, in every Python thread, so that a
     prefetcher's work can be seen beside the step. The file is named after the steps that it holds:
-    a run may begin or end among those asked for. A profiler that fails, or a full disk, costs the
-    trace and not the run.
+    a run may begin or end among those asked for. A profiler that fails costs the trace and not the
+    run.
 
     Args:
         steps: first and last step, counted from 1, as in ``10-20``; None records nothing.
@@ -81,18 +81,10 @@ class Trace:
             return
         spans.record(None)
         path = self._folder / f"steps-{self._made[0]}-{self._made[-1]}.json"
-        temporary = path.with_suffix(".tmp")
         with self._optional():
-            try:
-                profiler.stop()
-                self._folder.mkdir(exist_ok=True)
-                profiler.export_chrome_trace(str(temporary))
-                # the exporter raises nothing when it cannot write
-                if not temporary.read_bytes().rstrip().endswith(b"}"):
-                    raise OSError(f"{path} is not whole; free some space")
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            profiler.stop()
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(path))
             say(f"trace: open {os.path.relpath(path)} in https://ui.perfetto.dev")
 
     @contextmanager

@@ -121,19 +121,6 @@ def test_a_run_too_short_for_the_trace_says_so(
     ]
 
 
-def test_half_a_trace_is_not_left(
-    tmp_path: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The exporter tells no error on a full disk: half a file is removed."""
-    monkeypatch.setattr(
-        "torch.profiler.profile.export_chrome_trace",
-        lambda _, path: Path(path).write_text('{"traceEvents": [{'),
-    )
-    go(Trace("1-1", tmp_path, Pauses()), 1, 2)
-    assert "steps-1-1.json is not whole" in logged.text
-    assert not [*(tmp_path / "trace").iterdir()]
-
-
 def test_a_run_names_what_it_does(
     composed: Callable[..., Config], tmp_path: Path, kept_globals: None
 ) -> None:
