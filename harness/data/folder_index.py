@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -20,13 +21,12 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from ..runtime import signals
 from ..runtime.errors import DataError, listed
-from ..runtime.files import open_regular, write_whole
-from ..runtime.folder import log
+from ..runtime.files import read_kept, write_kept
 from .decode import HEAD_BYTES, foreign, reader
-from .mapped import MappedFile, checksum, in_memory
+from .mapped import MappedFile, in_memory
 
 # Of the file, and of the rules by which a scan chooses and is trusted: raise it with either.
-_FORMAT = 8
+_FORMAT = 9
 # a folder changed so shortly before its scan may change again without another time of change
 _RACY_NS = 2_000_000_000
 
@@ -48,7 +48,7 @@ class Index:
 
     Pickled, an index is its mapped file: lists of strings would grow every worker's memory, page by
     page, as reference counts change. The file has labels, ends of names, names, facts in JSON, the
-    number of images, the length of the facts and a checksum.
+    number of images and the length of the facts.
 
     Attributes:
         folders: the class folders' names, sorted.
@@ -63,11 +63,11 @@ class Index:
     def __init__(self, file: MappedFile) -> None:
         self._file = file
         content = np.frombuffer(file.map, np.uint8)
-        count, size = content[-24:-8].view(np.int64).tolist()
+        count, size = content[-16:].view(np.int64).tolist()
         self.labels = content[: 8 * count].view(np.int64)
         self.ends = content[8 * count : 16 * count].view(np.int64)
-        self.names = content[16 * count : -24 - size]
-        facts = json.loads(content[-24 - size : -24].tobytes())
+        self.names = content[16 * count : -16 - size]
+        facts = json.loads(content[-16 - size : -16].tobytes())
         folders, skipped, self.examples, self.watched = facts
         self.folders = tuple(map(os.fsencode, folders))
         self.skipped = Counter[str](skipped)
@@ -92,7 +92,7 @@ def listing(root: bytes) -> Index:
     Raises:
         DataError: a folder cannot be read.
     """
-    return Index(in_memory(_Scan(root, flat=True).packed("")))
+    return Index(in_memory(_Scan(root, flat=True).packed()))
 
 
 def open_index(root: bytes, kept: Path) -> Index:
@@ -108,35 +108,20 @@ def open_index(root: bytes, kept: Path) -> Index:
     # Another user may read other files.
     key = b"\0".join((b"%d %d" % (_FORMAT, os.geteuid()), os.path.realpath(root)))
     place = kept / hashlib.sha256(key).hexdigest()[:32]
-    try:
-        file = MappedFile(open_regular(place, os.O_RDONLY | os.O_NOFOLLOW))
-        # with the name: a file may have come to another's place
-        if _sealed(file.map[:-8], place.name) != file.map[-8:]:
-            raise ValueError("its checksum differs")
-        index = Index(file)
-        if all(_folder_state(os.fsencode(path)) == state for path, state in index.watched.items()):
-            return index
-    except FileNotFoundError:
-        # the file, or a folder of the tree
-        pass
-    except (OSError, ValueError) as error:
-        log.warning("%s: damaged (%s): made again", place, error)
+    if content := read_kept(place, key):
+        index = Index(in_memory(content))
+        # a folder of the tree may be gone
+        with suppress(FileNotFoundError):
+            states = index.watched.items()
+            if all(_folder_state(os.fsencode(path)) == state for path, state in states):
+                return index
     racy_ns = time.time_ns() - _RACY_NS
     scan = _Scan(root)
-    packed = scan.packed(place.name)
+    packed = scan.packed()
     settled = all(max(state[1:]) < racy_ns for state in scan.watched.values())
     if settled and _BROKEN_LINK not in scan.left_out:
-        try:
-            kept.mkdir(parents=True, exist_ok=True)
-            write_whole(place, packed)
-        except OSError as error:
-            log.info("%s: the index is not remembered: %s", place, error.strerror or error)
+        write_kept(place, key, packed)
     return Index(in_memory(packed))
-
-
-def _sealed(content: bytes, name: str) -> bytes:
-    """Returns the checksum of the file ``name``."""
-    return checksum(np.frombuffer(content, np.uint8), name).to_bytes(8, "little")
 
 
 class _Scan:
@@ -179,8 +164,8 @@ class _Scan:
                 f"cannot read {names}: mend the permissions, or take them out of the folder"
             )
 
-    def packed(self, name: str) -> bytes:
-        """Returns the content of the index's file ``name``."""
+    def packed(self) -> bytes:
+        """Returns the content of the index's file."""
         names = [*chain.from_iterable(self.images.values())]
         labels = np.repeat(np.arange(len(self.images)), [*map(len, self.images.values())])
         ends = np.cumsum([*map(len, names)], dtype=np.int64)
@@ -194,8 +179,7 @@ class _Scan:
         folders = [*map(os.fsdecode, self.images)]
         facts = json.dumps([folders, counts, examples, watched]).encode()
         sizes = np.array([len(names), len(facts)])
-        content = b"".join((labels.tobytes(), ends.tobytes(), *names, facts, sizes.tobytes()))
-        return content + _sealed(content, name)
+        return b"".join((labels.tobytes(), ends.tobytes(), *names, facts, sizes.tobytes()))
 
     def _images(self, folder: bytes) -> list[bytes]:
         start = len(os.path.join(folder, b""))

@@ -20,6 +20,8 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
+import xxhash
+
 AnyPath = str | bytes | os.PathLike[str]
 
 # of a text, which has kilobytes
@@ -191,6 +193,43 @@ def from_json(kind: Any, value: Any) -> Any:
         if fits:
             return value
     raise ValueError("a value does not fit")
+
+
+def write_kept(path: Path, key: bytes, content: bytes) -> None:
+    """Writes ``content`` into a cache's file, sealed with its ``key``; only warns if it cannot."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, _seal(key, content) + content)
+    except OSError as error:
+        why = error.strerror or error
+        _log.warning("%s: %s; it is not remembered; set WELLFED_CACHE", path, why)
+
+
+def read_kept(path: Path, key: bytes) -> bytes | None:
+    """Returns what ``write_kept`` wrote with this ``key``; None: nothing, or no more.
+
+    What is damaged or lies in its place gives way, with a warning.
+    """
+    why: object = "its digest differs"
+    try:
+        data = read_regular(path, flags=os.O_RDONLY | os.O_NOFOLLOW)
+        content = data[16:]
+        if data[:16] == _seal(key, content):
+            return content
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        why = error
+    _log.warning("%s: damaged (%s): made again", path, why)
+    with suppress(OSError):
+        quarantine(path)
+    return None
+
+
+def _seal(key: bytes, content: bytes) -> bytes:
+    digest = xxhash.xxh3_128(key)
+    digest.update(content)
+    return digest.digest()
 
 
 def quarantine(path: Path) -> None:

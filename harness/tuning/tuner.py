@@ -39,7 +39,7 @@ from ..monitor.host import Neighbours, environment
 from ..monitor.monitor import Monitor
 from ..runtime import accelerator, user_code
 from ..runtime.distributed import World
-from ..runtime.files import from_json, quarantine, read_regular, write_whole
+from ..runtime.files import from_json, quarantine, read_kept, write_kept
 from ..runtime.folder import log
 from ..runtime.limits import Limits
 from .auto import MET, AutoSearch, grid, most_workers
@@ -470,50 +470,31 @@ class OnlineTuner:
 
 
 class TuningCache:
-    """The answer to one fingerprint, in a file of its own in ``folder`` (None: the user's cache).
-
-    The file has a digest of the fingerprint and the answer, then the answer. A folder or a file
-    that cannot be used costs one warning and the memory, never the run.
-    """
+    """The answer to one fingerprint, in a file of its own in ``folder``, else in the cache."""
 
     def __init__(self, fingerprint: Mapping[str, Any], folder: Path | None = None) -> None:
         self._key = json.dumps(fingerprint, sort_keys=True).encode()
-        self.path = (folder or cache_root() / "tuning") / f"{_digest(self._key).decode()}.json"
+        name = hashlib.sha256(self._key).hexdigest()
+        self.path = (folder or cache_root() / "tuning") / f"{name}.json"
 
     def recall(self) -> Any:
         """Returns what was kept last; None for nothing, or over 30 days old."""
-        try:
-            digest, _, answer = read_regular(self.path).partition(b"\n")
-            if digest != _digest(self._key + answer):
-                raise ValueError("not as it was kept")
+        answer = read_kept(self.path, self._key)
+        # another run may just now forget it
+        with suppress(FileNotFoundError):
             # from the future too: a clock was wrong
-            if abs(time.time() - self.path.stat().st_mtime) < _MAX_AGE_S:
+            if answer and abs(time.time() - self.path.stat().st_mtime) < _MAX_AGE_S:
                 return json.loads(answer)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except (OSError, ValueError) as error:
-            log.warning("%s: %s: this run tunes again", self.path, error)
-            self.forget()
         return None
 
     def keep(self, answer: Mapping[str, Any]) -> None:
         """Remembers ``answer``, which holds what JSON can, in place of any before it."""
-        text = json.dumps(answer).encode()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, _digest(self._key + text) + b"\n" + text)
-        except OSError as error:
-            why = error.strerror or error
-            log.warning("%s: %s; tuning is not remembered; set WELLFED_CACHE", self.path, why)
+        write_kept(self.path, self._key, json.dumps(answer).encode())
 
     def forget(self) -> None:
         """Removes the answer, if there is one and it can be removed."""
         with suppress(OSError):
             quarantine(self.path)
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).hexdigest().encode()
 
 
 def fingerprint(
