@@ -22,8 +22,8 @@ from commands import trained
 from PIL import Image
 from torch import nn
 
-from harness.config import Config, ConfigError, to_plain
-from harness.data.decode import DecodeError, DecodeOptions, decode
+from harness.config import Config, ConfigError, DataConfig, to_plain
+from harness.data.decode import DecodeError, decode
 from harness.data.storage import FolderSource
 from harness.monitor.writer import RunWriter
 from harness.report.page.course import read_windows
@@ -33,7 +33,7 @@ from harness.runtime.folder import own
 from harness.training import checkpoint_read
 from harness.training.models import take_over
 
-OPTIONS = DecodeOptions()
+OPTIONS = DataConfig()
 
 
 def save(folder: Path, step: int) -> checkpoint_read.Record:

@@ -16,7 +16,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from ..monitor.console import say
 from ..runtime import limits
 from ..runtime.files import open_regular
 from ..runtime.folder import log
-from .decode import DecodeOptions
 from .mapped import MappedFile, checksum, memory
 from .storage import FolderSource, Source, Subset, cache_root
 from .transforms import resized
@@ -169,7 +168,7 @@ def shrunk(pixels: np.ndarray, max_side: int, interpolation: str) -> np.ndarray:
 
 
 def open_caches(
-    sources: tuple[Source, Source], data: DataConfig, options: DecodeOptions, gathered: Gathered
+    sources: tuple[Source, Source], data: DataConfig, gathered: Gathered
 ) -> tuple[PixelCache, PixelCache]:
     """Opens the caches of two sources in one file, which a second run only reads.
 
@@ -181,7 +180,8 @@ def open_caches(
     # what the pixels of a file depend on, besides its own bytes; torch makes large ones smaller
     software = list(map(version, ("pillow", "simplejpeg", "torch")))
     how: tuple[int | None, str] = data.cache_max_side, data.interpolation.name
-    made_by = _FORMAT, asdict(options), data.cache_max_side and how, software
+    pixels = data.exif_orientation, data.background, data.max_pixels
+    made_by = _FORMAT, pixels, data.cache_max_side and how, software
     key = hashlib.sha256(json.dumps(made_by).encode())
     name = hashlib.sha256()
     for source in sources:

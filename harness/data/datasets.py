@@ -33,7 +33,7 @@ from ..runtime.errors import BadSample, DataError, is_out_of_memory
 from ..runtime.seeding import SampleRng
 from . import cifar, shapes
 from .cache import Gathered, PixelCache, open_caches
-from .decode import DecodeError, DecodeOptions, decode
+from .decode import DecodeError, decode
 from .own import OwnDataset, open_own
 from .storage import (
     ArraySource,
@@ -58,7 +58,8 @@ class ImageDataset:
 
     source: Source
     transform: CropTransform
-    options: DecodeOptions
+    # how images are decoded
+    options: DataConfig
     image_size: int
     seed: int
     cache: PixelCache | None = None
@@ -352,15 +353,14 @@ def load(
     if data.fraction < 1:
         first = Subset(first, part(first.labels, data.fraction, _SPLIT_SEED))
     # decode, and keep what is decoded
-    options, centred = as_evaluated(data)
     kept = val_kept = None
     if data.cache is not DataCache.none:
-        kept, val_kept = open_caches((first, second), data, options, gathered)
+        kept, val_kept = open_caches((first, second), data, gathered)
     # augment
     transform = CropTransform.from_config(augment, data)
     skips = data.on_error is OnError.skip
-    images = ImageDataset(first, transform, options, size, seed, kept, skips)
-    val_images = ImageDataset(second, centred, options, size, seed, val_kept, skips)
+    images = ImageDataset(first, transform, data, size, seed, kept, skips)
+    val_images = ImageDataset(second, as_evaluated(data), data, size, seed, val_kept, skips)
     if data.cache_max_side is not None:
         say(
             f"data.cache_max_side={data.cache_max_side}: crops of some training images change by "
@@ -386,16 +386,14 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
     source, name = open_evaluated(
         _root(data), data.evaluate, data.split_fraction, _SPLIT_SEED, classes
     )
-    options, centred = as_evaluated(data)
     skips = data.on_error is OnError.skip
-    images = ImageDataset(source, centred, options, data.image_size, seed, skips=skips)
+    images = ImageDataset(source, as_evaluated(data), data, data.image_size, seed, skips=skips)
     return Splits(images, images, source.classes, data.name, str(data.root), name, False)
 
 
-def as_evaluated(data: DataConfig) -> tuple[DecodeOptions, CropTransform]:
-    """Returns how an image is decoded, and what it then goes through in evaluation."""
-    centred = AugmentConfig(Crop.center, hflip=0.0)
-    return DecodeOptions.of(data), CropTransform.from_config(centred, data)
+def as_evaluated(data: DataConfig) -> CropTransform:
+    """Returns what a decoded image goes through in evaluation."""
+    return CropTransform.from_config(AugmentConfig(Crop.center, hflip=0.0), data)
 
 
 def crop_error(images: ImageDataset) -> float:

@@ -12,7 +12,6 @@ import io
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
@@ -95,23 +94,6 @@ class DecodeError(ValueError):
     """Why bytes cannot be decoded to an image."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeOptions:
-    """How an image is read."""
-
-    # turn the image as its EXIF orientation says
-    exif_orientation: bool = False
-    # colour under transparent pixels, red, green, blue
-    background: tuple[int, int, int] = (255, 255, 255)
-    # of the largest image that is decoded
-    max_pixels: int = 50_000_000
-
-    @classmethod
-    def of(cls, data: DataConfig) -> DecodeOptions:
-        """Returns the options that ``data`` sets."""
-        return cls(data.exif_orientation, data.background, data.max_pixels)
-
-
 def reader(head: bytes) -> type[ImageFile] | None:
     """Returns Pillow's reader for a file that starts with ``head``; None: no supported format.
 
@@ -143,12 +125,12 @@ def way_to_read(formats: Iterable[str]) -> str:
     return "; ".join(advice)
 
 
-def decode(data: bytes, options: DecodeOptions) -> np.ndarray:
+def decode(data: bytes, options: DataConfig) -> np.ndarray:
     """Returns the first image of the encoded file ``data``, uint8 ``[H, W, 3]``.
 
     Raises:
         DecodeError: not an image of a supported format, damaged, or more pixels than
-            ``options.max_pixels``.
+            ``data.max_pixels``.
     """
     pixels = None
     if data.startswith(_JPEG):
@@ -159,7 +141,7 @@ def decode(data: bytes, options: DecodeOptions) -> np.ndarray:
     return np.asarray(_by_pillow(data, options, pixels))
 
 
-def decode_opened(image: Image.Image, options: DecodeOptions) -> np.ndarray:
+def decode_opened(image: Image.Image, options: DataConfig) -> np.ndarray:
     """Returns the pixels of an ``image`` of Pillow's as ``decode`` would, uint8 ``[H, W, 3]``."""
     image.load()
     return np.asarray(_turned(_to_rgb(image, options.background), image, options))
@@ -201,7 +183,7 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
     return pixels if colours in ("Gray", "YCbCr", "RGB") else None
 
 
-def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -> Image.Image:
+def _by_pillow(data: bytes, options: DataConfig, pixels: np.ndarray | None) -> Image.Image:
     """Returns the image in mode RGB, made of ``pixels`` if those are known.
 
     Pillow reads every format, and what it says of damage is final.
@@ -253,7 +235,7 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
         raise DecodeError(f"{kind}: {text}") from error
 
 
-def _turned(rgb: Image.Image, image: Image.Image, options: DecodeOptions) -> Image.Image:
+def _turned(rgb: Image.Image, image: Image.Image, options: DataConfig) -> Image.Image:
     """Returns ``rgb`` as the EXIF block of ``image`` says, if it is to be asked."""
     turn = None
     if options.exif_orientation:
@@ -263,7 +245,7 @@ def _turned(rgb: Image.Image, image: Image.Image, options: DecodeOptions) -> Ima
     return rgb if turn is None else rgb.transpose(turn)
 
 
-def _check_size(width: int, height: int, options: DecodeOptions) -> None:
+def _check_size(width: int, height: int, options: DataConfig) -> None:
     if width * height > options.max_pixels:
         raise DecodeError(
             f"too large: {width}x{height} pixels, more than data.max_pixels={options.max_pixels}; "

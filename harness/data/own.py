@@ -22,7 +22,7 @@ from ..runtime import user_code
 from ..runtime.errors import BadSample, is_out_of_memory
 from ..runtime.folder import log
 from ..runtime.seeding import seeded
-from .decode import DecodeOptions, decode_opened
+from .decode import decode_opened
 from .storage import ArraySource, FolderSource, Source, Subset
 
 
@@ -94,7 +94,7 @@ class OwnDataset:
     image_size: int
     seed: int
     # of an image of PIL's
-    options: DecodeOptions = DecodeOptions()
+    options: DataConfig
     # whether a sample that cannot be read is replaced
     skips: bool = False
 
@@ -214,9 +214,9 @@ def open_own(
         named = named.dataset
     with user_code.explained(f"{begin}: its classes cannot be read:"):
         classes = _names(named.classes)
-    options, skips = DecodeOptions.of(data), data.on_error is OnError.skip
+    skips = data.on_error is OnError.skip
     first, second = (
-        OwnDataset(part, where, classes, data.image_size, seed, options, skips)
+        OwnDataset(part, where, classes, data.image_size, seed, data, skips)
         for part, where in zip(pair, wheres, strict=True)
     )
     # Mistakes of its transforms show now, and in 15 of 16 starts a random flip.
@@ -267,7 +267,7 @@ def _names(classes: Iterable[Any]) -> tuple[str, ...]:
     return tuple(map(str, classes))
 
 
-def _pixels(image: Any, size: int, options: DecodeOptions) -> np.ndarray:
+def _pixels(image: Any, size: int, options: DataConfig) -> np.ndarray:
     """Returns ``image`` as uint8 ``[3, size, size]``; one of PIL's as if it were read from a file.
 
     Raises:

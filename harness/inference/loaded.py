@@ -49,7 +49,8 @@ class Transform:
     """
 
     def __init__(self, data: DataConfig, device: torch.device) -> None:
-        self._options, self._centred = as_evaluated(data)
+        self._data = data
+        self._centred = as_evaluated(data)
         cpu = torch.device("cpu")
         self.normalise = Normalise(cpu, data.mean, data.std, torch.float32, channels_last=False)
         self._device = device
@@ -68,9 +69,9 @@ class Transform:
         if isinstance(given, str | os.PathLike):
             given = read_regular(given)
         if isinstance(given, bytes):
-            given = decode(given, self._options)
+            given = decode(given, self._data)
         elif isinstance(given, Image.Image):
-            given = decode_opened(given, self._options)
+            given = decode_opened(given, self._data)
         is_pixels = isinstance(given, np.ndarray) and given.dtype == np.uint8
         if not is_pixels or given.shape[2:] != (3,) or not given.size:
             raise TypeError(
@@ -187,7 +188,7 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
         "input": f"uint8 [N, 3, {size}, {size}], 0..255, RGB; normalisation is inside",
         "output": f"float32 [N, {len(classes)}], logits",
         **{path.removeprefix("data."): attrgetter(path)(config) for path in resume.PIXELS},
-        "eval_resize": as_evaluated(config.data)[1].whole_size(1, 1)[0],
+        "eval_resize": as_evaluated(config.data).whole_size(1, 1)[0],
     }
     texts = {name: json.dumps(plain(fact)) for name, fact in facts.items()}
     data, run = (_onnx if form is Format.onnx else _pt2)(program, texts)

@@ -43,9 +43,11 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     source = FolderSource(Path(str(config.data.root)).expanduser(), flat=True)
     if len({*world.gathered(source.index.digest())}) > 1:
         raise DataError(f"data.root={config.data.root}: the ranks see different files there")
-    options, centred = as_evaluated(config.data)
-    size = config.data.image_size
-    dataset = ImageDataset(source, centred, options, size, seed=0, skips=True, blanks=True)
+    data = config.data
+    transform = as_evaluated(data)
+    dataset = ImageDataset(
+        source, transform, data, data.image_size, seed=0, skips=True, blanks=True
+    )
     feeds = Feeds(Splits(dataset, dataset, classes, "", ""), config, world)
     top_k = min(config.predict.top_k, len(classes))
     places, best, failures = zip(*world.gathered(_share(feeds, model, top_k)), strict=True)

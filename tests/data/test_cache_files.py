@@ -22,7 +22,6 @@ from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig, In
 from harness.data import cache
 from harness.data.cache import PixelCache, open_caches
 from harness.data.datasets import ImageDataset, Splits, crop_error, load
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
@@ -286,7 +285,7 @@ def test_pixels_in_memory_need_no_cache() -> None:
     source = ArraySource(np.zeros((2, 8, 8, 3), np.uint8), np.zeros(2), ["a"], "zeros")
     data = DataConfig(name="zeros", cache=RAM)
     with pytest.raises(ConfigError, match=r"data\.cache=ram: has no effect with data=zeros"):
-        open_caches((source, source), data, DecodeOptions(), lambda value: [value])
+        open_caches((source, source), data, lambda value: [value])
 
 
 @pytest.mark.parametrize("name", ["digits", "cifar10", "fake"])

@@ -13,7 +13,6 @@ from sklearn.utils.class_weight import compute_class_weight
 from harness.config import AugmentConfig, ConfigError, Crop, DataConfig, GenerateConfig, OptimConfig
 from harness.data import datasets
 from harness.data.datasets import FakeDataset, ImageDataset, Splits, load
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.data.transforms import CropTransform
 from harness.runtime.errors import DataError
@@ -193,7 +192,7 @@ def test_balanced_weights_are_scikit_learns() -> None:
     images = ImageDataset(
         ArraySource(np.zeros((95, 8, 8, 3), np.uint8), labels, "abcd", "x"),
         transform,
-        DecodeOptions(),
+        DataConfig(),
         8,
         seed=0,
     )

@@ -16,14 +16,15 @@ from oddities import flip_bits
 from PIL import Image
 from PIL.WebPImagePlugin import WebPImageFile
 
+from harness.config import DataConfig
 from harness.data import decode as decode_room
-from harness.data.decode import DecodeError, DecodeOptions, decode
+from harness.data.decode import DecodeError, decode
 from harness.runtime.errors import BadSample
 
 RED = (255, 0, 0)
 GREEN = (0, 255, 0)
 BLUE = (0, 0, 255)
-OPTIONS = DecodeOptions(background=(10, 20, 30))
+OPTIONS = DataConfig(background=(10, 20, 30))
 GREY = np.array([[0, 32768, 65535]], np.uint16)
 
 
@@ -42,13 +43,13 @@ def photo(width: int = 96, height: int = 64) -> Image.Image:
     )
 
 
-def pixels(data: bytes, options: DecodeOptions = OPTIONS) -> np.ndarray:
+def pixels(data: bytes, options: DataConfig = OPTIONS) -> np.ndarray:
     image = decode(data, options)
     assert image.dtype == np.uint8 and image.shape[2:] == (3,)
     return image.astype(int)
 
 
-def reason(data: bytes, options: DecodeOptions = OPTIONS) -> str:
+def reason(data: bytes, options: DataConfig = OPTIONS) -> str:
     with pytest.raises(DecodeError) as caught:
         decode(data, options)
     assert str(BadSample("a\nfile", str(caught.value))).isprintable()
@@ -305,7 +306,7 @@ def test_exif_orientation_is_an_option(orientation: int, kind: str) -> None:
         7: upright[::-1, ::-1].swapaxes(0, 1), 8: upright[:, ::-1].swapaxes(0, 1),
     }[orientation]  # fmt: skip
     assert (pixels(data) == stored).all()
-    assert np.array_equal(pixels(data, DecodeOptions(exif_orientation=True)), upright)
+    assert np.array_equal(pixels(data, DataConfig(exif_orientation=True)), upright)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -324,7 +325,7 @@ def test_an_odd_tag_beside_the_orientation_does_not_count(kind: str) -> None:
         )
         for count in (1, 2)
     )
-    option = DecodeOptions(exif_orientation=True)
+    option = DataConfig(exif_orientation=True)
     assert np.array_equal(pixels(odd, option), pixels(plain, option))
     assert pixels(odd, option).shape != pixels(odd).shape
 
@@ -334,7 +335,7 @@ def test_an_orientation_in_xmp_counts() -> None:
     xmp = b'<rdf:Description tiff:Orientation="6"/>'
     data = encoded(photo(), "JPEG", xmp=xmp)
     assert np.array_equal(
-        pixels(data, DecodeOptions(exif_orientation=True)), np.rot90(pixels(data), -1)
+        pixels(data, DataConfig(exif_orientation=True)), np.rot90(pixels(data), -1)
     )
 
 
@@ -345,7 +346,7 @@ def test_pillow_is_not_asked_for_a_plain_jpeg(
     """A usual JPEG is decoded without Pillow, whatever the orientation setting."""
     data = encoded(photo(), "JPEG")
     monkeypatch.setattr(decode_room, "_by_pillow", None)
-    assert pixels(data, DecodeOptions(exif_orientation=option)).shape == (64, 96, 3)
+    assert pixels(data, DataConfig(exif_orientation=option)).shape == (64, 96, 3)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,7 @@ def test_pillow_is_not_asked_for_a_plain_jpeg(
 def test_a_broken_exif_block_harms_nothing(block: bytes, option: bool) -> None:
     """The pixels are whole: nothing fails, and without the option nothing warns."""
     data = encoded(photo(), "JPEG", exif=block)
-    assert pixels(data, DecodeOptions(exif_orientation=option)).shape == (64, 96, 3)
+    assert pixels(data, DataConfig(exif_orientation=option)).shape == (64, 96, 3)
 
 
 def cut(data: bytes, count: int) -> bytes:
@@ -432,7 +433,7 @@ LARGE: dict[str, Any] = {
 @pytest.mark.parametrize(("data", "limit", "text"), LARGE.values(), ids=LARGE)
 def test_too_many_pixels_are_refused_unread(data: bytes, limit: int, text: str) -> None:
     """The header is enough to refuse an image, without a warning of Pillow's."""
-    assert text in reason(data, DecodeOptions(max_pixels=limit))
+    assert text in reason(data, DataConfig(max_pixels=limit))
 
 
 def claiming(data: bytes, at: int, width: bytes, height: bytes) -> bytes:
@@ -499,7 +500,7 @@ CLAIMS: dict[str, bytes] = {
 def test_pixels_are_refused_before_they_take_memory(kind: str) -> None:
     """A few bytes that claim 169 megapixels take the memory of a few bytes."""
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert reason(CLAIMS[kind], DecodeOptions()) == (
+    assert reason(CLAIMS[kind], DataConfig()) == (
         "too large: 13001x13001 pixels, more than data.max_pixels=50000000; raise it, or shrink "
         "the file"
     )
@@ -521,8 +522,8 @@ def test_no_reader_of_a_large_webp_is_made(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sides_of_a_webp_are_known(options: dict[str, Any]) -> None:
     """A WebP of exactly max_pixels is decoded, one of a row more is not."""
     data = encoded(photo(96, 64), "WEBP", **options)
-    assert pixels(data, DecodeOptions(max_pixels=96 * 64)).shape == (64, 96, 3)
-    assert "96x64 pixels" in reason(data, DecodeOptions(max_pixels=96 * 64 - 1))
+    assert pixels(data, DataConfig(max_pixels=96 * 64)).shape == (64, 96, 3)
+    assert "96x64 pixels" in reason(data, DataConfig(max_pixels=96 * 64 - 1))
 
 
 def cut_with_an_end(image: Image.Image, **options: Any) -> bytes:
@@ -544,7 +545,7 @@ def cut_with_an_end(image: Image.Image, **options: Any) -> bytes:
 @pytest.mark.parametrize("upright", [False, True])
 def test_a_jpeg_without_all_pixels_is_refused(data: bytes, upright: bool) -> None:
     """What libjpeg would paint in grey is damage, whoever decodes."""
-    text = reason(data, DecodeOptions(exif_orientation=upright))
+    text = reason(data, DataConfig(exif_orientation=upright))
     assert text.startswith("damaged: the decoder reported missing data (Corrupt JPEG data: ")
 
 
@@ -554,7 +555,7 @@ def test_a_jpeg_with_a_few_bytes_too_many_is_whole(at: int, upright: bool) -> No
     """Bytes that belong to nothing change no pixel."""
     data = encoded(photo(), "JPEG", exif=b"Exif\0\0")
     assert (
-        pixels(data[:at] + bytes(5) + data[at:], DecodeOptions(exif_orientation=upright))
+        pixels(data[:at] + bytes(5) + data[at:], DataConfig(exif_orientation=upright))
         == pixels(data)
     ).all()
 
@@ -563,7 +564,7 @@ def test_a_jpeg_with_a_few_bytes_too_many_is_whole(at: int, upright: bool) -> No
 def test_large_images_within_the_limit_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between Pillow's limit and the user's, nothing warns."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    assert pixels(encoded(photo(96, 64), "PNG"), DecodeOptions(max_pixels=96 * 64)).shape == (
+    assert pixels(encoded(photo(96, 64), "PNG"), DataConfig(max_pixels=96 * 64)).shape == (
         64,
         96,
         3,
@@ -607,7 +608,7 @@ def test_mutated_files_give_pixels_or_are_undecodable(
     """A damaged file never raises anything else."""
     data = encoded(photo(24, 16), kind)
     rng = random.Random(f"{kind} {mutate.__name__}")
-    options = DecodeOptions(exif_orientation=True, max_pixels=1_000_000)
+    options = DataConfig(exif_orientation=True, max_pixels=1_000_000)
     for _ in range(120):
         try:
             assert decode(mutate(data, rng), options).shape[2:] == (3,)
@@ -644,8 +645,8 @@ def test_a_png_that_ends_early_is_damaged(shape: tuple[int, int], interlaced: bo
     # black, or as the memory is before
     for last_row in (pixels[-1].copy(), 0, 77):
         pixels[-1] = last_row
-        whole = decode(ended(pixels, 0, interlaced=interlaced), DecodeOptions())
+        whole = decode(ended(pixels, 0, interlaced=interlaced), DataConfig())
         assert np.array_equal(whole[..., 0], pixels)
         for missing in range(1, pixels.size):
             with pytest.raises(DecodeError, match="^truncated file"):
-                decode(ended(pixels, missing, interlaced=interlaced), DecodeOptions())
+                decode(ended(pixels, missing, interlaced=interlaced), DataConfig())

@@ -13,7 +13,6 @@ import pytest
 from harness.config import AugmentConfig, DataConfig
 from harness.data import datasets
 from harness.data.datasets import FakeDataset, ImageDataset, Splits
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource, FolderSource, Source, split
 from harness.data.transforms import CropTransform
 
@@ -32,7 +31,7 @@ def tree(tmp_path: Path) -> Path:
 
 def splits(source: Source, root: str = "") -> Splits:
     transform = CropTransform.from_config(AugmentConfig(), DataConfig(image_size=8))
-    train = ImageDataset(source, transform, DecodeOptions(), 8, 0)
+    train = ImageDataset(source, transform, DataConfig(), 8, 0)
     return Splits(train, train, source.classes, "imagefolder", root)
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from harness.config import DataConfig
 from harness.data import decode as module
-from harness.data.decode import DecodeError, DecodeOptions, decode
+from harness.data.decode import DecodeError, decode
 from harness.data.storage import FolderSource
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
@@ -52,7 +53,7 @@ def test_a_photo_of_a_phone_under_another_name(monkeypatch: pytest.MonkeyPatch) 
     """HEIC content is named, whatever the file is called."""
     monkeypatch.setattr(module, "HeifImageFile", None)
     with pytest.raises(DecodeError, match="^HEIC"):
-        decode(HEIC, DecodeOptions())
+        decode(HEIC, DataConfig())
 
 
 @pytest.mark.parametrize("format", ["AVIF", "HEIF"])
@@ -66,5 +67,5 @@ def test_images_of_phones_and_browsers_are_read(tmp_path: Path, format: str) -> 
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat/1.dat").write_bytes(file.getvalue())
     source = FolderSource(tmp_path)
-    found = decode(source.read(0)[0], DecodeOptions())
+    found = decode(source.read(0)[0], DataConfig())
     assert np.abs(found.astype(int) - pixels).mean() < 2

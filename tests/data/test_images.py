@@ -13,13 +13,13 @@ import pytest
 from pictures import photograph
 from samples import eval_transform, numbers
 
+from harness.config import DataConfig
 from harness.data.datasets import ImageDataset
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource, FolderSource
 from harness.data.transforms import CropTransform, resized
 from harness.runtime.errors import BadSample
 
-OPTIONS = DecodeOptions()
+OPTIONS = DataConfig()
 
 
 def dataset(transform: Any = None, source: Any = None, seed: int = 0) -> ImageDataset:

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image
 
 from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
 from harness.data.datasets import ImageDataset, Splits, load
-from harness.data.decode import DecodeOptions, decode
+from harness.data.decode import decode
 from harness.data.own import OwnDataset
 from harness.data.storage import ArraySource
 from harness.runtime.errors import BadSample
@@ -490,5 +490,5 @@ def test_images_of_pils_have_the_pixels_of_a_folder(
         splits = opened((Given((shown, 0)), Drawn()), **settings)
     found = np.empty((3, 8, 8), np.uint8)
     splits.train.fill(0, 0, found)  # type: ignore[union-attr]
-    expected = decode((tmp_path / "1.png").read_bytes(), DecodeOptions(**settings))
+    expected = decode((tmp_path / "1.png").read_bytes(), DataConfig(**settings))
     assert np.array_equal(found.transpose(1, 2, 0), expected)

@@ -15,8 +15,8 @@ import torch
 from emulator import Gpu, emulated
 from PIL import Image, ImageOps
 
+from harness.config import DataConfig
 from harness.data.datasets import ImageDataset
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import CropTransform
 from harness.feed.base import HostBatch
@@ -66,7 +66,7 @@ class Files:
 
 def dataset(source: Source, transform: CropTransform | None = None) -> ImageDataset:
     return ImageDataset(
-        source, transform or CropTransform(SIDE, crop="pad", pad=2), DecodeOptions(), SIDE, seed=5
+        source, transform or CropTransform(SIDE, crop="pad", pad=2), DataConfig(), SIDE, seed=5
     )
 
 
@@ -184,7 +184,7 @@ def test_making_batches_starts_no_threads() -> None:
     """Torch's own would wait for processors that the step has: a thread that makes batches is alone
     with it.
     """
-    images = ImageDataset(arrays(64, 256), samples.eval_transform(64), DecodeOptions(), 64, seed=5)
+    images = ImageDataset(arrays(64, 256), samples.eval_transform(64), DataConfig(), 64, seed=5)
     started = []
 
     def make() -> None:

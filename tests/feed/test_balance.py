@@ -11,9 +11,8 @@ import samples
 import torch
 from emulator import Gpu, emulated
 
-from harness.config import BackendName, Config, ConfigError, Crop, LoaderConfig
+from harness.config import BackendName, Config, ConfigError, Crop, DataConfig, LoaderConfig
 from harness.data.datasets import ImageDataset, Splits
-from harness.data.decode import DecodeOptions
 from harness.data.own import OwnDataset
 from harness.data.storage import ArraySource, Source
 from harness.data.transforms import CropTransform
@@ -112,7 +111,7 @@ def feeds_of(backend: str, *, skips: bool = False, **loader: object) -> Feeds:
     if skips:
         source = Broken(source)
     transform = CropTransform(8, crop=Crop.pad.name, pad=2)
-    images = ImageDataset(source, transform, DecodeOptions(), 8, seed=0, skips=skips)
+    images = ImageDataset(source, transform, DataConfig(), 8, seed=0, skips=skips)
     return Feeds(Splits(images, images, tuple("abcd"), "x", ""), config, CPU)
 
 
@@ -213,7 +212,7 @@ class Labelled(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 def own_feeds(given: torch.utils.data.Dataset[tuple[torch.Tensor, int]]) -> Feeds:
-    dataset = OwnDataset(given, "the training set", Labelled.classes, 8, 0)
+    dataset = OwnDataset(given, "the training set", Labelled.classes, 8, 0, DataConfig())
     config = Config(loader=LoaderConfig(batch_size=6))
     config.data.balance = 1.0
     return Feeds(Splits(dataset, dataset, dataset.classes, "mine:splits", ""), config, CPU)

@@ -19,13 +19,13 @@ from harness.config import (
     Config,
     ConfigError,
     Crop,
+    DataConfig,
     LoaderConfig,
     StartMethod,
     TunerName,
     ValLoaderConfig,
 )
 from harness.data.datasets import FakeDataset, ImageDataset, Splits
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.data.transforms import CropTransform
 from harness.feed.base import Backend, FeedSettings, HostBatch
@@ -152,7 +152,7 @@ def small(backend: BackendName | None = None, crop: Crop = Crop.pad, **loader: o
     def images(length: int, transform: CropTransform) -> ImageDataset:
         pixels = np.random.default_rng(length).integers(0, 256, (length, 8, 8, 3), np.uint8)
         source = ArraySource(pixels, np.zeros(length), ("a",), "noise")
-        return ImageDataset(source, transform, DecodeOptions(), 8, seed=0)
+        return ImageDataset(source, transform, DataConfig(), 8, seed=0)
 
     train = images(20, CropTransform(8, crop=crop.name, pad=2))
     return Feeds(

@@ -10,8 +10,8 @@ import pytest
 import samples
 import torch
 
+from harness.config import DataConfig
 from harness.data.datasets import ImageDataset
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.data.transforms import CropTransform
 from harness.feed.base import Backend, HostBatch
@@ -30,9 +30,7 @@ def images(side: int) -> ImageDataset:
     """Random pixels of 8 x 8; those of any other ``side`` have to be made, by threads."""
     pixels = np.random.default_rng(0).integers(0, 256, (LENGTH, 8, 8, 3), np.uint8)
     source = ArraySource(pixels, np.arange(LENGTH) % 10, map(str, range(10)), "noise")
-    return ImageDataset(
-        source, CropTransform(side, crop="pad", pad=2), DecodeOptions(), side, seed=5
-    )
+    return ImageDataset(source, CropTransform(side, crop="pad", pad=2), DataConfig(), side, seed=5)
 
 
 def make(named: str, order: Order) -> Backend:

@@ -54,8 +54,8 @@ def test_a_transform_gives_the_pixels_of_an_evaluation(tmp_path: Path, filter_na
         background=(9, 99, 199),
         exif_orientation=True,
     )
-    options, centred = as_evaluated(data)
-    dataset = ImageDataset(FolderSource(tmp_path, flat=True), centred, options, 64, seed=0)
+    source = FolderSource(tmp_path, flat=True)
+    dataset = ImageDataset(source, as_evaluated(data), data, 64, seed=0)
     transform = Transform(data, CPU)
     normalise = Normalise(CPU, data.mean, data.std, torch.float32, channels_last=True)
     for i in range(6):

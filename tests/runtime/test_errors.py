@@ -13,9 +13,8 @@ import pytest
 import torch
 from commands import ran
 
-from harness.config import ConfigError
+from harness.config import ConfigError, DataConfig
 from harness.data.datasets import ImageDataset
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.data.transforms import CropTransform
 from harness.feed.base import BatchWorker
@@ -135,7 +134,7 @@ def test_memory_is_no_samples_fault() -> None:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     source = ArraySource(np.zeros((2, 8, 8, 3), np.uint8), np.arange(2), ["a", "b"], "x")
-    options = DecodeOptions(False, (255, 255, 255), 100)
+    options = DataConfig(max_pixels=100)
     dataset = ImageDataset(source, Full(8), options, 8, 0, skips=True)
     filler = BatchWorker(dataset, 0, None, None)
     pixels, labels = np.zeros((2, 3, 8, 8), np.uint8), np.zeros(2, np.int64)

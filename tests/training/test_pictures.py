@@ -18,7 +18,6 @@ from sklearn.metrics import precision_score, recall_score
 
 from harness.config import DataConfig
 from harness.data.datasets import FakeDataset, ImageDataset, Splits
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.monitor.writer import RunWriter
 from harness.report import mistakes
@@ -47,7 +46,7 @@ def splits_of(classes: tuple[str, ...] = HOSTILE) -> Splits:
     # smooth ones, of which JPEG changes little
     pixels[:] = pixels.mean((1, 2), keepdims=True)
     source = Source(pixels, np.arange(12) % 6, classes, "<b>\x1b")
-    dataset = ImageDataset(source, eval_transform(SIDE, SIDE), DecodeOptions(), SIDE, 0)
+    dataset = ImageDataset(source, eval_transform(SIDE, SIDE), DataConfig(), SIDE, 0)
     return Splits(dataset, dataset, classes, "mine", "")
 
 

@@ -199,7 +199,7 @@ def test_evaluation_sees_timms_pixels(name: str, composed: Composed) -> None:
     data = resume.settings(composed(*typed), None, typed).data
     facts = timm.get_pretrained_cfg(name.removeprefix("timm/")).to_dict()
     theirs = create_transform(**resolve_data_config(pretrained_cfg=facts), normalize=False)
-    transform = as_evaluated(data)[1]
+    transform = as_evaluated(data)
     assert data.interpolation.name == facts["interpolation"]
     for picture in NAMES:
         for image in (photograph(picture), photograph(picture).rotate(90, expand=True)):

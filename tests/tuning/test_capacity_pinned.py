@@ -16,8 +16,8 @@ import samples
 from emulator import EmulatedDevice, WallClock, emulated
 from machines import room
 
+from harness.config import DataConfig
 from harness.data.datasets import ImageDataset
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
 from harness.feed.base import Backend, FeedSettings
 from harness.feed.feeds import BACKENDS
@@ -108,7 +108,7 @@ def made(settings: FeedSettings, side: int, batches: int) -> Backend:
         np.zeros((count, side, side, 3), np.uint8), np.zeros(count, np.int64), ["a", "b"], "small"
     )
     dataset = ImageDataset(
-        source, samples.eval_transform(side), DecodeOptions(False, (255, 255, 255), 10**9), side, 0
+        source, samples.eval_transform(side), DataConfig(max_pixels=10**9), side, 0
     )
     return BACKENDS[settings.backend](dataset, Order(count, settings.batch_size), settings)
 

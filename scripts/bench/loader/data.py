@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from harness.config import DataConfig
 from harness.data.datasets import ImageDataset
-from harness.data.decode import DecodeOptions
 from harness.data.download import make_once
 from harness.data.shapes import class_name, draw
 from harness.data.storage import ArraySource
@@ -71,7 +71,7 @@ def cifar_like(folder: Path) -> ImageDataset:
     source = ArraySource(
         images, np.arange(len(images)) % CLASSES, map(str, range(CLASSES)), "cifar-like"
     )
-    return ImageDataset(source, CropTransform(32, crop="pad"), DecodeOptions(), 32, seed=0)
+    return ImageDataset(source, CropTransform(32, crop="pad"), DataConfig(), 32, seed=0)
 
 
 def _write_arrays(folder: Path) -> None:

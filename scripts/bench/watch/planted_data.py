@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from harness.clock.stages import Lap
+from harness.config import DataConfig
 from harness.data.datasets import ImageDataset, Splits
-from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource, FolderSource, Source
 from harness.data.transforms import CropTransform
 from harness.runtime.seeding import SampleRng
@@ -22,7 +22,7 @@ from harness.runtime.seeding import SampleRng
 SIDE = 16
 BATCH = 4
 IMAGES = 4096
-OPTIONS = DecodeOptions(False, (255, 255, 255), 10**9)
+OPTIONS = DataConfig(max_pixels=10**9)
 
 
 class Memory(ArraySource):

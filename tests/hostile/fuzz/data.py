@@ -18,7 +18,6 @@ from harness.config import DataCache, DataConfig, GenerateConfig
 from harness.data import cache, cifar, folder_index, shapes
 from harness.data.cache import PixelCache
 from harness.data.datasets import ImageDataset
-from harness.data.decode import DecodeOptions
 from harness.data.mapped import MappedFile, memory
 from harness.data.storage import FolderSource
 from harness.data.transforms import CropTransform
@@ -52,7 +51,7 @@ class _One:
 def images(kind: str, place: Path) -> Reader:
     source = _One()
     transform = CropTransform(32)
-    dataset = ImageDataset(source, transform, DecodeOptions(exif_orientation=True), 32, 0)
+    dataset = ImageDataset(source, transform, DataConfig(exif_orientation=True), 32, 0)
     out = np.empty((3, 32, 32), np.uint8)
 
     def read(data: bytes) -> str:
