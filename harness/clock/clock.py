@@ -406,4 +406,8 @@ class StepClock:
 def _images_in(batch: Any) -> int:
     items = [*batch.values()] if isinstance(batch, dict) else batch
     nested = isinstance(items, (tuple, list)) and items and hasattr(items[0], "__len__")
+    # a detector's pictures have sizes of their own
+    first = next(iter(items[0]), None) if nested and isinstance(items[0], (tuple, list)) else None
+    if getattr(first, "ndim", 0) == 3:
+        return len(items[0])
     return _images_in(items[0]) if nested else len(items)

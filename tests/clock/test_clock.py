@@ -236,12 +236,13 @@ def test_watch_survives_break_and_exceptions(clock: StepClock, hand: Hand) -> No
         pytest.param((torch.zeros(6, 3), torch.zeros(6)), 6, id="pair"),
         pytest.param({"images": torch.zeros(7, 3), "labels": torch.zeros(7)}, 7, id="dict"),
         pytest.param([(torch.zeros(8, 3), torch.zeros(8)), torch.zeros(8)], 8, id="nested"),
+        pytest.param(((torch.zeros(3, 8, 9),) * 4, ({},) * 4), 4, id="pictures"),
         pytest.param([1, 2, 3], 3, id="list of numbers"),
         pytest.param([], 0, id="nothing"),
     ],
 )
 def test_watch_finds_the_number_of_images(batch: object, expected: int) -> None:
-    """The length of a batch's first tensor is its number of images."""
+    """A batch has as many images as its first tensor is long, or as it has pictures."""
     clock = StepClock()
     list(clock.watch([batch, batch]))
     assert clock.total().images == expected
