@@ -31,6 +31,7 @@ from harness.config import Config
 from harness.monitor.host import Neighbours
 from harness.runtime import signals
 from harness.training.checkpoint_write import StopAgreement
+from tests.fakecuda import items as fakecuda
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,16 +52,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout: needs pytest-timeout")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lets torch's warnings pass on a GPU.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Has tests of CUDA run on the made-up runtime, or skipped, where there is no GPU.
 
-    Which ones come depends on the card, the driver and torch's version.
+    Lets torch's warnings pass there: which ones come depends on the card, the driver and torch's
+    version.
     """
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("cuda_order") or item.get_closest_marker("cuda_values"):
             item.add_marker(
                 pytest.mark.filterwarnings("default::UserWarning", "error::pytest.PytestWarning")
             )
+    fakecuda.place(config, items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,11 +13,6 @@ from harness.clock.figures import Window
 from harness.feed.base import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
-
 STEPS = 50
 CYCLES = 20_000_000  # some ten milliseconds of any GPU
 
@@ -52,6 +47,7 @@ def step_s() -> float:
     return compute_ms.median / 1e3
 
 
+@pytest.mark.cuda_values
 def test_a_device_that_waits_for_the_loader_is_starved() -> None:
     """Beside a loader three times slower than the step it stands still for two thirds."""
     shares = trained(3 * step_s(), 0.0).shares
@@ -60,6 +56,7 @@ def test_a_device_that_waits_for_the_loader_is_starved() -> None:
     assert sum(shares.values()) == pytest.approx(1)
 
 
+@pytest.mark.cuda_values
 def test_a_device_that_waits_for_the_loop_is_not() -> None:
     """Beside a loop that works for three steps the two thirds are the host's."""
     step = step_s()
@@ -68,8 +65,16 @@ def test_a_device_that_waits_for_the_loop_is_not() -> None:
     assert shares["starved"] + shares["exposed_copy"] < 0.01
 
 
-def test_a_wait_behind_queued_work_is_no_stall() -> None:
-    """A loader twice as fast as the step makes the loop wait, and the device never."""
-    window = trained(step_s() / 2, 0.0)
-    assert window.stall_fraction is not None and window.stall_fraction < 0.01
-    assert window.data_wait_fraction is not None and window.data_wait_fraction > 0.5
+@pytest.mark.cuda_values
+def test_a_loader_twice_as_fast_as_the_step_never_stalls_it() -> None:
+    """The device always has a batch."""
+    stall = trained(step_s() / 2, 0.0).stall_fraction
+    assert stall is not None and stall < 0.01
+
+
+@pytest.mark.cuda_order
+def test_the_host_waits_for_a_full_device_and_not_for_data() -> None:
+    """Beside a loader that is faster than the step the host sleeps until the device has room."""
+    window = trained(0.0, 0.0)
+    assert window.device_full_fraction is not None and window.device_full_fraction > 0.5
+    assert window.data_wait_fraction is not None and window.data_wait_fraction < 0.5

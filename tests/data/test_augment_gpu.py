@@ -12,11 +12,6 @@ from harness.config import AugmentConfig
 from harness.data.augment import BatchAugment, Mix
 from harness.runtime import accelerator
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
-
 COLOURS = {
     "jitter": AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1)),
     "RandAugment": AugmentConfig(rand_augment=2),
@@ -32,6 +27,7 @@ def unsynchronised() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("config", COLOURS.values(), ids=COLOURS)
 def test_pixels_are_the_cpus(config: AugmentConfig) -> None:
     """All but one value of two hundred are within a grey level of the CPU's."""
@@ -45,6 +41,7 @@ def test_pixels_are_the_cpus(config: AugmentConfig) -> None:
     assert made.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("config", MIXED.values(), ids=MIXED)
 def test_mixed_values_are_the_cpus(config: AugmentConfig) -> None:
     """Erased and mixed images and labels are the CPU's but for rounding."""
@@ -59,6 +56,7 @@ def test_mixed_values_are_the_cpus(config: AugmentConfig) -> None:
         torch.testing.assert_close(ours.cpu(), expected)
 
 
+@pytest.mark.cuda_order
 @pytest.mark.parametrize("config", (COLOURS | MIXED).values(), ids=COLOURS | MIXED)
 def test_the_host_never_waits(config: AugmentConfig, unsynchronised: None) -> None:
     """Augmenting and mixing a batch has no synchronising call in it."""

@@ -309,11 +309,10 @@ def test_there_is_nothing_to_wait_for() -> None:
     assert feed.worker_pids == ()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 class TestOnAGpu:
     """The whole set and the work on it on the device."""
 
+    @pytest.mark.cuda_values
     @pytest.mark.parametrize("source", [arrays, Files], ids=["arrays", "files"])
     @pytest.mark.parametrize("crop", ["pad", "center"])
     def test_batches_are_bitwise_the_hosts(self, source: Callable[[], Source], crop: str) -> None:
@@ -330,6 +329,7 @@ class TestOnAGpu:
             epochs(feed(images), 0, 3),
         )
 
+    @pytest.mark.cuda_order
     def test_memory_is_taken_at_once(self) -> None:
         """So that a second set sees what the first one leaves."""
         images = dataset(arrays())
@@ -337,6 +337,7 @@ class TestOnAGpu:
         kept = InMemoryImages(images, READING, torch.device("cuda", 0))
         assert kept.on_device and torch.cuda.memory_allocated() - before >= pixel_bytes(images)
 
+    @pytest.mark.cuda_order
     def test_no_step_waits_for_the_device(self) -> None:
         """Making batches of images that are there is a matter of launches alone."""
         images = dataset(arrays())
@@ -348,6 +349,7 @@ class TestOnAGpu:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
+    @pytest.mark.cuda_order
     def test_a_set_that_is_too_large_stays_on_the_host(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -356,4 +358,5 @@ class TestOnAGpu:
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda _: (2 * pixel_bytes(images) - 1, 10**9)
         )
-        assert not feed(images, InMemoryImages(images, READING, torch.device("cuda", 0))).on_device
+        kept = InMemoryImages(images, READING, torch.device("cuda", 0))
+        assert not kept.on_device and not feed(images, kept).made_on_device

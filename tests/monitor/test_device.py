@@ -317,11 +317,9 @@ def test_nvml_without_gpus_sees_none(
     assert nvml_sees_gpu() is None
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_values
 def test_a_real_gpu_can_be_sampled() -> None:
     """While kernels run, every figure is in its range."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device here")
     properties = torch.cuda.get_device_properties(0)
     sensor = GpuSensor(str(properties.uuid))
     sensor.sample()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from emulator import EmulatedDevice, VirtualClock, WallClock, emulated
 
 from harness.runtime import accelerator
@@ -16,15 +15,7 @@ from harness.runtime.accelerator import Accelerator
     params=[
         "virtual",
         "wall",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(
-                    not torch.cuda.is_available(), reason="torch sees no CUDA device"
-                ),
-            ],
-        ),
+        pytest.param("cuda", marks=pytest.mark.cuda_order),
     ]
 )
 def own(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
