@@ -209,11 +209,16 @@ class StepClock:
 
         ``ready`` is recorded after what else the device did to the batch, as normalising. A
         batch that was not copied has ``start`` for its ``end``. The caller must not record the
-        events again. A copy within a block is none of its computing: the block begins behind the
+        events again: ``event`` gives them out anew. A copy within a block is none of its computing: the block begins behind the
         first one, and later ones are taken out.
         """
         if self._timeline and not self._paused:
             self._timeline.copied(Copy(start, end, ready or end))
+
+    def event(self, own: Accelerator) -> TimingEvent:
+        """Returns a timed event of ``own`` for ``copied``, one that was read if there is any."""
+        spare = self._timeline.spare if self._timeline else None
+        return spare.popleft() if spare else own.event(timed=True)
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:

@@ -110,6 +110,8 @@ class Timeline:
         # those of loops that never compute are no more
         self.waits: deque[Span] = deque(maxlen=64)
         self.copies: deque[Copy] = deque(maxlen=64)
+        # of copies that were read; a loop may record others
+        self.spare: deque[TimingEvent] = deque(maxlen=64)
         # the last one read: the next gap begins at its end
         self._previous: _Slot | None = None
         # when the device passed that end, by the host's clock
@@ -259,6 +261,8 @@ class Timeline:
         while len(self._pending) > max(keep, self._unended) and self._pending[0].passed():
             slot = self._pending.popleft()
             self._count(slot, ledger)
+            # one may be the start and the end
+            self.spare.extend({id(e): e for copy in slot.copies for e in copy[:3]}.values())
             if self._previous:
                 self._free.append(self._previous)
             self._previous = slot

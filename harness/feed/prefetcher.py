@@ -337,15 +337,21 @@ class _Transfer:
 
     def _mark(self) -> Any:
         """Returns an event at this point of the stream."""
-        event = self.own.event(timed=True)
-        event.record(self.own.stream())
+        own = self.own
+        event = self.clock.event(own) if self.clock else own.event(timed=True)
+        event.record(own.stream())
         return event
 
     def let_go(self, most: float) -> None:
         """Drops batches that are copied; waits until at most ``most`` copies are under way."""
         copying = self._copying
-        while copying and (copying[0][0].query() or len(copying) > most):
-            copying[0][0].synchronize()
+        # the newest was just issued: asking costs a call
+        while len(copying) > min(most, 1):
+            end = copying[0][0]
+            if not end.query():
+                if len(copying) <= most:
+                    return
+                end.synchronize()
             copying.popleft()
 
 

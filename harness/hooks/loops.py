@@ -320,13 +320,17 @@ class LoopTracker:
         own = self.own
         if not own.has_streams or own.holds(tensor):
             return None
-        start = own.event(timed=True)
+        start = self._event()
         start.record(own.stream())
         return start
 
+    def _event(self) -> Any:
+        own = self.own
+        return self.clock.event(own) if self.clock else own.event(timed=True)
+
     def copied(self, made: Tensor, start: Any) -> None:
         """Take note of a copy; one that stayed where it was does not count."""
-        end = self.own.event(timed=True)
+        end = self._event()
         end.record(self.own.stream())
         if self.clock and self.own.holds(made):
             self.clock.copied(start, end)

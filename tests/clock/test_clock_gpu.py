@@ -17,26 +17,26 @@ STEPS = 50
 CYCLES = 20_000_000  # some ten milliseconds of any GPU
 
 
-def slow(load_s: float) -> Iterator[HostBatch]:
-    """Batches of 38 MB, page-locked, that take so long each."""
-    images = torch.zeros((256, 3, 224, 224), dtype=torch.uint8).pin_memory()
-    labels = torch.zeros(256).pin_memory()
+def slow(load_s: float, size: int) -> Iterator[HostBatch]:
+    """Page-locked batches of ``size`` images of 150 KB that take so long each."""
+    images = torch.zeros((size, 3, 224, 224), dtype=torch.uint8).pin_memory()
+    labels = torch.zeros(size).pin_memory()
     for _ in range(STEPS):
         time.sleep(load_s)
         yield HostBatch(images, labels, labels)
 
 
-def trained(load_s: float, work_s: float) -> Window:
+def trained(load_s: float, work_s: float, size: int = 256) -> Window:
     """Runs steps of ``CYCLES`` with a loader of ``load_s`` and a loop that works for ``work_s``."""
     clock = StepClock("cuda")
-    batches = iter(DataPrefetcher(slow(load_s), "cuda", clock=clock))
+    batches = iter(DataPrefetcher(slow(load_s, size), "cuda", clock=clock))
     for _ in range(STEPS):
         time.sleep(work_s)
         with clock.waiting():
             next(batches)
         with clock.computing():
             torch.cuda._sleep(CYCLES)
-        clock.step(256)
+        clock.step(size)
     torch.cuda.synchronize()
     return clock.total()
 
@@ -75,6 +75,6 @@ def test_a_loader_twice_as_fast_as_the_step_never_stalls_it() -> None:
 @pytest.mark.cuda_order
 def test_the_host_waits_for_a_full_device_and_not_for_data() -> None:
     """Beside a loader that is faster than the step the host sleeps until the device has room."""
-    window = trained(0.0, 0.0)
+    window = trained(0.0, 0.0, size=8)
     assert window.device_full_fraction is not None and window.device_full_fraction > 0.5
     assert window.data_wait_fraction is not None and window.data_wait_fraction < 0.5

@@ -135,6 +135,13 @@ void synchronize_device(int device) {
   for (auto& end : ends) end->wait(true);
 }
 
+// Counts calls for timed events by themselves too: those of torch's allocators are not timed.
+#define COUNT_EVENT(name, flags)          \
+  COUNT_AS(name);                         \
+  if (!((flags) & cudaEventDisableTiming)) { \
+    COUNT_AS(name " timed");              \
+  }
+
 namespace {
 struct Event {
   unsigned flags;
@@ -236,7 +243,7 @@ EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mo
 // Events.
 
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
-  COUNT_AS("cudaEventCreate");
+  COUNT_EVENT("cudaEventCreate", flags);
   *event = (cudaEvent_t) new Event{flags, current_device(), {}, {}};
   return cudaSuccess;
 }
@@ -246,14 +253,14 @@ EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) {
 }
 
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  COUNT_CALL;
+  COUNT_EVENT("cudaEventDestroy", ((Event*)event)->flags);
   delete (Event*)event;
   return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, unsigned) {
-  COUNT_AS("cudaEventRecord");
   auto& event = *(Event*)handle;
+  COUNT_EVENT("cudaEventRecord", event.flags);
   auto& on = stream_of(stream);
   if (event.device != on.device) return report(cudaErrorInvalidResourceHandle);
   std::lock_guard<std::mutex> guard(event.mutex);
@@ -266,7 +273,7 @@ EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
-  COUNT_CALL;
+  COUNT_EVENT("cudaEventQuery", ((Event*)event)->flags);
   auto point = ((Event*)event)->last();
   return !point || point->passed() ? cudaSuccess : report(cudaErrorNotReady);
 }
