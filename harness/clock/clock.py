@@ -209,8 +209,8 @@ class StepClock:
 
         ``ready`` is recorded after what else the device did to the batch, as normalising. A
         batch that was not copied has ``start`` for its ``end``. The caller must not record the
-        events again: ``event`` gives them out anew. A copy within a block is none of its computing: the block begins behind the
-        first one, and later ones are taken out.
+        events again: ``event`` gives them out anew. A copy within a block is none of its
+        computing: the block begins behind the first one, and later ones are taken out.
         """
         if self._timeline and not self._paused:
             self._timeline.copied(Copy(start, end, ready or end))

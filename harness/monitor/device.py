@@ -137,7 +137,7 @@ class MemoryPeaks:
 
 
 class MemoryWatch:
-    """Reads the peaks of a device's memory, where the host has just waited for the device.
+    """Reads the peaks of a device's memory, which takes up to a millisecond of the host's.
 
     Attributes:
         peaks: of the run so far; None where the device has no memory of its own, or nothing was

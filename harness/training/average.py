@@ -19,7 +19,8 @@ class Average(AveragedModel):
         self._average = get_ema_multi_avg_fn(decay)
         super().__init__(network, device, multi_avg_fn=self._average, use_buffers=True)
         self.requires_grad_(False)
-        self._has_begun = False
+        # whether one of the updates is known to have gone in
+        self.has_begun = False
         tensors = _tensors(self.module)
         # for each type, all averages in one tensor
         self._wholes: dict[torch.dtype, Tensor] = {}
@@ -35,12 +36,6 @@ class Average(AveragedModel):
     @torch.no_grad()
     def update(self, network: nn.Module, found_inf: Tensor) -> None:
         """Takes the weights of ``network`` in, unless ``found_inf`` (a scalar) is above 0."""
-        # here the host waits for the device, until there was an update, which is a copy
-        self._has_begun = self._has_begun or bool(self.n_averaged)
-        if not self._has_begun:
-            if not found_inf:
-                self.update_parameters(network)
-            return
         pairs = [*zip(_tensors(self.module), _tensors(network), strict=True)]
         skipped = found_inf > 0
         for dtype, whole in self._wholes.items():
@@ -49,6 +44,11 @@ class Average(AveragedModel):
                 *(pair for pair in pairs if pair[0].dtype is dtype), strict=True
             )
             self._average(averaged, current, self.n_averaged)
+            if not self.has_begun:
+                # the first one is a copy
+                is_first = self.n_averaged == 0
+                for own, given in zip(averaged, current, strict=True):
+                    torch.where(is_first, given, own, out=own)
             torch.where(skipped, before, whole, out=whole)
         self.n_averaged += ~skipped
 

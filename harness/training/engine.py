@@ -364,6 +364,8 @@ class Engine:
         now = self.state.step
         steps = now - self._logged_step
         self._logged_step = now
+        # while the device still works
+        memory = self.memory.read()
         clock.settle()
         figures = self.step.read()
         # of the last update: the schedule has made the step to the next one
@@ -385,7 +387,7 @@ class Engine:
             for look in self.monitor.on_window:
                 look(clock, window)
         with clock.noted("logging"):
-            self._write(epoch, values | self.memory.read())
+            self._write(epoch, values | memory)
         if figures.skipped:
             text = "step %d: %d updates skipped, a loss or gradient was not finite"
             log.warning(text, now, figures.skipped)

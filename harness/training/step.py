@@ -242,6 +242,8 @@ class Step:
             skipped += bool(found)
             self._streak = (self._streak + 1) * bool(found)
             worst = max(worst, self._streak)
+        if self.state.average is not None:
+            self.state.average.has_begun |= skipped < len(values) - count
         return StepFigures(statistics.fmean(finite) if finite else None, skipped, worst)
 
     def forget(self) -> None:

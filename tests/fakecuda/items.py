@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fakecuda import build
 
@@ -33,7 +34,7 @@ class OtherProcess:
     def __init__(self, files: Sequence[str]) -> None:
         self._files = files
         self._process: subprocess.Popen[str] | None = None
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
     def run(self, nodeid: str) -> tuple[str, str]:
         """Runs a test; returns its outcome and what it said."""
@@ -64,7 +65,16 @@ class OtherProcess:
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "pytest", "-p", "tests.fakecuda.other", "-m", "cuda_order"]
         # this process keeps the time, and hands the tests out
-        command += ["-p", "no:timeout", "-p", "no:xdist", "-p", "no:cacheprovider", *self._files]
+        command += [
+            "--tb=short",
+            "-p",
+            "no:timeout",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:cacheprovider",
+            *self._files,
+        ]
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -89,7 +99,7 @@ class OtherProcess:
 
     def _last_words(self) -> str:
         self._log.seek(0)
-        return self._log.read()[-4000:]
+        return self._log.read()[-8000:]
 
 
 class StandIn(pytest.Item):
@@ -118,10 +128,7 @@ class StandIn(pytest.Item):
 
 
 def place(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts stand-ins, or reasons to skip, in the place of tests that need a GPU that is not there.
-    """
-    import torch
-
+    """Puts stand-ins in the place of tests that need a GPU, or has them skipped, without one."""
     if torch.cuda.is_available():
         return
     missing = build.unavailable()
