@@ -301,67 +301,33 @@ def test_every_part_is_in_a_group_that_fits() -> None:
     assert all(sum(group.values()) < DEADLINE_S <= 480 for group in GROUPS.values())
 
 
-# the tests that are marked ``gpu``, which no machine without a GPU runs
+# the tests for CUDA, on a machine with the packages of ``NEEDED`` alone
 
 
 BARE = """
 import sys
 # none of these can be imported
-sys.modules |= dict.fromkeys(("selenium", "scipy", "sklearn", "sklearn.datasets", "scipy.stats"))
-"""
-STAND_IN = """
-import warnings
-import pytest, torch
-from emulator import EmulatedDevice, emulated
-torch.cuda.is_available = lambda: True
-
-@pytest.fixture(autouse=True)
-def _on_an_emulated_gpu(monkeypatch):
-    told = "Synchronization debug mode is a prototype feature"
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn(told))
-    monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
-    with emulated(EmulatedDevice(), monkeypatch):
-        yield
-"""
-EMULATED = (
-    "test_augment_gpu.py or told_to_the_clock or one_side_stream or leaves_no_thread "
-    "or no_step_waits"
+sys.modules |= dict.fromkeys(
+    ("wellfed", "selenium", "scipy", "sklearn", "sklearn.datasets", "scipy.stats")
 )
-
-
-def marked(plugin: str, place: Path, *arguments: str) -> str:
-    """What pytest says of these tests with a ``plugin``, on a machine with pytest alone."""
-    (place / "more_of_pytest.py").write_text(plugin)
-    paths = os.pathsep.join((str(place), str(TESTS / "support"), str(TESTS.parent)))
-    files = [
-        str(path)
-        for path in TESTS.rglob("test_*.py")
-        if any(word in path.read_text() for word in ("mark.gpu", "importorskip("))
-    ]
-    plugins = ("-pno:timeout", "-pno:xdist", "-pno:cacheprovider", "-pmore_of_pytest")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *plugins, *arguments, *files],
-        cwd=TESTS.parent, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
-        timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_pytest_alone_collects_them(tmp_path: Path) -> None:
-    """Each file has some; a test that needs another package is skipped with its reason."""
-    said = marked(BARE, tmp_path, "--collect-only")
-    for path in TESTS.rglob("test_*.py"):
-        if "pytest.mark.gpu" in path.read_text() and path != Path(__file__):
-            assert f"{path.relative_to(TESTS.parent)}::" in said
-    assert all(f"needs {name} (uv sync)" in said for name in ("selenium", "scipy", "sklearn"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_on_the_emulated_gpu_their_calls_are_right(tmp_path: Path) -> None:
-    """Torch's warning of a mode that they switch on is no error."""
-    said = marked(STAND_IN, tmp_path, "-k", EMULATED)
-    assert "Synchronization debug mode is a prototype" in said and "12 passed" in said
+    """Each file has some, and none needs more packages."""
+    (tmp_path / "more_of_pytest.py").write_text(BARE)
+    paths = os.pathsep.join((str(tmp_path), str(TESTS / "support"), str(TESTS.parent)))
+    plugins = ("-pno:timeout", "-pno:xdist", "-pno:cacheprovider", "-pmore_of_pytest")
+    files = gpu_parts.cuda_tests()
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", gpu_parts.CUDA,
+            *plugins, *files, *gpu_parts.CONFORMANCE,
+        ],
+        cwd=TESTS.parent, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+        timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(files) > 5 and all(f"{path}::" in done.stdout for path in files)

@@ -34,7 +34,7 @@ from harness.runtime import accelerator
 _ROUND = 512
 GB = 10**9
 # of a stream that others are compared with: long beside what a host does in between
-BUSY_S = 0.1
+BUSY_S = 0.3
 MIB = 2**20
 # the least that torch's allocator takes from the driver for one tensor alone
 SIZE = 10 * MIB
