@@ -109,7 +109,8 @@ class StandIn(pytest.Item):
         super().__init__(**how)
         self._other = other
         self._test = test
-        self.own_markers = [*test.iter_markers("timeout")]
+        # the first one waits for the build and for the process to start
+        self.own_markers = [*test.iter_markers("timeout")] or [pytest.mark.timeout(300).mark]
 
     def runtest(self) -> None:
         outcome, said = self._other.run(self.nodeid)

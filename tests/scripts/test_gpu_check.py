@@ -308,7 +308,7 @@ BARE = """
 import sys
 # none of these can be imported
 sys.modules |= dict.fromkeys(
-    ("wellfed", "selenium", "scipy", "sklearn", "sklearn.datasets", "scipy.stats")
+    ("selenium", "scipy", "sklearn", "sklearn.datasets", "scipy.stats")
 )
 """
 
