@@ -30,7 +30,7 @@ from ..report.page import document
 from ..report.run_report import closing, report, used
 from ..report.statement import Statement, stated
 from ..report.verdict import Change, Verdict, judge
-from ..runtime import folder, limits
+from ..runtime import accelerator, folder, gpus, limits
 from ..runtime.errors import say
 from ..runtime.files import read_json, write_whole
 from . import patches
@@ -385,6 +385,12 @@ class Session(LoopTracker):
                 f"loader         {main.where}: batch_size={settings.batch_size} {settings}, "
                 f"{main.passes} passes, {main.batches} batches, {found['steps']} steps"
             )
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if self.own.kind == "cpu" and not hidden and (idle := gpus.idle_names()):
+            how = "move the network and each batch to it: .to('cuda')"
+            if not accelerator.count():
+                how = "this torch cannot use it; install a build for CUDA"
+            yield f"not used       {idle[0]} is idle; {how}"
         yield from closing(found, "samples")
         yield f"verdict        {found['verdict'].sentence}"
         for text in found["expected"]:

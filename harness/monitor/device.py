@@ -5,7 +5,6 @@ What a GPU, a MIG instance or a driver does not give is absent, never 0.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from ..clock.figures import Tag
+from ..runtime import gpus
 from ..runtime.folder import log
 from .tree import Tree
 
@@ -32,9 +32,8 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
     """
     # no such package, no driver, or another module of its name
     with suppress(Exception):
-        nvml = _started()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        if names := [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]:
+        nvml = gpus.start_nvml()
+        if names := [str(nvml.nvmlDeviceGetName(handle)) for handle in gpus.handles(nvml)]:
             return str(nvml.nvmlSystemGetDriverVersion()), names
     return None
 
@@ -81,16 +80,11 @@ class GpuSensor(Sensor):
     _level = logging.WARNING
 
     def __init__(self, uuid: str) -> None:
-        """``uuid`` is torch's; an index counts only what CUDA_VISIBLE_DEVICES shows."""
+        """``uuid`` is torch's."""
         super().__init__()
-        is_mig = False
         try:
-            nvml = _started()
-            try:
-                handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            except nvml.NVMLError:
-                is_mig = True
-                handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+            nvml = gpus.start_nvml()
+            handle, is_mig = gpus.handle_of(nvml, uuid)
         except Exception as error:
             # no such package, no driver, or one that does not know the GPU
             log.warning("no GPU figures: NVML has no GPU %s: %r", uuid, error)
@@ -230,10 +224,3 @@ def _others(nvml: Any, handle: Any) -> Callable[[], Figures]:
         return (sum(sample.smUtil for sample in samples if sample.pid not in own) / 100,)
 
     return read
-
-
-def _started() -> Any:
-    """Returns the NVML module, ready for use; raises what it raises without a driver."""
-    nvml = importlib.import_module("pynvml")
-    nvml.nvmlInit()
-    return nvml

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import gpus
+
 
 class MemoryUse(NamedTuple):
     """Bytes of a device's memory: this process's by torch's allocator, and the whole device's.
@@ -75,6 +77,16 @@ class Accelerator:
     def uuid(self) -> str | None:
         """Identifies the device among its kind; None: it is the only one."""
         return None
+
+    @property
+    def pci(self) -> str:
+        """The address on the bus as Linux writes it, 0000:17:00.0; empty: it has none."""
+        return ""
+
+    @property
+    def lacks_kernels(self) -> bool:
+        """Whether this torch was built without code for the device."""
+        return False
 
     def make_current(self) -> None:
         """Makes the device the calling thread's own."""
@@ -161,6 +173,22 @@ class Cuda(Accelerator):
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     @property
+    def pci(self) -> str:
+        found: Any = torch.cuda.get_device_properties(self.device)
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+    @property
+    def lacks_kernels(self) -> bool:
+        own = torch.cuda.get_device_capability(self.device)
+        for arch in torch.cuda.get_arch_list():
+            code, number = arch.rstrip("af").split("_")
+            version = divmod(int(number), 10)
+            # compute_90 is compiled for any later card, sm_80 runs on 8.0 to 8.9
+            if version <= own and (code == "compute" or version[0] == own[0]):
+                return False
+        return True
+
+    @property
     def half_precision(self) -> str:  # type: ignore[override]
         # before, bf16 is emulated
         return "fp16" if torch.cuda.get_device_capability(self.device)[0] < 8 else "bf16"
@@ -242,6 +270,19 @@ def get(device: torch.device | str | Accelerator) -> Accelerator:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return (Cuda if device.type == "cuda" else Accelerator)(device)
+
+
+@functools.cache
+def use() -> list[gpus.Use | None]:
+    """Returns the use by others of each GPU that this process sees, before it uses any itself."""
+    found: list[gpus.Use | None] = [None] * count()
+    # no such package, no driver, or one that does not tell
+    with contextlib.suppress(Exception):
+        nvml = gpus.start_nvml()
+        for i in range(count()):
+            handle, _ = gpus.handle_of(nvml, str(get(torch.device("cuda", i)).uuid))
+            found[i] = gpus.use(nvml, handle)
+    return found
 
 
 def count() -> int:

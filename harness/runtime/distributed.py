@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -204,11 +205,36 @@ def _rendezvous(config: Config, place: Path, rank: int, size: int) -> Iterator[A
         late.cancel()
 
 
-def _prepared(config: Config, local_rank: int, local_size: int) -> torch.device:
-    """Returns this rank's device, made current; fixes the number of threads."""
-    device = choose_device(config.device, local_rank, local_size)
+def gpus_for(local_size: int) -> list[int]:
+    """Returns the GPUs that this process sees: idle ones first, then those with most memory free.
+
+    Those that the ``local_size`` ranks of this node get, and others use, are named.
+    """
+    order = [*range(accelerator.count())]
+    # a launcher may have bound each rank to the cores of its own GPU
+    if len(order) > local_size:
+        order.sort(
+            key=lambda i: (
+                accelerator.get(f"cuda:{i}").lacks_kernels,
+                accelerator.use()[i] or (False, 0),
+            )
+        )
+    for i in order[:local_size]:
+        if (found := accelerator.use()[i]) and not found.is_idle:
+            say(f"GPU {i} is shared: {found.text} of its memory are in use")
+    return order
+
+
+def _prepared(
+    config: Config, local_rank: int, local_size: int, gpus: Sequence[int]
+) -> torch.device:
+    """Returns this rank's device, one of ``gpus``, made current; fixes the number of threads."""
+    device = choose_device(config.device, local_rank, local_size, gpus)
     own = accelerator.get(device)
     own.make_current()
+    if device.type == "cuda" and accelerator.count() >= local_size > 1:
+        near = gpus or range(local_size)
+        limits.bind([accelerator.get(f"cuda:{near[i]}").pci for i in range(local_size)], local_rank)
     # results are bitwise equal only at one number of threads: it is fixed for the whole run
     threads = config.trainer.num_threads
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
@@ -233,13 +259,24 @@ def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[Wo
     if kind is DistName.torchrun:
         names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         rank, size, local_size = (int(os.environ[name]) for name in names)
+    chooses = config.device in ("auto", "cuda")
     if size == 1:
-        yield World(rank, size, local_rank, local_size, _prepared(config, local_rank, local_size))
+        gpus = gpus_for(1) if chooses else []
+        yield World(rank, 1, local_rank, 1, _prepared(config, local_rank, 1, gpus))
         return
     asked = config.dist.backend
     try:
         with _rendezvous(config, place, rank, size) as store:
-            device = _prepared(config, local_rank, local_size)
+            gpus = []
+            if chooses and local_rank == 0:
+                gpus = gpus_for(local_size)
+            if chooses and accelerator.count() > local_size:
+                # of one rank, before others' processes could be taken for somebody else's
+                key = f"gpus/{rank - local_rank}"
+                if local_rank == 0:
+                    store.set(key, json.dumps(gpus))
+                gpus = json.loads(store.get(key))
+            device = _prepared(config, local_rank, local_size, gpus)
             own = accelerator.get(device)
             if asked is DistBackend.nccl and own.collective != "nccl":
                 raise ConfigError(
@@ -261,17 +298,25 @@ def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[Wo
             dist.destroy_process_group()
 
 
-def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
+def choose_device(
+    name: str, local_rank: int, local_size: int, gpus: Sequence[int] = ()
+) -> torch.device:
     """Returns the device that ``device=name`` means for this rank; never a CPU for a GPU.
 
+    Args:
+        name: auto, cpu, cuda, cuda:N or mps.
+        local_rank: 0 to ``local_size`` - 1.
+        local_size: number of ranks on this node.
+        gpus: of this node's ranks, by local rank; none: in the order of torch.
+
     Raises:
-        ConfigError: the name is unknown or the device is not there.
+        ConfigError: the name is unknown, or the device is not there or cannot be used.
     """
-    if name == "auto":
-        name = "cuda" if accelerator.count() else "cpu"
-    if not re.fullmatch(r"cpu|mps|cuda(:(0|[1-9][0-9]?))?", name):
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]?))?", name):
         raise ConfigError(f"device={name}: unknown; use auto, cpu, cuda, cuda:N or mps")
-    device = torch.device(name)
+    if name == "auto" and not accelerator.count():
+        return torch.device("cpu")
+    device = torch.device("cuda" if name == "auto" else name)
     if device.type == "cuda":
         count = accelerator.count()
         if count == 0:
@@ -284,9 +329,17 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
         index = device.index
         if index is None:
             index = local_rank if count > 1 else 0
+            index = gpus[index] if index < len(gpus) else index
         if index >= count:
             raise ConfigError(f"device={name}: there is no device {index}; torch sees {count}")
-        return accelerator.get(torch.device("cuda", index)).device
+        own = accelerator.get(torch.device("cuda", index))
+        if own.lacks_kernels:
+            raise ConfigError(
+                f"device={name}: torch {torch.__version__} has no kernels for GPU {index} "
+                f"({own.name}); install a torch build that has, such as one for CUDA 12.6, or set "
+                "device=cpu"
+            )
+        return own.device
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps: torch sees no Apple GPU; use device=cpu or device=auto")
     return device

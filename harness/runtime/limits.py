@@ -7,7 +7,7 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +47,7 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
         reserved_bytes: of the free memory, promised to something that all ranks share.
     """
     groups = control_groups(root)
-    # Under srun each rank has cores of its own, and affinity is that of one rank. Under torchrun or
-    # in a batch script, which is no step of srun, all local ranks share what this process sees.
+    # under torchrun or in a batch script, which is no step of srun, ranks share a task
     tasks = max(1, _slurm("STEP_TASKS_PER_NODE"))
     together = math.ceil(local_ranks / tasks)
     ranks = together * tasks
@@ -70,9 +69,12 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[tuple[floa
     The part is a task's, for ``together`` ranks, or the node's.
     """
     affinity = os.cpu_count() or 1
+    shared = together
     if hasattr(os, "sched_getaffinity"):
         affinity = len(os.sched_getaffinity(0))
-    yield affinity / together, False
+        # a rank that was bound by itself shares its cores only with those bound to them too
+        shared = math.ceil(together * affinity / max(affinity, len(_launched_on())))
+    yield affinity / shared, False
     # a batch script is none of the job's tasks
     if _slurm("STEP_TASKS_PER_NODE") and (task := _slurm("CPUS_PER_TASK")):
         yield task / together, False
@@ -86,6 +88,42 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[tuple[floa
         ]
         if len(quota) == 2 and quota[0] not in ("max", "-1"):
             yield int(quota[0]) / int(quota[1]) / ranks, True
+
+
+def _launched_on() -> set[int]:
+    """Returns the cores of the process that started this one."""
+    return os.sched_getaffinity(os.getppid())
+
+
+def bind(gpus: Sequence[str], local_rank: int, root: Path = Path("/")) -> None:
+    """Binds this rank to the cores of its GPU's NUMA node, near which its memory is then taken.
+
+    A rank that is bound already stays so, and so does one to which the node would leave less than
+    an equal part of the cores.
+
+    Args:
+        gpus: address on the PCI bus of the GPU of each rank of this machine.
+        local_rank: this rank among them.
+        root: of the file system, or a test's.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return
+    own = os.sched_getaffinity(0)
+    nodes = [words(root / f"sys/bus/pci/devices/{gpu}/numa_node") for gpu in gpus]
+    node = "".join(nodes[local_rank])
+    near: set[int] = set()
+    for cores in words(root / f"sys/devices/system/node/node{node}/cpulist"):
+        for part in cores.split(","):
+            first, _, last = part.partition("-")
+            near.update(range(int(first), int(last or first) + 1))
+    near &= own
+    enough = len(near) * len(gpus) >= len(own) * nodes.count(nodes[local_rank])
+    if near and enough and own == _launched_on():
+        # a fork server may have begun
+        children = [each.pid for each in psutil.Process().children(recursive=True)]
+        for task in (*map(int, os.listdir("/proc/self/task")), *children):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(task, near)
 
 
 def _memory(groups: list[Path]) -> Iterator[int]:

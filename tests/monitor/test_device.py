@@ -15,6 +15,7 @@ import torch
 
 from harness.clock.figures import Tag
 from harness.monitor.device import GpuSensor, nvml_sees_gpu
+from harness.runtime import gpus
 from harness.runtime.folder import LOGGER
 
 UUID = "8f6c1c1e-0000-4000-8000-000000000001"
@@ -50,6 +51,7 @@ class Nvml:
         self.sm_percent = sm_percent
         self.taken = 0
         self.seen_us: list[int] = []
+        self.used = {"handle 0": 0, "handle 1": 5 * 2**30}
         self.users: dict[int, int] | None = (
             # utilisation by process; None where the driver does not say
             None
@@ -86,7 +88,7 @@ class Nvml:
 
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
         self._call("memory")
-        return SimpleNamespace(used=5 * 2**30)
+        return SimpleNamespace(used=self.used[handle], total=80 * 10**9)
 
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
         self._call("power")
@@ -279,6 +281,19 @@ def test_a_figure_that_fails_midway_is_absent_from_then_on(
     nvml.broken = {"utilization", "memory", "power"}
     assert [sensor.sample(), sensor.sample()] == [{}, {}]
     assert len(caplog.records) == 3
+
+
+def test_a_gpu_is_idle_that_nobody_computes_on(install: Callable[[Nvml | None], None]) -> None:
+    """This process is no other, and a full memory has an owner even if no process is seen."""
+    nvml = Nvml()
+    install(nvml)
+    nvml.users = {}
+    assert gpus.idle_names() == ["NVIDIA of handle 0"]
+    nvml.used["handle 1"] = 0
+    nvml.users = {os.getpid(): 1}
+    assert gpus.idle_names() == ["NVIDIA of handle 0", "NVIDIA of handle 1"]
+    nvml.users = {os.getpid(): 1, 1: 1}
+    assert gpus.idle_names() == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from emulator import BUSY_S, MIB, SIZE, marked, source, took_s
 
-from harness.runtime.accelerator import Accelerator
+from harness.runtime.accelerator import Accelerator, Cuda
 
 FASTEST = 200e9  # bytes a second that no host stages
 
@@ -213,3 +213,24 @@ def test_page_locking_copies(own: Accelerator) -> None:
     pinned = own.pin(plain)
     pinned.zero_()
     assert plain.sum() == 66 and not own.holds(pinned)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "lacks"),
+    [
+        ((7, 0), ["sm_75", "sm_80"], True),
+        ((7, 5), ["sm_75", "sm_80"], False),
+        ((8, 9), ["sm_75", "sm_80"], False),
+        ((9, 0), ["sm_80", "sm_86"], True),
+        ((9, 0), ["sm_80", "compute_80"], False),
+        ((9, 0), ["sm_90a"], False),
+        ((12, 0), ["sm_100", "sm_120"], False),
+    ],
+)
+def test_kernels_serve_a_card(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernels: list[str], lacks: bool
+) -> None:
+    """Binary code runs within a major version from its minor on; PTX on every later card."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: kernels)
+    assert Cuda(torch.device("cuda", 0)).lacks_kernels is lacks

@@ -19,9 +19,10 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from harness.cli import job
 from harness.config import Config, ConfigError, DistBackend, DistConfig, DistName, TrainerConfig
-from harness.runtime import signals
+from harness.runtime import accelerator, distributed, signals
 from harness.runtime.distributed import World, choose_device, joined, launch, spawn_size
 from harness.runtime.errors import Interrupted
+from harness.runtime.gpus import Use
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,7 @@ def _no_gpu_and_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(accelerator.Cuda, "lacks_kernels", False)
 
 
 def config(name: DistName = DistName.single, nprocs: int | None = None, **more: object) -> Config:
@@ -118,6 +120,42 @@ def test_a_device_that_cannot_be_had_is_refused(
     see_gpus(monkeypatch, gpus)
     with pytest.raises(ConfigError, match=f"^{text}"):
         choose_device(name, 0, local_size)
+
+
+@pytest.mark.parametrize(
+    ("tenants", "used_gib", "ranks", "expected"),
+    [
+        pytest.param([0, 0, 0], [0, 0, 0], 1, [0], id="idle"),
+        pytest.param([1, 0, 0], [4, 0, 0], 1, [1], id="first is taken"),
+        pytest.param([1, 1, 1], [40, 30, 20], 1, [2], id="emptiest"),
+        # as a container sees others' processes
+        pytest.param([0, 0, 0], [40, 0, 0], 2, [1, 2], id="memory only"),
+        pytest.param([0, 1, 0], [0, 4, 0], 2, [0, 2], id="two ranks"),
+        pytest.param([1, 1, 0], [4, 2, 0], 3, [0, 1, 2], id="all are needed"),
+    ],
+)
+def test_idle_gpus_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+    tenants: list[int],
+    used_gib: list[int],
+    ranks: int,
+    expected: list[int],
+) -> None:
+    """Ranks take GPUs that nobody uses, in their order, then those with most memory free."""
+    see_gpus(monkeypatch, 3)
+    found = [Use(bool(count), gib, "") for count, gib in zip(tenants, used_gib, strict=True)]
+    monkeypatch.setattr(accelerator, "use", lambda: found)
+    monkeypatch.setattr(accelerator.Cuda, "name", "a card")
+    assert distributed.gpus_for(ranks)[:ranks] == expected
+
+
+def test_a_card_that_torch_has_no_kernels_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A V100 is no device for a torch whose kernels begin with Turing's."""
+    see_gpus(monkeypatch, 1)
+    monkeypatch.setattr(accelerator.Cuda, "lacks_kernels", True)
+    monkeypatch.setattr(accelerator.Cuda, "name", "Tesla V100")
+    with pytest.raises(ConfigError, match="^device=auto: .*V100"):
+        choose_device("auto", 0, 1)
 
 
 def test_mps_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,69 @@ def test_slurm_bounds_a_rank(
     assert (found.cores, found.memory_bytes) == (cores, gib * GIB)
 
 
+@pytest.mark.parametrize(
+    ("own", "launcher", "local_ranks", "cores"),
+    [
+        pytest.param(64, 64, 4, 16, id="not bound"),
+        pytest.param(16, 16, 4, 4, id="all together by taskset"),
+        pytest.param(8, 64, 8, 8, id="each to its own cores"),
+        pytest.param(32, 64, 8, 8, id="each to its NUMA node, four to a node"),
+        pytest.param(2, 64, 2, 2, id="each to few"),
+    ],
+)
+def test_a_bound_rank_keeps_its_cores(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: int,
+    launcher: int,
+    local_ranks: int,
+    cores: float,
+) -> None:
+    """Ranks divide the cores that they share, and no others."""
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda pid: set(range(launcher if pid == os.getppid() else own))
+    )
+    assert limits.measure(local_ranks, tmp_path).cores == cores
+
+
+@pytest.mark.parametrize(
+    ("nodes", "launcher", "bound"),
+    [
+        pytest.param([0, 0, 1, 1], 16, {*range(4, 8), *range(12, 16)}, id="two GPUs a node"),
+        pytest.param([0, 0, 0, 1], 16, {*range(4, 8), *range(12, 16)}, id="one on this node"),
+        pytest.param([1, 1, 1, 1], 16, None, id="all on one node"),
+        pytest.param([-1, -1, -1, -1], 16, None, id="node unknown"),
+        pytest.param([0, 0, 1, 1], 32, None, id="bound already"),
+    ],
+)
+def test_a_rank_is_bound_to_the_node_of_its_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[int],
+    launcher: int,
+    bound: set[int] | None,
+) -> None:
+    """The last of four ranks takes cores near its GPU if it loses none by that."""
+    gpus = [f"0000:{i:02x}:00.0" for i in range(4)]
+    files = {
+        f"sys/bus/pci/devices/{gpu}/numa_node": node for gpu, node in zip(gpus, nodes, strict=True)
+    }
+    files |= {
+        "sys/devices/system/node/node0/cpulist": "0-3,8-11",
+        "sys/devices/system/node/node1/cpulist": "4-7,12-15",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda pid: set(range(launcher if pid == os.getppid() else 16))
+    )
+    done: dict[int, set[int]] = {}
+    monkeypatch.setattr(os, "sched_setaffinity", done.__setitem__)
+    limits.bind(gpus, 3, tmp_path)
+    assert done.get(os.getpid()) == bound
+
+
 def test_the_name_of_a_group_is_any_bytes(tmp_path: Path) -> None:
     """A group whose name is not UTF-8 is found like any other."""
     folder = os.fsencode(tmp_path) + b"/sys/fs/cgroup/caf\xe9"
