@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -25,11 +26,11 @@ from ..monitor import device
 from ..monitor.console import progress, say
 from ..monitor.monitor import Monitor
 from ..monitor.writer import BAD_SAMPLES, Value
-from ..runtime import accelerator
+from ..runtime import accelerator, signals
 from ..runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
 from ..runtime.files import read_regular
 from ..runtime.folder import log
-from . import checkpoint_write, pictures, profile
+from . import checkpoint_read, checkpoint_write, pictures, profile
 from .evaluate import Evaluation, evaluate
 from .step import Step, device_batches
 
@@ -107,7 +108,8 @@ class Engine:
         # since the start, by set and number: the list may name what was mended since
         self.replaced: set[tuple[str, int]] = set()
         self._listed = listed(self.folder)
-        self.memory = device.MemoryWatch(accelerator.get(world.device))
+        self._own = accelerator.get(world.device)
+        self.memory = device.MemoryWatch(self._own)
         # what the feed's workers had done at the last window, and when that was
         self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
         self._boundary = checkpoint_write.StopAgreement(
@@ -116,6 +118,11 @@ class Engine:
         self._logged_step = state.step
         steps = config.profile.steps if world.is_main else None
         self._trace = profile.Trace(steps, self.folder, monitor.clock.pause)
+        # an event behind each of the newest updates, and the state's counts then
+        self._updates: deque[tuple[Any, dict[str, Any], int]] = deque(maxlen=8)
+        self._may_hang = world.size > 1 and self._own.has_streams
+        if self._may_hang and world.is_main:
+            signals.set_rescue(self._rescue)
 
     def fit(self) -> None:
         """Trains to the last epoch or step, or evaluates; ``status`` says how it ended."""
@@ -224,8 +231,31 @@ class Engine:
         self._list_replaced()
         return result
 
+    def _note_update(self) -> None:
+        """Puts an event behind an update that other ranks have a part in."""
+        state = self.state
+        event = self._updates[0][0] if len(self._updates) == 8 else self._own.event()
+        event.record(self._own.stream())
+        counts = {name: getattr(state, name) for name in checkpoint_read.COUNTS}
+        self._updates.append((event, counts, state.schedule.last_epoch))
+
+    def _rescue(self) -> str:
+        """Saves the last update that the device has done, past a collective that hangs there."""
+        self._own.make_current()
+        state = self.state
+        _, counts, state.schedule.last_epoch = [done for done in self._updates if done[0].query()][
+            -1
+        ]
+        for name, value in counts.items():
+            setattr(state, name, value)
+        # the network's own stream would wait for the lost rank
+        with self._own.on(self._own.idle_stream()):
+            self.saves.save(at_once=True)
+        return f", while another rank did not answer; step {state.step} is saved"
+
     def close(self) -> None:
         """Ends the feeds' threads and workers."""
+        signals.set_rescue(None)
         for part in (self.train_batches, self.feed, self.val_batches, self.val_feed, self._trace):
             part.close()
 
@@ -306,6 +336,8 @@ class Engine:
                     state.epoch = epoch + 1
                     state.samples = 0
                 state.pending = evaluated and last
+                if self._may_hang:
+                    self._note_update()
                 bar.advance(1)
                 # between two steps: log and save what is due, and hear signals
                 self.saves.check()

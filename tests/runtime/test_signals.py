@@ -111,6 +111,16 @@ def test_the_end_of_the_grace_acts() -> None:
     assert error == "error: stopped by SIGTERM, not saved within checkpoint.grace_s=0.5\n"
 
 
+def test_another_thread_saves_while_the_main_one_waits() -> None:
+    """A main thread that nothing wakes is not waited for: the rescue is the last thing done."""
+    script = (
+        "signals.set_grace(0.5)\n"
+        "signals.set_rescue(lambda: print('saved', flush=True) or ', saved')\n"
+        "os.kill(os.getpid(), 15)\ntime.sleep(20)"
+    )
+    assert ended(script)[:2] == (143, "saved\n")
+
+
 @pytest.mark.parametrize(
     "stage",
     [

@@ -7,6 +7,7 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import samples
@@ -268,3 +269,23 @@ def test_an_error_after_priming_leaves_no_process(
     with pytest.raises(NonFiniteError):
         fit(make_engine, 1, epochs=2)
     assert multiprocessing.active_children() == []
+
+
+def test_the_last_whole_update_is_saved_while_a_rank_is_lost(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has done 3 of 5 updates when a collective begins that never ends."""
+    engine = make_engine(Recorded("train", 9, []), Recorded("val", 1, []))
+    state = engine.state
+    state.config.checkpoint.enabled = True
+    events = iter([True, True, True, False, False])
+    monkeypatch.setattr(engine._own, "event", lambda: Mock(query=Mock(return_value=next(events))))
+    for step in range(1, 6):
+        state.step = state.schedule.last_epoch = step
+        state.samples = 2 * step
+        engine._note_update()
+    engine.saves = CheckpointWriter(state, engine.order, engine.folder, ("a",))
+    engine._rescue()
+    saved = checkpoint_read.read(engine.folder / "checkpoints/last.pt")
+    assert [saved.state[name] for name in ("step", "samples")] == [3, 6]
+    assert saved.state["schedule"]["last_epoch"] == 3
