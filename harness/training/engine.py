@@ -233,6 +233,8 @@ class Engine:
 
     def _note_update(self) -> None:
         """Puts an event behind an update that other ranks have a part in."""
+        if not self._may_hang:
+            return
         state = self.state
         event = self._updates[0][0] if len(self._updates) == 8 else self._own.event()
         event.record(self._own.stream())
@@ -336,8 +338,7 @@ class Engine:
                     state.epoch = epoch + 1
                     state.samples = 0
                 state.pending = evaluated and last
-                if self._may_hang:
-                    self._note_update()
+                self._note_update()
                 bar.advance(1)
                 # between two steps: log and save what is due, and hear signals
                 self.saves.check()

@@ -278,6 +278,7 @@ def test_the_last_whole_update_is_saved_while_a_rank_is_lost(
     engine = make_engine(Recorded("train", 9, []), Recorded("val", 1, []))
     state = engine.state
     state.config.checkpoint.enabled = True
+    engine._may_hang = True
     events = iter([True, True, True, False, False])
     monkeypatch.setattr(engine._own, "event", lambda: Mock(query=Mock(return_value=next(events))))
     for step in range(1, 6):
