@@ -31,7 +31,7 @@ from ..report.run_report import closing, report, used
 from ..report.statement import Statement, stated
 from ..report.verdict import Change, Verdict, judge
 from ..runtime import accelerator, folder, gpus, limits
-from ..runtime.errors import say
+from ..runtime.errors import rounded, say
 from ..runtime.files import read_json, write_whole
 from . import patches
 from .loops import LoopTracker, WatchedLoader
@@ -71,7 +71,7 @@ class LoaderCall:
 
     def __str__(self) -> str:
         typed = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        text = f"DataLoader(..., {typed}) at {self.where}: about {self.gain:.2g}x as fast"
+        text = f"DataLoader(..., {typed}) at {self.where}: about {rounded(self.gain)}x as fast"
         return f"{text}. {self.note}" if self.note else text
 
 

@@ -17,6 +17,7 @@ import psutil
 
 from ..clock.figures import Tag
 from ..runtime import limits
+from ..runtime.errors import rounded
 from .device import Figures, Sensor, nvml_sees_gpu
 from .tree import Tree
 
@@ -295,6 +296,6 @@ class Neighbours:
     def warning(self, others: float) -> str:
         """Returns what the user is warned of."""
         return (
-            f"other programs took {others:.2g} of the {self._cores:g} cores meanwhile, so that "
+            f"other programs took {rounded(others)} of the {self._cores:g} cores meanwhile, so that "
             "the figures are theirs too"
         )

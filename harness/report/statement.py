@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..clock.figures import Tag
+from ..runtime.errors import rounded
 from .evidence import FED, HARM, Bottleneck, Evidence, WorkerCost
 from .verdict import Change, Verdict
 
@@ -153,7 +154,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
             if r.throttled:
                 yield f"The quota stopped this run in {r.throttled:.0%} of its periods"
         case "neighbours" if r.others:
-            yield f"Other programs take {r.others:.2g} of the {r.cores:.3g} cores"
+            yield f"Other programs take {rounded(r.others)} of the {r.cores:.3g} cores"
         case "neighbours":
             busy = r.sampled.get(Tag.GPU_OTHERS_UTILIZATION, 0.0)
             yield f"Other programs keep the GPU busy {busy:.0%} of the time"

@@ -228,6 +228,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def rounded(value: float) -> str:
+    """Returns ``value`` with two significant digits and no exponent: 0.17, 1.7, 17, 170."""
+    return f"{float(f'{value:.2g}'):f}".rstrip("0").rstrip(".")
+
+
 def listed(names: Sequence[str], between: str = ", ") -> str:
     """Returns the first five of ``names``, and how many more there are."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""

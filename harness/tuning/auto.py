@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from ..config import TunerConfig
 from ..feed.base import ARRAYS, PROCESSES, THREADS, FeedSettings
 from ..feed.threads import MOST_THREADS
+from ..runtime.errors import rounded
 from ..runtime.folder import log
 from ..runtime.limits import Limits
 from .lab import LoaderBenchmark
@@ -399,6 +400,6 @@ class AutoSearch:
         elif 0 < chosen.num_workers == more.num_workers:
             why = ". More workers are not tried, or do not fit (tuner.max_workers)"
         return (
-            f"A sample takes {who} {cost.wall_s * 1e3:.2g} ms, "
+            f"A sample takes {who} {rounded(cost.wall_s * 1e3)} ms, "
             f"{min(1.0, cost.cpu_s / cost.wall_s):.0%} of it on a processor{why}"
         )

@@ -39,6 +39,7 @@ from ..monitor.host import Neighbours, environment
 from ..monitor.monitor import Monitor
 from ..runtime import accelerator, user_code
 from ..runtime.distributed import World
+from ..runtime.errors import rounded
 from ..runtime.files import from_json, quarantine, read_kept, write_kept
 from ..runtime.folder import log
 from ..runtime.limits import Limits
@@ -432,7 +433,7 @@ class OnlineTuner:
     def _wanted(self, period: Period) -> tuple[int, str]:
         """Returns a number of threads that is worth a try, and why."""
         threads = self.threads
-        now = f"A sample takes {period.wall_s * 1e3:.2g} ms"
+        now = f"A sample takes {rounded(period.wall_s * 1e3)} ms"
         cost = SampleCost(period.wall_s, period.cpu_s, 0.0)
         model = Model(
             demand=period.images_per_s / max(1 - period.stall, 0.01),
@@ -445,7 +446,7 @@ class OnlineTuner:
         # rule 8: samples take less than half
         if 2 * period.wall_s < self._sample_s:
             fewer = max(wanted, self._fewest) if wanted < threads else self._fewest
-            return min(threads, fewer), f"{now} instead of {self._sample_s * 1e3:.2g}"
+            return min(threads, fewer), f"{now} instead of {rounded(self._sample_s * 1e3)}"
         # rule 7: threads that rest are not what steps wait for
         at_work = period.images_per_s * period.wall_s >= 0.8 * threads
         full = period.images_per_s >= BUSY * model.roofline

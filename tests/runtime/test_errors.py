@@ -19,7 +19,7 @@ from harness.data.storage import ArraySource
 from harness.data.transforms import CropTransform
 from harness.feed.base import BatchWorker
 from harness.runtime import user_code
-from harness.runtime.errors import described, message
+from harness.runtime.errors import described, message, rounded
 
 ADVICE = (
     "; halve loader.batch_size (trainer.accumulate_steps=2 keeps the images of an update) or set "
@@ -164,3 +164,12 @@ def test_a_run_without_memory_ends_with_8(tmp_path: Path) -> None:
     )
     assert done.returncode == 8, done.stderr
     assert "Traceback" not in done.stderr and "halve loader.batch_size" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0123, "0.012"), (1.0, "1"), (1.66, "1.7"), (20.0, "20"), (168.0, "170"), (1234.0, "1200")],
+)
+def test_figures_are_rounded_without_an_exponent(value: float, text: str) -> None:
+    """A loader may be 170 times as fast, and a sample may take 120 ms."""
+    assert rounded(value) == text
