@@ -296,6 +296,6 @@ class Neighbours:
     def warning(self, others: float) -> str:
         """Returns what the user is warned of."""
         return (
-            f"other programs took {rounded(others)} of the {self._cores:g} cores meanwhile, so that "
-            "the figures are theirs too"
+            f"other programs took {rounded(others)} of the {self._cores:g} cores meanwhile, so "
+            "that the figures are theirs too"
         )
