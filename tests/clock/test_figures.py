@@ -66,29 +66,6 @@ def test_an_empty_ledger_has_no_figures() -> None:
     assert (window.shares, window.wait_parts, window.host_parts_s) == ({}, {}, {"gc": 0.0})
 
 
-def test_device_sums_come_before_the_hosts() -> None:
-    """Where a device told of its time, shares are of that."""
-    ledger = Ledger(steps=1, elapsed_s=10.0, wait_s=9.0)
-    ledger.count("data_wait_ms", 9.0)
-    window = ledger.window()
-    assert (window.stall_basis, window.shares, window.stall_fraction) == (
-        "host",
-        {"starved": 0.9},
-        0.9,
-    )
-    assert window.starved_ms == window.data_wait_ms
-    ledger.sums["device"] |= {"compute": 5.0, "starved": 2.0, "exposed_copy": 1.0, "host": 2.0}
-    window = ledger.window()
-    assert window.shares == {"compute": 0.5, "starved": 0.2, "exposed_copy": 0.1, "host": 0.2}
-    assert (window.stall_basis, window.shares.get("compute"), window.data_wait_fraction) == (
-        "device",
-        0.5,
-        0.9,
-    )
-    assert window.stall_fraction == pytest.approx(0.3)
-    assert window.starved_ms is None
-
-
 def test_merged_ledgers_count_everything() -> None:
     """Sums add, quantiles are of all values, pauses add by name."""
     one = Ledger(steps=1, images=8, elapsed_s=0.5)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -256,29 +254,6 @@ def test_a_window_never_shows_less_than_nothing() -> None:
     """since() of a stage to which an earlier reading gave too much is zero."""
     totals = [StageTotals(2, 1.0, {"read": StageCost(wall_s, wall_s)}) for wall_s in (0.75, 0.5)]
     assert totals[1].since(totals[0]).stages["read"] == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_a_worker_of_any_start_method_writes_into_the_same_memory(method: str) -> None:
-    """What another process adds is read here, by real clocks."""
-    meter = StageMeter(STAGES, 2)
-    worker = multiprocessing.get_context(method).Process(target=_work, args=(meter,))
-    worker.start()
-    worker.join(30)
-    totals = meter.read()
-    assert totals.samples == 1
-    assert totals.stages["crop"].wall_s > 1e-3 and totals.busy_s > 6e-3
-
-
-class Sleeps(Clocks):
-    """Time that passes for real clocks, too."""
-
-    def go(self, wall_s: float, cpu_s: float) -> None:
-        time.sleep(wall_s)
-
-
-def _work(meter: StageMeter) -> None:
-    make(StageTimer(meter, 1), Sleeps(), [[(2e-3, 0.0)] * 3])
 
 
 def test_stamps_tell_when_a_batch_was_made_and_when_it_came(

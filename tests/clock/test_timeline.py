@@ -37,17 +37,6 @@ def test_a_spike_on_the_device_survives(clock: StepClock, gpu: Gpu, kind: str) -
     assert spread.p95 < 3
 
 
-def test_launching_has_a_time_of_its_own(clock: StepClock, gpu: Gpu) -> None:
-    """What launching takes is told apart from what the device takes to do the work."""
-    for _ in range(20):
-        step(clock, gpu, compute_s=0.010, launch_s=0.003)
-    total = settled(clock, gpu)
-    assert (known(total.launch_ms).max, known(total.compute_ms).max) == (
-        pytest.approx(3),
-        pytest.approx(10),
-    )
-
-
 def test_no_step_waits_for_the_device(clock: StepClock, gpu: Gpu) -> None:
     """Neither a step nor the end of a window synchronises."""
     for _ in range(500):

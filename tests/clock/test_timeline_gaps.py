@@ -18,27 +18,6 @@ def clock(gpu: Gpu) -> StepClock:
     return gpu.clock()
 
 
-def test_a_wait_that_the_device_does_not_notice_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
-    """While queued work keeps the device busy the data wait is high, the stall nil."""
-    for _ in range(50):
-        step(clock, gpu, wait_s=0.008, compute_s=0.010)
-    total = settled(clock, gpu)
-    assert total.data_wait_fraction == pytest.approx(8 / 9, rel=0.02)
-    assert total.stall_fraction == 0.0
-    assert total.shares.get("compute") == pytest.approx(1.0)
-    assert known(total.compute_ms).median == pytest.approx(10, rel=0.011)
-
-
-def test_a_copy_in_the_gap_is_a_stall(clock: StepClock, gpu: Gpu) -> None:
-    """Without waits of the host, the copies that the device waited for are the stall."""
-    for _ in range(50):
-        step(clock, gpu, copy_s=0.006, compute_s=0.002, launch_s=0.0)
-        gpu.host = max(gpu.host, gpu.compute_until)
-    total = settled(clock, gpu)
-    assert total.stall_fraction == pytest.approx(0.75, abs=0.01)
-    assert known(total.copy_ms).median == pytest.approx(6, rel=0.011)
-
-
 def test_normalising_behind_the_copy_is_the_devices_own_work(clock: StepClock, gpu: Gpu) -> None:
     """What the device does to a batch has a name of its own, and is no stall."""
     for _ in range(50):
@@ -54,24 +33,6 @@ def test_normalising_behind_the_copy_is_the_devices_own_work(clock: StepClock, g
     )
     assert total.stall_fraction == pytest.approx(0.4, abs=0.01)
     assert known(total.copy_ms).median == pytest.approx(4, rel=0.011)
-
-
-def test_of_a_copy_only_the_exposed_part_is_a_stall(clock: StepClock, gpu: Gpu) -> None:
-    """A copy that began behind the step before stalls the device only from that step's end on."""
-    copied = gpu.copy(0.008)
-    for _ in range(50):
-        with clock.waiting():
-            clock.copied(*copied)
-        gpu.await_copy(copied[1])
-        with clock.computing():
-            gpu.launch(0.006)
-        copied = gpu.copy(0.008)
-        clock.step(4)
-        gpu.host = max(gpu.host, gpu.compute_until - 0.006)
-    total = settled(clock, gpu)
-    assert total.shares == pytest.approx(
-        {"compute": 0.75, "starved": 0, "exposed_copy": 0.25, "host": 0}, abs=0.001
-    )
 
 
 @pytest.mark.parametrize(
@@ -186,17 +147,6 @@ def test_two_batches_in_one_block_are_both_waited_for(clock: StepClock, gpu: Gpu
     assert total.shares == pytest.approx(
         {"compute": 0.5, "starved": 0.4, "exposed_copy": 0, "host": 0.1}, abs=0.001
     )
-
-
-def test_python_between_steps_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
-    """A gap without a wait and a copy is the host's own, and not blamed on the data."""
-    step(clock, gpu, wait_s=30.0, compute_s=0.002)
-    for _ in range(50):
-        step(clock, gpu, compute_s=0.002, launch_s=0.0)
-        gpu.host += 0.008
-    total = settled(clock, gpu)
-    assert total.stall_fraction == 0.0
-    assert total.shares.get("compute") == pytest.approx(0.25, abs=0.01)
 
 
 def starve(clock: StepClock, gpu: Gpu, steps: int) -> None:
