@@ -109,11 +109,14 @@ def test_an_image_depends_on_nothing_but_its_place(
     assert not torch.equal(whole, images)
 
 
-def test_what_is_given_stays_as_it_is() -> None:
+@pytest.mark.parametrize(
+    "config", [EVERYTHING, AugmentConfig(color_jitter=(0.4, 0.5, 1.5, 0.3))], ids=["all", "jitter"]
+)
+def test_what_is_given_stays_as_it_is(config: AugmentConfig) -> None:
     """A batch may be augmented many times: its memory is not written to."""
     images = pictures(8, 16, 16)
     before = images.clone()
-    made(EVERYTHING)(images, numbered(torch.arange(8)))[:] = 0
+    made(config)(images, numbered(torch.arange(8)))[:] = 0
     assert torch.equal(images, before)
 
 

@@ -214,14 +214,6 @@ def test_a_full_disk_ends_the_filling(
     assert right(kept, COUNT) == [0, 1, 2]
 
 
-def test_a_worker_fills_for_its_trainer(source: FolderSource) -> None:
-    """What a worker process puts, the trainer has."""
-    kept = cache_of(source)
-    worker = putting(kept, range(COUNT))
-    worker.join()
-    assert right(kept, COUNT) == list(range(COUNT))
-
-
 def test_processes_fill_at_once(source: FolderSource) -> None:
     """Two processes that put the same images share no byte and lose none."""
     kept = cache_of(source)

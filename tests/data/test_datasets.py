@@ -179,12 +179,6 @@ def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], text
         load(DataConfig(**settings), AugmentConfig(), 0)
 
 
-def test_a_missing_folder_is_a_data_error(tmp_path: Path) -> None:
-    """A wrong data.root is the data's fault, with its path."""
-    with pytest.raises(DataError, match=r"data\.root=.*/nothing: no such folder"):
-        load(DataConfig(name="imagefolder", root=str(tmp_path / "nothing")), AugmentConfig(), 0)
-
-
 def test_balanced_weights_are_scikit_learns() -> None:
     """By the training images; a class without any counts for nothing."""
     labels = np.repeat([0, 2, 3], [60, 30, 5])

@@ -149,23 +149,6 @@ def test_a_cached_sample_is_read_and_not_decoded(folder: FolderSource) -> None:
     assert told == [["read", "decode", "resize"], ["read", "resize"]]
 
 
-class Shrinking(Kept):
-    """A cache that keeps and gives images half as wide."""
-
-    def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
-        return super().put(i, resized(pixels, pixels.shape[1] // 2, pixels.shape[0]))
-
-
-def test_what_a_cache_makes_of_an_image_holds_from_the_first_epoch_on(folder: FolderSource) -> None:
-    """A sample does not depend on whether it was in the cache already."""
-    images = ImageDataset(folder, eval_transform(32), OPTIONS, 32, 0, Shrinking())
-    first = filled(images, 0, 1)
-    assert not np.array_equal(
-        first, filled(ImageDataset(folder, eval_transform(32), OPTIONS, 32, 0), 0, 1)
-    )
-    assert np.array_equal(first, filled(images, 0, 1))
-
-
 @pytest.mark.parametrize("kind", ["files", "cached files", "arrays"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_many_threads_fill_one_batch(
@@ -250,26 +233,6 @@ def test_a_bad_sample_keeps_its_reason(folder: FolderSource) -> None:
     with pytest.raises(BadSample, match=r"cat/0\.jpg: cannot be decoded"):
         filled(ImageDataset(folder, eval_transform(8), OPTIONS, 8, 0, cache), 0, 0)
     assert not cache.pixels
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "empty file"),
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
-            "Git LFS pointer.*run `git lfs pull`",
-        ),
-        (b"<html>404</html>", "not an image of a supported format"),
-    ],
-    ids=["empty", "lfs", "html"],
-)
-def test_wrong_content_is_a_bad_sample(tmp_path: Path, data: bytes, reason: str) -> None:
-    """A file named like an image that holds something else is refused when it is loaded."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "1.jpg").write_bytes(data)
-    with pytest.raises(BadSample, match=f"a/1.jpg: .*{reason}"):
-        filled(dataset(source=FolderSource(tmp_path)), 0, 0)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()], ids=["interrupt", "memory"])

@@ -87,18 +87,3 @@ def test_the_choices_are_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
     for ops, signs in seen:
         assert chisquare(np.bincount(ops, minlength=14)).pvalue > 0.001
         assert chisquare([(signs > 0).sum(), (signs < 0).sum()]).pvalue > 0.001
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_an_image_does_not_depend_on_its_batch(layout: torch.memory_format) -> None:
-    """An image becomes the same alone and among others; given images stay."""
-    images = pictures(30, 20, 16, layout)
-    draws = np.random.default_rng(1).random((30, 4))
-    before = images.clone()
-    augment = RandAugment(2, 15)
-    done = augment(images, draws)
-    assert torch.equal(
-        torch.cat([augment(images[k : k + 1], draws[k : k + 1]) for k in range(30)]), done
-    )
-    assert done.is_contiguous(memory_format=layout)
-    assert torch.equal(images, before)

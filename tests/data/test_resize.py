@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pictures import NAMES, noise, photograph
+from pictures import noise
 from PIL import Image
-from torchvision.transforms.v2 import functional as tvf
 
 from harness.data.transforms import Box, resize_into, resized
 
@@ -94,53 +93,6 @@ def test_any_strides_do(make: Callable[[], np.ndarray], flip: bool) -> None:
         assert np.array_equal(out, written(pixels, box, flip, size))
     out[...] = 0
     assert int((out.base == 77).sum()) == others
-
-
-@pytest.mark.parametrize("interpolation", FILTERS)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "size", [(640, 427), (461, 397), (300, 380), (223, 233), (150, 200), (97, 61)], ids=str
-)
-def test_photographs_come_out_as_pillows_but_for_rounding(
-    name: str, size: tuple[int, int], interpolation: str
-) -> None:
-    """Pixels are within a grey level of Pillow's, and as exact as Pillow's.
-
-    Bicubic ones at sharp edges by more: between the two directions both round, and some boxes
-    Pillow resizes in the other order.
-    """
-    image, out, (width, height) = photograph(name), row(224), size
-    box = ((640 - width) // 2, (427 - height) // 3, width, height)
-    pixels = np.array(image)
-    resize_into(pixels, box, out, interpolation=interpolation)
-    part = image.crop((box[0], box[1], box[0] + width, box[1] + height))
-    pillows = (
-        np.asarray(part.resize((224, 224), Image.Resampling[interpolation.upper()]))
-        .transpose(2, 0, 1)
-        .astype(float)
-    )
-    exact = torchs(np.asarray(part).astype(float), 224, 224, interpolation).clip(0, 255)
-    assert np.abs(out - pillows).max() <= (1 if interpolation == "bilinear" else 10)
-    assert np.abs(out - pillows).mean() <= 0.2
-    assert np.abs(out - exact).mean() <= np.abs(pillows - exact).mean() + 0.02
-
-
-@pytest.mark.parametrize(
-    ("width", "height"), [(90, 70), (70, 90), (500, 375), (48, 56), (56, 56), (7, 5)]
-)
-@pytest.mark.parametrize("short", [48, 55, 56])
-def test_the_centre_of_a_larger_size(width: int, height: int, short: int) -> None:
-    """With a size, the result is torchvision's Resize and CenterCrop of a tensor."""
-    pixels = noise(width, height)
-    size = (
-        (short, int(short * height / width))
-        if width <= height
-        else (int(short * width / height), short)
-    )
-    theirs = tvf.center_crop(
-        tvf.resize(torch.from_numpy(pixels).permute(2, 0, 1), [short], antialias=True), [SIDE, SIDE]
-    )
-    assert np.array_equal(written(pixels, (0, 0, width, height), size=size), theirs)
 
 
 def test_the_filter_stays_in_the_box() -> None:

@@ -10,8 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from samples import comes_true
 
 pytest.importorskip("sklearn", reason="needs sklearn (uv sync)")
 from sklearn.datasets import load_sample_images
@@ -227,14 +226,6 @@ def start_run(root: Path, images: int) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    """Return once ``condition`` holds; fail after 60 s."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_two_runs_at_once_make_it_once(tmp_path: Path) -> None:
     """Of two processes that start together, one draws and both end well."""
@@ -249,7 +240,7 @@ def test_a_killed_run_leaves_no_worker_and_no_tree(tmp_path: Path) -> None:
     """After SIGKILL no process is left, and the next run makes the tree."""
     root = tmp_path / "tree"
     run = start_run(root, 50_000)
-    wait_for(lambda: any(tmp_path.glob("tree.part/train/*/*.jpg")), "nothing was drawn")
+    assert comes_true(lambda: any(tmp_path.glob("tree.part/train/*/*.jpg")), within_s=60.0)
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGKILL)
     run.communicate(timeout=10)

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import pwd
 import re
 import shlex
 import socket
@@ -9,7 +10,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,26 +62,6 @@ def as_a_user() -> Iterator[Path]:
         finally:
             if is_root:
                 os.seteuid(0)
-
-
-@pytest.mark.parametrize("most", [7, 1 << 20], ids=["in pieces", "at once"])
-@pytest.mark.parametrize("claimed", [-1, 0, 1], ids=["shrunk", "as it was", "grown"])
-def test_a_file_is_read_to_its_end(
-    tree: Path, monkeypatch: pytest.MonkeyPatch, most: int, claimed: int
-) -> None:
-    """However few bytes a call gives, and whatever size the file had a moment ago."""
-    source = FolderSource(tree)
-    read = os.read
-    state = os.fstat
-    expected = Path(source.where(0)).read_bytes()
-
-    def fstat(file: int) -> SimpleNamespace:
-        found = state(file)
-        return SimpleNamespace(st_mode=found.st_mode, st_size=found.st_size - claimed)
-
-    monkeypatch.setattr(os, "fstat", fstat)
-    monkeypatch.setattr(os, "read", lambda file, size: read(file, min(size, most)))
-    assert source.read(0)[0] == expected
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tree: Path) -> None:
@@ -513,14 +493,20 @@ def test_a_subset_counts_from_zero() -> None:
         ({"WELLFED_CACHE": "/one", "XDG_CACHE_HOME": "/two"}, "/one"),
         ({"XDG_CACHE_HOME": "/two"}, "/two/wellfed"),
         ({"HOME": "/home/me"}, "/home/me/.cache/wellfed"),
+        ({}, "/~/.cache/wellfed"),
     ],
-    ids=["own", "xdg", "home"],
+    ids=["own", "xdg", "home", "a user without name and home"],
 )
 def test_the_cache_folder(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
 ) -> None:
-    """The cache lies where the most specific variable says."""
-    for name in ("WELLFED_CACHE", "XDG_CACHE_HOME"):
+    """The cache lies where the most specific variable says, and never below the current folder."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "WELLFED_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -13,7 +13,7 @@ import pytest
 import samples
 import torch
 from emulator import Gpu, emulated
-from PIL import Image, ImageOps
+from PIL import Image
 
 from harness.config import DataConfig
 from harness.data.datasets import ImageDataset
@@ -24,7 +24,6 @@ from harness.feed.feeds import ArrayFeed, InMemoryImages, SyntheticFeed, pixel_b
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import ProcessFeed
 from harness.runtime.errors import BadSample
-from harness.runtime.seeding import SampleRng
 
 LENGTH = 19
 SIDE = 8
@@ -127,24 +126,6 @@ def test_batches_are_bitwise_those_of_processes(
     images = dataset(source(), transform)
     expected = ProcessFeed(images, ORDER, samples.settings())
     assert_same(epochs(feed(images), 0, 1, 7, 1), epochs(expected, 0, 1, 7, 1))
-
-
-def test_pixels_are_those_of_pillow() -> None:
-    """Pad with zeros, cut out and mirror as PIL does, with the sample's own numbers: top, left,
-    mirrored.
-    """
-    images = dataset(arrays())
-    pad = 2
-    for batch in epochs(feed(images), 4):
-        for image, index in zip(batch.images, batch.indices.tolist(), strict=True):
-            rng = SampleRng(5, 4, index)
-            top = rng.randrange(2 * pad + 1)
-            left = rng.randrange(2 * pad + 1)
-            mirrored = rng.random() < 0.5
-            whole = ImageOps.expand(Image.fromarray(images.source.read(index)[0]), pad)
-            cut = whole.crop((left, top, left + SIDE, top + SIDE))
-            expected = np.asarray(ImageOps.mirror(cut) if mirrored else cut)
-            assert np.array_equal(image.permute(1, 2, 0).numpy(), expected)
 
 
 @pytest.mark.parametrize("source", [arrays, Files], ids=["arrays", "files"])

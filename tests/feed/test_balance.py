@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from harness.feed.feeds import ArrayFeed, Feeds, InMemoryImages
 from harness.feed.order import EpochRemainder, Order
 from harness.runtime.distributed import World
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 # 30 images, of a class that is never seen, a rare one, and two others
 SIZES = (0, 2, 9, 19)
@@ -146,21 +144,6 @@ def passed(backend: str, num_workers: int, *, skips: bool = False) -> list[HostB
     ]
     feed.close()
     return batches
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("skips", [False, True], ids=["whole", "one cannot be read"])
-def test_every_backend_makes_the_same_batches(skips: bool) -> None:
-    """Processes, threads and arrays, with and without workers: the same pixels to the bit; a sample
-    that cannot be read is replaced alike, and named by its place.
-    """
-    expected = passed("processes", 0, skips=skips)
-    assert sum(len(batch.labels) for batch in expected) == 60
-    ways = [("threads", 0), ("threads", 3), ("arrays", 0), *[("processes", 1)] * (not skips)]
-    for backend, workers in ways:
-        samples.assert_same(passed(backend, workers, skips=skips), expected)
-    bad = {failure.sample for batch in expected for failure in batch.failures}
-    assert bad == ({FIRST_RARE} if skips else set())
 
 
 @pytest.mark.parametrize("skips", [False, True], ids=["whole", "one cannot be read"])

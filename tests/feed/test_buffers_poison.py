@@ -188,14 +188,3 @@ def test_what_a_consumer_keeps_is_never_poison(
     for batch, like in shelf:
         samples.assert_same([batch], [like])
     assert poisoned or kept == 1000
-
-
-def test_a_view_of_one_image_keeps_its_batch(
-    feed: ThreadFeed, poisoned: list[int], expected: list[HostBatch]
-) -> None:
-    """A consumer that keeps a row of each batch, and nothing else of it, finds it as it was."""
-    rows = [batch.images[1] for batch in feed]
-    list(feed)
-    assert all(
-        torch.equal(row, batch.images[1]) for row, batch in zip(rows, expected, strict=False)
-    )

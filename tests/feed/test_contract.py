@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import samples
 import torch
-from samples import assert_same, comes_true, passes, primed, random_states
+from samples import assert_same, passes, primed, random_states
 
 from harness.feed.base import HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
@@ -34,25 +34,9 @@ persistent_or_not = pytest.mark.parametrize(
 
 @pytest.fixture(params=BACKENDS)
 def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
-    made: list[AnyFeed] = []
-
-    def make(
-        num_workers: int = 0,
-        dataset: samples.Noise | None = None,
-        times_samples: bool = False,
-        **more: object,
-    ) -> AnyFeed:
-        dataset = samples.Noise(LENGTH) if dataset is None else dataset
-        order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
-        settings = samples.settings(num_workers, **more)  # type: ignore[arg-type]
-        made.append(BACKENDS[request.param](dataset, order, settings))
-        made[-1].times_samples = times_samples
-        return made[-1]
-
-    yield make
-    for feed in made:
-        feed.close()
-    assert comes_true(lambda: samples.at_work() == [])
+    """Makes feeds of each backend."""
+    with samples.making(BACKENDS[request.param], LENGTH) as make:
+        yield make
 
 
 def reference(epochs: int = 1, dataset: samples.Noise | None = None) -> list[HostBatch]:
@@ -271,7 +255,8 @@ def test_polled_comes_back_without_a_batch(make_feed: MakeFeed, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")]
+    ("num_workers", "start_method"),
+    [(0, "fork"), (2, "forkserver"), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
 )
 def test_the_meter_counts_what_each_worker_makes(
     make_feed: MakeFeed, num_workers: int, start_method: str

@@ -81,17 +81,6 @@ def test_what_a_probe_s_workers_have_asked_for_counts_as_read(feeds: Feeds) -> N
     assert len(rest) == 8 and set(taken).isdisjoint(rest)
 
 
-def test_probes_leave_training_alone(feeds: Feeds) -> None:
-    """The training feed's batches are the same before and after a probe."""
-
-    def images() -> torch.Tensor:
-        return torch.cat([batch.images for batch in feeds.train(SETTINGS)])
-
-    before = images()
-    indices(feeds.probe(SETTINGS), 3)
-    assert torch.equal(images(), before)
-
-
 def test_a_probe_counts_single_samples(feeds: Feeds) -> None:
     """What the probe's samples took is in its meter, where that is asked for; training counts
     none.

@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import oddities
@@ -114,13 +115,21 @@ def test_too_large_a_text_is_not_read(tmp_path: Path) -> None:
         files.read_json(tmp_path / "file")
 
 
+@pytest.mark.parametrize("most", [7, 1 << 20], ids=["in pieces", "at once"])
+@pytest.mark.parametrize("claimed", [-1, 0, 1], ids=["shrunk", "as it was", "grown"])
 def test_a_file_may_shrink_or_grow_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, claimed: int
 ) -> None:
-    """All that is there is read, in as many pieces as it comes."""
+    """All that is there is read, in as many pieces as it comes and whatever size it had."""
     (tmp_path / "file").write_bytes(bytes(range(100)))
-    real = os.read
-    monkeypatch.setattr(os, "read", lambda file, size: real(file, min(size, 7)))
+    real, state = os.read, os.fstat
+
+    def fstat(file: int) -> SimpleNamespace:
+        found = state(file)
+        return SimpleNamespace(st_mode=found.st_mode, st_size=found.st_size - claimed)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    monkeypatch.setattr(os, "read", lambda file, size: real(file, min(size, most)))
     assert files.read_regular(tmp_path / "file") == bytes(range(100))
 
 

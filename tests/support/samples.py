@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from harness.clock.stages import SAMPLE, Lap, StageMeter, cells
 from harness.data.storage import ArraySource
 from harness.data.transforms import CropTransform
 from harness.feed.base import PROCESSES, FeedSettings, HostBatch
+from harness.feed.order import Order
 from harness.runtime import workers
 from harness.runtime.errors import BadSample
 from harness.runtime.seeding import SampleRng
@@ -252,6 +254,29 @@ def comes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
+
+
+@contextmanager
+def making(kind: type[Any], length: int, **usual: Any) -> Iterator[Callable[..., Any]]:
+    """A function that makes feeds of ``kind``, by default of ``length`` samples; all are closed."""
+    made: list[Any] = []
+
+    def make(
+        num_workers: int = 0,
+        dataset: Noise | None = None,
+        times_samples: bool = False,
+        **more: Any,
+    ) -> Any:
+        dataset = Noise(length) if dataset is None else dataset
+        order = Order(len(dataset), more.get("batch_size", 4), seed=3)
+        made.append(kind(dataset, order, settings(num_workers, **(usual | more))))
+        made[-1].times_samples = times_samples
+        return made[-1]
+
+    yield make
+    for feed in made:
+        feed.close()
+    assert comes_true(lambda: at_work() == [])
 
 
 def assert_same(batches: Sequence[HostBatch], expected: Sequence[HostBatch]) -> None:
