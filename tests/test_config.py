@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,22 +131,6 @@ def test_a_bad_value_is_refused_in_one_line(
     assert text in line
     assert code == 2
     assert "\n" not in line
-
-
-def test_a_refusal_ends_the_program_with_exit_code_2(tmp_path: Path) -> None:
-    """The command prints the one line, no traceback, and exits with 2."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "optim.lrr=0.1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: optim.lrr: unknown setting; did you mean optim.lr?\n",
-    )
 
 
 def test_settings_survive_a_round_trip(composed: Callable[..., Config]) -> None:

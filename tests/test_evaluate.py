@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from commands import trained
 from PIL import Image
 
 from harness.cli import job
@@ -173,17 +172,3 @@ def test_a_checkpoint_writes_and_fetches_nothing(
         with pytest.raises(DataError, match="data.download=false"):
             load_evaluated(used.data, 0, saved.classes)
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_two_ranks_evaluate_the_test_set_alike(tree: Path, run: Path, tmp_path: Path) -> None:
-    """Whole commands on one and two ranks give the figures of a loop by hand."""
-    for ranks in ((), ("dist=spawn", "dist.nprocs=2")):
-        name = f"run.name=r{len(ranks)}"
-        typed = ("mode=evaluate", f"resume={run}", "data.evaluate=test", name, *SMALL, *ranks)
-        done = trained(tmp_path, *typed)
-        assert done.returncode == 0, done.stderr
-        report = json.loads((tmp_path / "outputs" / name[9:] / "report.json").read_text())
-        found = (report["top1"], report["loss"], report["val_images"])
-        assert found == by_hand(run, tree / "test")

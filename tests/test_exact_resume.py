@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +18,8 @@ import sklearn.preprocessing  # noqa: F401
 from run_state import digest, logged, wrong_lines
 
 from harness.config import Config
-from harness.feed.threads import ThreadFeed
 from harness.runtime.errors import DiskError
 from harness.training import checkpoint_read
-from harness.training.checkpoint_write import StopAgreement
 
 Composed = Callable[..., Config]
 COMMON = (
@@ -60,68 +57,6 @@ def test_stops_within_epochs_change_nothing(
     assert [whole[line["step"]] for line in parts] == parts and len(parts) == 3
     steps = [line["step"] for line in logged(tmp_path / "parts") if "train/lr" in line]
     assert steps == sorted({*range(10, 67, 10), 22, 44, 66, *ways})
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("kept_globals")
-def test_a_balanced_draw_goes_on_where_it_stopped(
-    composed: Composed, tmp_path: Path, stop_at: Callable[[int | None], None]
-) -> None:
-    """Classes drawn evenly, stopped within both epochs, resumed with other backends: one hash."""
-    settings = (*COMMON, "trainer.epochs=2", "data.balance=1", "data.fraction=0.5")
-    run(composed(*settings, "loader.num_workers=0"), tmp_path / "whole")
-    for step, way in ((4, "threads"), (15, "arrays"), (None, "threads")):
-        stop_at(step)
-        more = ("resume=auto", f"loader.backend={way}")
-        run(composed(*settings, *more), tmp_path / "parts")
-    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
-
-
-@pytest.mark.usefixtures("kept_globals")
-@pytest.mark.parametrize(
-    ("crop", "seeds"),
-    [
-        ("pad", range(2)),
-        pytest.param("random_resized", range(2, 4), marks=pytest.mark.slow),
-        pytest.param("pad", range(4, 27), marks=pytest.mark.slow),
-        pytest.param("random_resized", range(27, 50), marks=pytest.mark.slow),
-    ],
-)
-def test_threads_that_come_and_go_change_nothing(
-    composed: Composed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stop_at: Callable[[int | None], None],
-    crop: str,
-    seeds: range,
-) -> None:
-    """Threads resized at random steps, and a stop between: one hash."""
-    threads = ("loader.backend=threads", "loader.num_workers=2")
-    common = (*COMMON, f"augment.crop={crop}", "trainer.epochs=2", *threads)
-    run(composed(*common), tmp_path / "fixed")
-    ask = StopAgreement.ask
-    begin = ThreadFeed.begin
-    running = set[ThreadFeed]()
-    luck = random.Random(0)
-
-    def begun(self: ThreadFeed, *given: int) -> None:
-        running.add(self)
-        begin(self, *given)
-
-    def asked(self: StopAgreement, step: int) -> tuple[int, bool]:
-        for feed in running if step % 22 in (0, 1) or luck.random() < 0.4 else ():
-            feed.resize(luck.randint(1, 8))
-        return ask(self, step)
-
-    monkeypatch.setattr(ThreadFeed, "begin", begun)
-    monkeypatch.setattr(StopAgreement, "ask", asked)
-    for seed in seeds:
-        luck.seed(seed)
-        for stop in (luck.choice([1, 21, 22, 23, luck.randrange(1, 43)]), None):
-            running.clear()
-            stop_at(stop)
-            run(composed(*common, "resume=auto"), tmp_path / str(seed))
-        assert digest(tmp_path / str(seed)) == digest(tmp_path / "fixed"), f"seed {seed}"
 
 
 @pytest.mark.usefixtures("kept_globals")

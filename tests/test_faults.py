@@ -12,7 +12,6 @@ import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import disk
 import pytest
@@ -20,6 +19,7 @@ import torch
 from checkpoints import commit
 from commands import trained
 from PIL import Image
+from run_state import lines
 from torch import nn
 
 from harness.config import Config, ConfigError, DataConfig, to_plain
@@ -47,11 +47,6 @@ def held(path: Path) -> int:
     found = checkpoint_read.read(path)
     assert found.record is not None and (found.state["model"]["w"] == found.record.step).all()
     return found.record.step
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """The logged figures of a run."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def picture(mode: str = "RGB", kind: str = "JPEG") -> bytes:

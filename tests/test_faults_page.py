@@ -69,21 +69,3 @@ def test_each_row_is_held(row: tuple[str, str, str]) -> None:
         assert len(held) > 20
     else:
         assert missing(held) == []
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
-        "",
-        "somebody",
-        "`tests/test_faults.py::test_nothing`",
-        "`tests/test_gone.py::test_x`",
-        "[`tests/hostile/chaos/run.py` part `none`](../scripts/bench/results/chaos.md)",
-        "[`tests/hostile/fuzz/run.py` reader `kills`](../scripts/bench/results/fuzz.md)",
-        "[`tests/hostile/chaos/run.py` part `kills`](../scripts/bench/results/fuzz.md)",
-        "`tests/test_faults_page.py::test_each_row_is_held`, `tests/x.py`",
-    ],
-)
-def test_what_is_not_there_is_missed(held: str) -> None:
-    """A citation of nothing is found out."""
-    assert missing(held)

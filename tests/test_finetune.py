@@ -101,18 +101,6 @@ def test_a_resume_of_fine_tuning_is_exact(
     assert "ema" in checkpoint_read.read(tmp_path / "whole").state
 
 
-def test_what_was_averaged_is_evaluated(
-    composed: Composed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The run's top-1 is that of an evaluation of its checkpoint, to the last digit."""
-    trained = run(composed(*DIGITS, "trainer.epochs=1", "optim.ema_decay=0.7"), tmp_path / "a")
-    best = tmp_path / "a/checkpoints/last.pt"
-    found = run(
-        composed(*DIGITS, "mode=evaluate", f"resume={best}", "optim.ema_decay=0.7"), tmp_path / "b"
-    )
-    assert (found["top1"], found["loss"]) == (trained["top1"], trained["loss"])
-
-
 def test_a_run_that_gets_no_better_stops(
     composed: Composed,
     tmp_path: Path,

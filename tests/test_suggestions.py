@@ -20,7 +20,7 @@ from harness import suggestions
 from harness.cli import compose, job
 from harness.config import Config, ConfigError, ModelConfig
 from harness.data.datasets import DATASETS, FAKE
-from harness.runtime.errors import CheckpointError, described
+from harness.runtime.errors import described
 
 ROOT = Path(__file__).parents[1]
 Composed = Callable[..., Config]
@@ -172,24 +172,6 @@ def test_flags_of_hydra_pass(flags: str, name: str, value: object) -> None:
     """Hydra's own flags, their short forms and beginnings, amid settings."""
     read = compose.prepared(["seed=1", *flags.split(), "optim.lr=1"])
     assert (getattr(read, name), read.overrides) == (value, ["seed=1", "optim.lr=1"])
-
-
-@pytest.mark.parametrize(
-    ("typed", "text"),
-    [
-        ("resume=nowhere", "resume=nowhere: no such checkpoint; use null, auto or a path"),
-        (
-            "model.weights=default",
-            "model.weights=default: no such file; use null, DEFAULT or a path",
-        ),
-    ],
-)
-def test_files_that_are_not_there_are_refused_at_once(
-    composed: Composed, typed: str, text: str
-) -> None:
-    """A checkpoint or weights that are not there end the run before torch is imported."""
-    with pytest.raises(CheckpointError, match=f"^{text}$"):
-        job.check(composed(typed))
 
 
 def test_weights_that_a_resumed_run_does_not_read_may_be_gone(

@@ -380,21 +380,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
 
 
 @pytest.mark.usefixtures("kept_globals")
-def test_evaluation_alone_repeats_the_runs_result(
-    composed: Composed, finished: tuple[Path, str], tmp_path: Path
-) -> None:
-    """mode=evaluate gives the accuracy that the run ended with, from a checkpoint or from its
-    weights.
-    """
-    before = json.loads((finished[0] / "report.json").read_text())
-    for name in ("resume", "model.weights"):
-        report = run_here(
-            composed("data=digits", "mode=evaluate", f"{name}={finished[0]}"), tmp_path / name
-        )
-        assert (report["top1"], report["val_images"]) == (before["top1"], 359)
-
-
-@pytest.mark.usefixtures("kept_globals")
 def test_a_resume_keeps_this_runs_rate(
     composed: Composed, finished: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -514,23 +499,6 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]
     ):
         patch.setenv("no_proxy", "*")
         yield served.address, md5
-
-
-@pytest.mark.usefixtures("kept_globals")
-def test_cifar10_is_fetched_tuned_and_trained(
-    composed: Composed, cifar: tuple[str, str], tmp_path: Path
-) -> None:
-    """An archive in the published format comes through the real download, check and reader into a
-    tuned run.
-    """
-    mirror, md5 = cifar
-    config = composed(
-        "data=cifar10", f"data.mirror={mirror}", f"data.md5={md5}",
-        f"data.root={tmp_path / 'data'}", "loader.autotune=true",
-        "tuner.budget_s=6", "trainer.epochs=1", "loader.batch_size=32",
-    )  # fmt: skip
-    report = run_here(config, tmp_path / "run")
-    assert (report["steps"], report["val_images"]) == (6, 40)
 
 
 @pytest.mark.usefixtures("kept_globals")

@@ -2,12 +2,11 @@
 
 import contextlib
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from commands import python
 from model_time import Hand, known, one_step
 
 from harness.clock.clock import StepClock
@@ -254,4 +253,4 @@ def test_the_clock_is_light_to_import() -> None:
         "import sys, harness.clock.clock; sys.exit(bool({'torch', 'numpy', 'rich'} & "
         "set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert python(code).returncode == 0

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import oddities
 import pytest
-import samples
 from oddities import Plant
 from PIL import Image
 
@@ -23,9 +22,6 @@ from harness.data import cache
 from harness.data.cache import PixelCache, open_caches
 from harness.data.datasets import ImageDataset, Splits, crop_error, load
 from harness.data.storage import ArraySource
-from harness.feed.order import Order
-from harness.feed.processes import ProcessFeed
-from harness.feed.threads import ThreadFeed
 from harness.runtime import limits
 
 RAM = DataCache.ram
@@ -113,30 +109,6 @@ def test_a_cache_changes_no_pixel(root: Path, kind: DataCache, decoded: list[byt
             assert np.array_equal(batch(getattr(kept, name), epoch), expected)
             assert len(decoded) - before == (len(expected) if epoch == 0 else 0)
     assert images(kept) == 8
-
-
-@pytest.mark.parametrize("form", [ProcessFeed, ThreadFeed], ids=["processes", "threads"])
-def test_a_feed_fills_and_reads_the_cache(
-    root: Path, form: type[ProcessFeed] | type[ThreadFeed]
-) -> None:
-    """Batches of two workers are those of an uncached feed, in both epochs."""
-    plain = loaded(root, DataCache.none)
-    kept = loaded(root, RAM)
-    assert isinstance(kept.train, ImageDataset)
-    feed = form(
-        kept.train, Order(6, 2, seed=3), samples.settings(2, batch_size=2, start_method="fork")
-    )
-    try:
-        for epoch in range(2):
-            feed.set_epoch(epoch)
-            expected = batch(plain.train, epoch)
-            seen = []
-            for found in feed:
-                assert np.array_equal(found.images.numpy(), expected[found.indices.numpy()])
-                seen += found.indices.tolist()
-            assert (sorted(seen), images(kept)) == ([0, 1, 2, 3, 4, 5], 6)
-    finally:
-        feed.close()
 
 
 def test_without_a_cache_there_is_none(root: Path) -> None:

@@ -9,27 +9,12 @@ import numpy as np
 import pytest
 import simplejpeg
 from oddities import flip_bits
-from pictures import NAMES, photograph
+from pictures import NAMES, encoded, photo, photograph
 from PIL import Image
 
 from harness.data.decode import decode_jpeg
 
 LIMIT = 1_000_000  # pixels
-
-
-def photo(width: int = 97, height: int = 61) -> Image.Image:
-    """Smooth colours with a little noise, as photographs have, and sides that no block divides."""
-    y, x = np.mgrid[0:height, 0:width]
-    waves = np.stack([np.sin(x / 9), np.cos(y / 7), np.sin((x + y) / 11)], axis=2) * 90 + 128
-    return Image.fromarray(
-        (waves + np.random.default_rng(0).normal(0, 5, waves.shape)).clip(0, 255).astype(np.uint8)
-    )
-
-
-def encoded(image: Image.Image, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", **options)
-    return buffer.getvalue()
 
 
 def by_pillow(data: bytes) -> np.ndarray | None:

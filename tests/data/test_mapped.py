@@ -2,12 +2,11 @@
 
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import python
 
 from harness.data.mapped import MappedFile, checksum, in_memory, memory
 
@@ -39,9 +38,7 @@ atexit.register(lambda: print(os.fstat(file.fd).st_size))
 from harness.data.mapped import in_memory
 file = in_memory(b"content")
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    ended = python(program)
     assert (ended.stdout, ended.stderr) == ("7\n", "")
 
 

@@ -13,6 +13,8 @@ from harness.diagnose.diagnosis import Figures, judged, what_ifs
 from harness.feed.base import ARRAYS, FeedSettings
 from harness.tuning.measures import Model, Rate, SampleCost, Trial
 
+OTHERS = "neighbours"
+
 
 def facts(
     workers: int = 1,
@@ -82,28 +84,6 @@ def kind(found: Figures) -> str:
 def given(found: Figures) -> dict[str, float]:
     """Images/s under each change."""
     return what_ifs(found, judged(found).kind)
-
-
-@pytest.mark.parametrize(
-    ("found", "rate"),
-    [
-        pytest.param(facts(2), 400.0, id="workers over wall"),
-        pytest.param(facts(8, demand=300.0), 300.0, id="the step"),
-        pytest.param(facts(8, cores=2), 400.0, id="processors of loading"),
-        pytest.param(
-            facts(8, cores=2, step_cpu_ms=5.0, on_cpu=True),
-            200.0,
-            id="processors of loading and step",
-        ),
-        pytest.param(facts(0, demand=200.0), 100.0, id="no workers, one after the other"),
-        pytest.param(
-            facts(0, demand=200.0, overlaps=True), 200.0, id="no workers, a thread beside the step"
-        ),
-    ],
-)
-def test_the_smallest_bound_is_what_steps_get(found: Figures, rate: float) -> None:
-    """Workers over wall time, processors over processor time, and G, with samples of 5 ms."""
-    assert found.estimated == pytest.approx(rate)
 
 
 def test_the_most_that_workers_can_give() -> None:
@@ -291,99 +271,81 @@ def test_no_change_makes_it_slower() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "bottleneck"),
+    ("found", "bottleneck", "disturbed"),
     [
-        pytest.param(facts(1, delivered=990.0), "compute", id="1 % lost"),
-        pytest.param(facts(1, delivered=950.0), "balanced", id="5 % lost"),
+        pytest.param(facts(1, delivered=990.0), "compute", "compute", id="1 % lost"),
+        pytest.param(facts(1, delivered=950.0), "balanced", "balanced", id="5 % lost"),
         pytest.param(
-            facts(1, delivered=400.0, waits=0.01), "compute", id="slower steps that do not wait"
+            facts(1, delivered=990.0, on_cpu=True), "compute", OTHERS, id="1 %, same processors"
         ),
-        pytest.param(facts(1), "workers", id="one worker for five"),
-        pytest.param(facts(8, cores=2, delivered=400.0), "decode", id="processors full, decoding"),
+        pytest.param(
+            facts(1, delivered=950.0, on_cpu=True), "balanced", OTHERS, id="5 %, same processors"
+        ),
+        pytest.param(
+            facts(1, delivered=400.0, waits=0.01),
+            "compute",
+            "compute",
+            id="slower steps that do not wait",
+        ),
+        pytest.param(facts(1), "workers", OTHERS, id="one worker for five"),
+        pytest.param(
+            facts(8, cores=2, delivered=400.0), "decode", OTHERS, id="processors full, decoding"
+        ),
         pytest.param(
             facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)),
             "augment",
+            OTHERS,
             id="augmentation",
         ),
         pytest.param(
             facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), collate=(2.5, 2.5)),
             "collate",
+            OTHERS,
             id="collate",
         ),
         pytest.param(
             facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), share=(2.5, 2.5)),
             "transport",
+            OTHERS,
             id="shared memory",
         ),
         pytest.param(
             facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"),
             "quota",
+            OTHERS,
             id="a quota",
         ),
-        pytest.param(facts(2, delivered=80.0, read=(20.0, 0.5)), "storage", id="reading waits"),
-        pytest.param(facts(5, delivered=500.0), "transport", id="half of what workers make"),
         pytest.param(
-            facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the time"
+            facts(2, delivered=80.0, read=(20.0, 0.5)), "storage", "storage", id="reading waits"
         ),
-        pytest.param(
-            facts(5, delivered=500.0, copy_per_s=5000.0), "transport", id="copies are quick"
-        ),
-        pytest.param(facts(0, delivered=160.0), "workers", id="no workers"),
-    ],
-)
-def test_the_bound_is_named(found: Figures, bottleneck: str) -> None:
-    """Each class by the figures that make it."""
-    assert kind(found) == bottleneck
-
-
-@pytest.mark.parametrize(
-    ("found", "bottleneck"),
-    [
-        pytest.param(
-            facts(1, delivered=990.0, on_cpu=True),
-            "neighbours",
-            id="compute on the same processors",
-        ),
-        pytest.param(
-            facts(1, delivered=950.0, on_cpu=True),
-            "neighbours",
-            id="balanced on the same processors",
-        ),
-        pytest.param(facts(1, delivered=990.0), "compute", id="a busy device"),
-        pytest.param(facts(1, delivered=950.0), "balanced", id="a device that is hardly held up"),
-        pytest.param(facts(1), "neighbours", id="one worker for five"),
-        pytest.param(facts(8, cores=2, delivered=400.0), "neighbours", id="decoding"),
-        pytest.param(
-            facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)),
-            "neighbours",
-            id="augmentation",
-        ),
-        pytest.param(
-            facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"),
-            "neighbours",
-            id="a quota",
-        ),
-        pytest.param(facts(5, delivered=500.0), "neighbours", id="handing over"),
-        pytest.param(
-            facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the time"
-        ),
-        pytest.param(facts(2, delivered=80.0, read=(20.0, 0.5)), "storage", id="reading waits"),
         pytest.param(
             facts(8, cores=2, delivered=400.0, read=(3.0, 0.5), decode=(0.5, 0.4), crop=(0.5, 0.4)),
-            "neighbours",
+            "transport",
+            OTHERS,
             id="reading that waits for a processor each time",
         ),
+        pytest.param(
+            facts(5, delivered=500.0), "transport", OTHERS, id="half of what workers make"
+        ),
+        pytest.param(
+            facts(5, delivered=500.0, copy_per_s=550.0), "copy", "copy", id="copies fill the time"
+        ),
+        pytest.param(
+            facts(5, delivered=500.0, copy_per_s=5000.0),
+            "transport",
+            OTHERS,
+            id="copies are quick",
+        ),
+        pytest.param(facts(0, delivered=160.0), "workers", OTHERS, id="no workers"),
     ],
 )
-def test_other_programs_bound_what_lacks_processors(found: Figures, bottleneck: str) -> None:
-    """They are named with what they took, and no change is reckoned; what no processor would help
-    keeps its own name.
-    """
-    disturbed = dataclasses.replace(found, others=1.5)
-    told = judged(disturbed)
-    assert (told.kind, told.shares.others) == (bottleneck, 1.5)
-    assert bool(given(disturbed)) is (bottleneck != "neighbours")
-    assert kind(found) != "neighbours"
+def test_the_bound_is_named(found: Figures, bottleneck: str, disturbed: str) -> None:
+    """Each class by the figures that make it; other programs bound what lacks processors."""
+    assert kind(found) == bottleneck
+    beside = dataclasses.replace(found, others=1.5)
+    told = judged(beside)
+    assert (told.kind, told.shares.others) == (disturbed, 1.5)
+    assert bool(given(beside)) is (disturbed != OTHERS)
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])

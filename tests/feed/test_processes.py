@@ -24,6 +24,7 @@ import psutil
 import pytest
 import samples
 import torch
+from commands import python
 from samples import assert_same, comes_true, is_alive, primed
 
 from harness.config import ConfigError
@@ -321,14 +322,7 @@ print("done")
 
 def test_another_loader_s_handler_does_not_see_our_workers_end() -> None:
     """Torch's handler of SIGCHLD, which any loader sets, raises nothing where a feed is closed."""
-    done = subprocess.run(
-        [sys.executable, "-c", DEAF],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python(DEAF)
     assert done.stdout == "done\n", done.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+from commands import python
 from samples import assert_same, comes_true
 
 from harness.feed.base import BufferPool, HostBatch
@@ -471,9 +470,5 @@ if sys.argv[1] == "failing": raise SystemExit(3)
 )
 def test_a_program_ends_with_a_pass_half_way(how: str, code: int) -> None:
     """A program that forgets close() ends at once and in silence, whatever its threads do."""
-    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, how]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=path, check=False
-    )
+    ended = python(SCRIPT, how, OMP_NUM_THREADS="1")
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")

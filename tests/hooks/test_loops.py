@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_time import Hand
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 
@@ -24,22 +25,10 @@ WAIT_S = BATCH * 0.01
 STEP_S = 0.03
 
 
-class Time:
-    """A clock that stands still until it is moved."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def pass_(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
 class Slow(Dataset[Tensor]):
     """Samples that take 10 ms each."""
 
-    def __init__(self, time: Time, count: int) -> None:
+    def __init__(self, time: Hand, count: int) -> None:
         self.time = time
         self.count = count
 
@@ -52,14 +41,14 @@ class Slow(Dataset[Tensor]):
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    found = Time()
+def time(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    found = Hand()
     monkeypatch.setattr(loops_module, "StepClock", partial(StepClock, now=found))
     return found
 
 
 @pytest.fixture
-def loops(time: Time, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopTracker]:
+def loops(time: Hand, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopTracker]:
     found = LoopTracker()
     monkeypatch.setattr(found, "on_window", lambda clock: clock.close_window())
     with patches.installed(found):
@@ -69,7 +58,7 @@ def loops(time: Time, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopTracker]:
 class Training:
     """A weight and what trains it."""
 
-    def __init__(self, time: Time) -> None:
+    def __init__(self, time: Hand) -> None:
         self.time = time
         self.weight = nn.Parameter(torch.zeros(2))
         self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
@@ -81,7 +70,7 @@ class Training:
             self.optimizer.step()
 
 
-def loader(time: Time, batches: int = 6, **more: Any) -> DataLoader[Tensor]:
+def loader(time: Hand, batches: int = 6, **more: Any) -> DataLoader[Tensor]:
     return DataLoader(Slow(time, batches * BATCH), BATCH, **more)
 
 
@@ -98,7 +87,7 @@ def check(total: Window, steps: int, wait_s: float = WAIT_S, step_s: float = STE
     assert total.shares["starved"] == pytest.approx(wait_s / (wait_s + step_s))
 
 
-def test_each_update_is_a_step(loops: LoopTracker, time: Time) -> None:
+def test_each_update_is_a_step(loops: LoopTracker, time: Hand) -> None:
     """The first step of each epoch is kept apart, and time between epochs is none of a step's."""
     train = Training(time)
     batches = loader(time)
@@ -112,7 +101,7 @@ def test_each_update_is_a_step(loops: LoopTracker, time: Time) -> None:
     assert [each.trains for each in loops.followed] == [True]
 
 
-def test_what_follows_the_update_is_python_s(loops: LoopTracker, time: Time) -> None:
+def test_what_follows_the_update_is_python_s(loops: LoopTracker, time: Hand) -> None:
     """Time between an optimizer's step and the next batch is the host's."""
     train = Training(time)
     for batch in loader(time):
@@ -122,7 +111,7 @@ def test_what_follows_the_update_is_python_s(loops: LoopTracker, time: Time) -> 
     assert total.shares["host"] == pytest.approx(0.05 / (WAIT_S + STEP_S + 0.05))
 
 
-def test_batches_without_an_update_belong_to_the_next(loops: LoopTracker, time: Time) -> None:
+def test_batches_without_an_update_belong_to_the_next(loops: LoopTracker, time: Hand) -> None:
     """With accumulation a step has several waits."""
     train = Training(time)
     for number, batch in enumerate(loader(time, 12), 1):
@@ -135,7 +124,7 @@ def test_batches_without_an_update_belong_to_the_next(loops: LoopTracker, time: 
 @pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
 @pytest.mark.parametrize("left", [False, True], ids=["to its end", "left early"])
 def test_an_evaluation_amid_an_epoch_is_no_step(
-    loops: LoopTracker, time: Time, grad: bool, left: bool
+    loops: LoopTracker, time: Hand, grad: bool, left: bool
 ) -> None:
     """Its waits and its work are no training's."""
     train = Training(time)
@@ -155,7 +144,7 @@ def test_an_evaluation_amid_an_epoch_is_no_step(
     assert [each.trains for each in loops.followed] == [True, False]
 
 
-def test_an_evaluation_before_training_is_none(loops: LoopTracker, time: Time) -> None:
+def test_an_evaluation_before_training_is_none(loops: LoopTracker, time: Hand) -> None:
     """Nothing is known of the training before the first update."""
     val = loader(time, 2)
     with torch.no_grad():
@@ -168,7 +157,7 @@ def test_an_evaluation_before_training_is_none(loops: LoopTracker, time: Time) -
     assert [each.trains for each in loops.followed] == [False, True]
 
 
-def test_two_loaders_feed_one_step(loops: LoopTracker, time: Time) -> None:
+def test_two_loaders_feed_one_step(loops: LoopTracker, time: Hand) -> None:
     """Waits for both add up; a short one that begins again within the epoch ends none."""
     train = Training(time)
     short = loader(time, 2)
@@ -184,7 +173,7 @@ def test_two_loaders_feed_one_step(loops: LoopTracker, time: Time) -> None:
     assert [each.trains for each in loops.followed] == [True, True]
 
 
-def test_two_optimizers_make_one_step(loops: LoopTracker, time: Time) -> None:
+def test_two_optimizers_make_one_step(loops: LoopTracker, time: Hand) -> None:
     """The computing of a step ends with its last update."""
     first, second = Training(time), Training(time)
     for batch in loader(time):
@@ -233,7 +222,7 @@ def twice(train: Training) -> Callable[[Tensor], None]:
 
 @pytest.mark.parametrize("kind", [in_backward, around_another, twice])
 def test_several_optimizer_steps_for_a_batch_are_one(
-    loops: LoopTracker, time: Time, kind: Callable[[Training], Callable[[Tensor], None]]
+    loops: LoopTracker, time: Hand, kind: Callable[[Training], Callable[[Tensor], None]]
 ) -> None:
     """The same from the first pass on, in the clock and in the count."""
     step = kind(Training(time))
@@ -245,7 +234,7 @@ def test_several_optimizer_steps_for_a_batch_are_one(
 
 @pytest.mark.parametrize("kind", [in_backward, around_another])
 def test_steps_without_a_loader(
-    loops: LoopTracker, time: Time, kind: Callable[[Training], Callable[[Tensor], None]]
+    loops: LoopTracker, time: Hand, kind: Callable[[Training], Callable[[Tensor], None]]
 ) -> None:
     """One ends where an optimizer steps again."""
     step = kind(Training(time))
@@ -255,7 +244,7 @@ def test_steps_without_a_loader(
 
 
 @pytest.mark.parametrize(("persistent", "again"), [(False, False), (False, True), (True, False)])
-def test_starts_of_workers(loops: LoopTracker, time: Time, persistent: bool, again: bool) -> None:
+def test_starts_of_workers(loops: LoopTracker, time: Hand, persistent: bool, again: bool) -> None:
     """Passes after the first begin with one, unless the workers stay."""
     train = Training(time)
     more = {"num_workers": 1, "persistent_workers": persistent}
@@ -268,7 +257,7 @@ def test_starts_of_workers(loops: LoopTracker, time: Time, persistent: bool, aga
     assert (found.starts, found.remade) == (0 if persistent else 2, again)
 
 
-def test_a_loader_made_again_is_the_same(loops: LoopTracker, time: Time) -> None:
+def test_a_loader_made_again_is_the_same(loops: LoopTracker, time: Hand) -> None:
     """With a new data set for each epoch, too: what is kept does not grow."""
     train = Training(time)
     for _ in range(5):
@@ -285,7 +274,7 @@ class Stream(IterableDataset[Tensor]):
         return iter(torch.zeros(2 * BATCH, 2))
 
 
-def test_a_stream_is_told_from_a_data_set_with_indices(loops: LoopTracker, time: Time) -> None:
+def test_a_stream_is_told_from_a_data_set_with_indices(loops: LoopTracker, time: Hand) -> None:
     """Of a stream more workers may give samples twice."""
     train = Training(time)
     for each in (loader(time), DataLoader(Stream(), BATCH)):
@@ -294,7 +283,7 @@ def test_a_stream_is_told_from_a_data_set_with_indices(loops: LoopTracker, time:
     assert [each.streams for each in loops.followed] == [False, True]
 
 
-def test_a_loader_of_another_thread_is_not_counted(loops: LoopTracker, time: Time) -> None:
+def test_a_loader_of_another_thread_is_not_counted(loops: LoopTracker, time: Hand) -> None:
     """Where a thread of the script's prefetches, its waits are nobody's."""
     train = Training(time)
     other = loader(time, 3)
@@ -307,7 +296,7 @@ def test_a_loader_of_another_thread_is_not_counted(loops: LoopTracker, time: Tim
     assert [each.elsewhere for each in loops.followed] == [True, False]
 
 
-def test_a_forked_process_has_no_hooks(loops: LoopTracker, time: Time) -> None:
+def test_a_forked_process_has_no_hooks(loops: LoopTracker, time: Hand) -> None:
     """A child that trains too tells nobody."""
     child = os.fork()
     if not child:
@@ -318,7 +307,7 @@ def test_a_forked_process_has_no_hooks(loops: LoopTracker, time: Time) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_hooks_leave_torch_as_it_was(time: Time) -> None:
+def test_hooks_leave_torch_as_it_was(time: Hand) -> None:
     """After the block every function is torch's own, also after an error."""
 
     def hooked() -> list[Any]:
@@ -333,7 +322,7 @@ def test_hooks_leave_torch_as_it_was(time: Time) -> None:
     assert hooked() == before
 
 
-def _fail_within(loops: LoopTracker, time: Time) -> None:
+def _fail_within(loops: LoopTracker, time: Hand) -> None:
     with patches.installed(loops):
         for batch in loader(time):
             Training(time)(batch)
@@ -341,7 +330,7 @@ def _fail_within(loops: LoopTracker, time: Time) -> None:
 
 
 def test_a_fault_of_ours_ends_the_watching_alone(
-    loops: LoopTracker, time: Time, monkeypatch: pytest.MonkeyPatch
+    loops: LoopTracker, time: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The script goes on as if nobody watched."""
     train = Training(time)

@@ -19,7 +19,7 @@ import pytest
 from commands import ROOT, ran
 from pictures import noise
 from PIL import Image
-from watched_runs import LOOPS, WATCH, Both, Run, Start, anew, both, loaders
+from watched_runs import LOOPS, WATCH, Run, Start, anew, both, loaders
 from zygote import Zygote
 
 from harness.config import ConfigError
@@ -107,15 +107,6 @@ def test_accumulation(run: Start) -> None:
     name = "accumulation.py"
     assert loaders(report) == [(name, True, 2, 60), (name, False, 2, 6)]
     assert report["pauses_s"]["evaluate"] > 0
-
-
-def test_two_loaders(run: Start) -> None:
-    """Both train; two optimizers make one step."""
-    report = run("two_loaders.py").equal()
-    assert report["steps"] == 24
-    name = "two_loaders.py"
-    assert sorted(loaders(report)) == [(name, True, 2, 6), (name, True, 2, 24)]
-    assert report["pauses_s"]["evaluate"] == 0
 
 
 def test_no_evaluation(run: Start, tmp_path: Path) -> None:
@@ -361,32 +352,6 @@ def test_the_command_of_the_line_works(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert (report["world_size"], report["steps"]) == (2, 20)
-
-
-@pytest.mark.slow
-def test_a_module(tmp_path: Path) -> None:
-    """``watch -m MODULE`` is ``python -m MODULE``."""
-    package = tmp_path / "theirs"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    for name in ("accumulation", "meters"):
-        text = (LOOPS / f"{name}.py").read_text().replace("from meters", "from .meters")
-        (package / f"{name}.py").write_text(text)
-    typed = ("-m", "theirs.accumulation")
-    alone = ran(sys.executable, *typed, cwd=tmp_path)
-    watched = ran(
-        sys.executable, *WATCH, "--out", "report", *typed, cwd=tmp_path, PYTHONPATH=str(ROOT)
-    )
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert Both(alone, watched, report).equal()["steps"] == 14
-    assert alone.returncode == 0, alone.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["accumulation.py", "two_loaders.py", "mnist.py"])
-def test_whole_commands(run_anew: Start, name: str) -> None:
-    """Scripts that import all themselves are the same as well."""
-    assert run_anew(name).equal()["status"] == "completed"
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import ran
 from pictures import photograph
 from PIL import Image
 from torch import nn
@@ -143,16 +142,3 @@ def test_odd_classes_are_refused() -> None:
     for classes in (["a", "b", "\ud800"], [1, 2, 3], []):
         with pytest.raises(CheckpointError, match="x.pt: "):
             network(Saved("x.pt", {"model": {}, "classes": classes}), Config())
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    """As everywhere."""
-    with pytest.raises(CheckpointError, match="none.pt: cannot be read: No such file"):
-        harness.load(tmp_path / "none.pt")
-
-
-def test_the_front_door_is_light() -> None:
-    """Importing the package imports neither the room nor torch."""
-    code = "import sys, harness; print(harness.__all__, 'torch' in sys.modules, end='')"
-    done = ran("python", "-c", code)
-    assert "'load'" in done.stdout and done.stdout.endswith("False")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from model_time import Hand
 
 from harness.monitor import console
 from harness.runtime.folder import LOGGER
@@ -17,15 +18,6 @@ from harness.runtime.folder import LOGGER
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, LOGGER)
     return caplog
-
-
-class Hand:
-    """A clock that moves when told."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def on_terminal(code: str) -> str:

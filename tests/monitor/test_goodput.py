@@ -5,19 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from model_time import known
+from model_time import Hand, known
 
 from harness.clock.figures import Ledger, Window
 from harness.monitor.goodput import GoodputTimer
-
-
-class Clock:
-    """A clock that is set."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def figures(**known: object) -> Window:
@@ -27,12 +18,12 @@ def figures(**known: object) -> Window:
 
 def test_busy_seconds_and_the_rest_make_up_the_wall_time() -> None:
     """Start, tuning, parts of the steps, first steps and pauses are named; the rest is other."""
-    clock = Clock()
+    clock = Hand()
     course = GoodputTimer(90.0, clock)
     course.mark("start")
-    clock.now_s = 106.0
+    clock.now = 106.0
     course.mark("tuning")
-    clock.now_s = 140.0
+    clock.now = 140.0
     shares = {"compute": 0.5, "starved": 0.3, "host": 0.2}
     run = figures(shares=shares, elapsed_s=20.0, first_step_s=3.0, pauses_s={"evaluate": 4.0})
     found = known(course.goodput(run))
@@ -55,4 +46,4 @@ def test_busy_seconds_and_the_rest_make_up_the_wall_time() -> None:
 
 def test_there_is_none_where_the_device_time_is_not_known() -> None:
     """Without a share of computing nothing is claimed."""
-    assert GoodputTimer(0.0, Clock()).goodput(figures(shares={}, elapsed_s=5.0)) is None
+    assert GoodputTimer(0.0, Hand()).goodput(figures(shares={}, elapsed_s=5.0)) is None

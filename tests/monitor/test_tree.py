@@ -98,18 +98,6 @@ def test_a_child_counts_once_while_it_lives_and_after(tmp_path: Path) -> None:
     assert 0 <= after - worked < MIB
 
 
-def test_a_child_that_came_and_went_between_two_looks_counts(tmp_path: Path) -> None:
-    """A worker that lived shorter than a sample leaves its part with its parent."""
-    with family(tmp_path) as parent:
-        tree = Tree(parent.pid)
-        cpu_s, asked = used(tree)
-        for order in ("fork", "work", "reap"):
-            parent.told(order)
-        after_s, after = used(tree)
-    assert after_s - cpu_s > 0.15
-    assert after - asked >= 4 * MIB
-
-
 def test_bytes_from_storage_are_not_those_of_the_page_cache(tmp_path: Path) -> None:
     """A first read comes from storage, a second from the page cache; both are returned."""
     file = tmp_path / "data"

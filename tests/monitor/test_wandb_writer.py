@@ -13,16 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from harness.cli import job
 from harness.config import Config, ConfigError, Wandb
 from harness.monitor import wandb_writer
 from harness.monitor.wandb_writer import WandbWriter
 from harness.monitor.writer import RunWriter
-from harness.runtime.distributed import World
-
-CPU = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 class Service(ModuleType):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from commands import trained
 from sklearn.metrics import confusion_matrix
 from torch import nn
 
@@ -110,31 +107,3 @@ def test_no_mistake_is_none() -> None:
         np.arange(2), np.arange(2), np.zeros(2, int), np.full(2, np.nan, np.float32)
     )
     assert odd.surest(24).tolist() == [1]
-
-
-@pytest.mark.slow
-def test_two_ranks_and_every_form_find_the_same_mistakes(tmp_path: Path) -> None:
-    """Two ranks of a real run write the same tables and pictures as one does, in any form."""
-    small = ("data=digits", "device=cpu", "watch.tensorboard=false")
-    assert trained(tmp_path, *small, "trainer.epochs=1", "run.name=train").returncode == 0
-    found = {}
-    hows: dict[str, tuple[str, ...]] = {
-        "one": (),
-        "two": ("dist=spawn", "dist.nprocs=2"),
-        "processes": ("loader.backend=processes",),
-        "arrays": ("loader.backend=arrays", "augment.crop=pad"),
-    }
-    for name, how in hows.items():
-        again = ("mode=evaluate", "model.weights=outputs/train", f"run.name={name}", *how)
-        done = trained(tmp_path, *small, *again)
-        assert done.returncode == 0, done.stderr
-        folder = tmp_path / "outputs" / name
-        mistakes = json.loads((folder / "mistakes.json").read_text())["mistakes"]
-        pictures = [(row["where"], row["picture"]) for row in mistakes]
-        tables = [(folder / f"{table}.csv").read_text() for table in ("classes", "confusion")]
-        found[name] = pictures, tables
-        report = json.loads((folder / "report.json").read_text())
-        rows = [line.split(",") for line in tables[1].splitlines()[1:]]
-        right = sum(int(row[1 + place]) for place, row in enumerate(rows))
-        assert right == round(report["top1"] * report["val_images"])
-    assert all(found[name] == found["one"] for name in hows) and len(found["one"][0]) == 24

@@ -102,13 +102,6 @@ def test_a_full_disk_is_no_error_of_the_folder(monkeypatch: pytest.MonkeyPatch) 
         folder.own(Path("run"))
 
 
-def test_a_folder_whose_lock_cannot_be_opened_is_refused() -> None:
-    """Whatever keeps the lock from being opened is a ConfigError with the reason."""
-    Path("run/.lock").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"^run: cannot be the run's folder: Is a directory"):
-        folder.own(Path("run"))
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_to_is_refused() -> None:
     """A read-only folder is a ConfigError before anything starts."""

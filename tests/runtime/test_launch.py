@@ -13,7 +13,7 @@ from pathlib import Path
 import jobs
 import psutil
 import pytest
-from commands import ran
+from commands import python, ran
 from samples import is_alive
 
 from harness.runtime import launch, signals
@@ -185,11 +185,7 @@ def test_a_command_begins_before_anything_is_imported() -> None:
     """The time that libraries take to be imported is part of a run."""
     code = "import time, harness; took_s = time.perf_counter() - harness.BEGAN_S; import torch"
     code += "; print(took_s < 0.5 * (time.perf_counter() - harness.BEGAN_S))"
-    told = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    assert told.stdout == "True\n"
+    assert python(code).stdout == "True\n"
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,6 @@ def test_draws_are_uniform() -> None:
         assert ((counts - 500) ** 2 / 500).sum() < 149  # 99 degrees of freedom
 
 
-def test_the_order_differs_by_seed_and_epoch() -> None:
-    """Each (seed, epoch) shuffles in its own way."""
-    orders = {
-        tuple(order_rng(*key).permutation(20)) for key in itertools.product(range(4), repeat=2)
-    }
-    assert len(orders) == 16
-
-
 def test_seed_everything_seeds_every_generator() -> None:
     """Python's, numpy's and torch's generators repeat after the same seed."""
     seed_everything(5)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
+from commands import python
 
 from harness.runtime import signals
 from harness.runtime.errors import Interrupted
@@ -61,9 +62,7 @@ def ended(script: str) -> tuple[int, str, str]:
     text = "\n".join(
         [*head, *(f"    {line}" for line in script.splitlines()), "print('through', flush=True)"]
     )
-    process = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False
-    )
+    process = python(text)
     return process.returncode, process.stdout, process.stderr
 
 
@@ -184,9 +183,7 @@ def test_a_launcher_s_own_handler_stays() -> None:
         "with signals.handle_signals(grace_s=0):\n    os.kill(os.getpid(), signal.SIGUSR2)\n    "
         "print(signals.received())\n"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    process = python(script)
     assert (process.returncode, process.stdout) == (0, "theirs\n0\n")
 
 

@@ -16,6 +16,7 @@ from multiprocessing import connection
 from pathlib import Path
 
 import pytest
+from commands import python
 
 from harness.runtime import signals, workers
 
@@ -37,15 +38,7 @@ def test_a_worker_of_the_server() -> None:
     """It has the preloaded modules before it begins, ignores the trainer's signals, and watches the
     trainer.
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=True,
-    )
-    worker = json.loads(ended.stdout)
+    worker = json.loads(python(SCRIPT).stdout)
     assert worker["preloaded"]
     assert worker["deaf"] == {"SIGINT": True, "SIGTERM": True}
     assert "watchdog" in worker["threads"]
@@ -77,14 +70,7 @@ if __name__ == "__main__":
 
 def test_a_trainer_killed_as_it_starts_a_worker_leaves_nothing(tmp_path: Path) -> None:
     """No folder of sockets, and no word of the tracker's."""
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
-        check=False,
-    )
+    ended = python(KILLED, TMPDIR=str(tmp_path))
     assert ended.returncode == -signal.SIGKILL
     assert "resource_tracker" not in ended.stderr
     assert list(tmp_path.iterdir()) == []
@@ -133,10 +119,7 @@ for _ in range(2):
 
 def test_a_server_is_started_once() -> None:
     """Whoever needs workers asks for it."""
-    ended = subprocess.run(
-        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60, check=True
-    )
-    first, second = ended.stdout.split()
+    first, second = python(TWICE).stdout.split()
     assert first == second != "None"
 
 

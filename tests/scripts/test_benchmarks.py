@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from model_time import Gpu, Hand
+from model_time import Hand
 from pictures import write_tree
-from PIL import Image
 
-from harness.clock.clock import StepClock
-from scripts.bench.differential import Rig, Row, compare, emulated_rig
+from scripts.bench.differential import compare, emulated_rig
 from scripts.bench.loader import measures, peers
 from scripts.bench.loader import run as loader
 from scripts.bench.paired import Cost, Estimate, Plan
@@ -145,85 +141,7 @@ def test_the_threads_are_measured(tree: Path, kept_globals: None) -> None:
 # the differential method
 
 
-def judged(rig: Rig, tolerance: float) -> tuple[list[Row], list[str]]:
-    """The table of a rig, and what is wrong."""
-    found = [*compare(rig, 40, tolerance)]
-    return [row for row in found if "wrong" not in row], [
-        row["wrong"] for row in found if "wrong" in row
-    ]
-
-
-class Deaf(StepClock):
-    """A clock that hears of no wait."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-def model_rig(clock: type[StepClock] = StepClock) -> Rig:
-    """Steps of 10 ms on a GPU in model time, and batches with a copy of 1 ms, one ahead."""
-    gpu = Gpu()
-
-    def batches(load_s: float, count: int, told: StepClock) -> Iterator[None]:
-        ready_s = gpu.host + load_s
-        for _ in range(count):
-            gpu.host = max(gpu.host, ready_s)
-            if load_s:
-                copied = gpu.copy(0.001, at=ready_s)
-                told.copied(*copied)
-                gpu.await_copy(copied[1])
-            ready_s = gpu.host + load_s
-            yield None
-
-    def move(seconds: float) -> None:
-        gpu.host += seconds
-
-    return Rig(
-        clock=lambda: gpu.clock(clock),
-        batches=batches,
-        launch=lambda batch: gpu.launch(0.010),
-        wait=lambda: move(max(0.0, gpu.compute_until - gpu.host)),
-        sleep=move,
-        now=gpu.now,
-    )
-
-
-def test_the_clock_agrees_with_the_differential_method() -> None:
-    """Within a tenth of a point, from no stall to 90 %; a hidden wait is no stall."""
-    table, wrong = judged(model_rig(), 0.001)
-    assert wrong == []
-    stalls = [float(row["stall"]) for row in table]
-    assert len(stalls) >= 8 and min(stalls) == 0 and max(stalls) >= 0.9
-    found = {(row["loader / step"], row["loop / step"]): row for row in table}
-    hidden, working = found[0.5, 0.0], found[0.0, 1.5]
-    assert float(hidden["data wait"]) > 0.45 and float(hidden["stall"]) < 0.03
-    assert float(working["stall"]) == 0 and float(working["host"]) > 0.3
-
-
-def test_a_clock_that_is_deaf_is_found_out() -> None:
-    assert judged(model_rig(Deaf), 0.01)[1]
-
-
 @pytest.mark.slow
 def test_on_threads_the_two_methods_agree_as_well() -> None:
     """On an emulated device with real sleeps, within three points."""
-    assert judged(emulated_rig(), 0.03)[1] == []
-
-
-# the pictures of the README
-
-
-def test_parts_of_two_pages_stand_beside_each_other() -> None:
-    """Each page is a column; each part is a row, as high as its higher picture."""
-    pytest.importorskip("selenium", reason="needs selenium (uv sync)")
-    screenshots = importlib.import_module("scripts.docs.screenshots")
-    new = Image.new
-    left = [new("RGB", (10, 5), "white"), new("RGB", (10, 3), "red")]
-    right = [new("RGB", (10, 2), "green"), new("RGB", (10, 4), "blue")]
-    whole = screenshots.beside(left, right)
-    second = 10 + screenshots.GAP
-    assert whole.size == (second + 10, 9)
-    assert [whole.getpixel(at) for at in [(0, 5), (second, 0), (second, 8)]] == [
-        (255, 0, 0), (0, 128, 0), (0, 0, 255),
-    ]  # fmt: skip
-    assert sum(path.stat().st_size for path in screenshots.PICTURES.iterdir()) <= 300_000
+    assert [row for row in compare(emulated_rig(), 40, 0.03) if "wrong" in row] == []

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from harness.config import Config
 from harness.runtime import signals, workers
@@ -67,11 +64,6 @@ def divide(i: int, by: int) -> None:
 def die(i: int, code: int) -> None:
     """End with ``code``, or by the signal ``-code``, and say nothing."""
     os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
-
-
-def fail_at_length(i: int, length: int) -> None:
-    """Fail with an error of ``length`` letters, as a compiler's."""
-    raise RuntimeError("x" * length)
 
 
 def fail_to_save(i: int, folder: Path) -> None:
@@ -170,77 +162,6 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
             "smallest": world.smallest(0.1 + world.rank),
             "threads": torch.get_num_threads(),
         }
-    (folder / f"{local_rank}.json").write_text(json.dumps(found))
-
-
-class SlowRanks:
-    """An endless feed of one batch, slower on each further rank; batch 3 breaks if told so."""
-
-    made_on_device = False
-    meter = None
-
-    def __init__(self, batch: Any, rank: int, broken: bool) -> None:
-        import samples
-
-        self.batch = batch
-        self.rank = rank
-        self.broken = broken
-        self.settings = samples.settings(batch_size=4)
-
-    def __iter__(self) -> Iterator[Any]:
-        for k in itertools.count():
-            if self.broken and k == 3:
-                raise LoaderError("batch 3 is broken")
-            time.sleep(0.001 * (1 + self.rank))
-            yield self.batch
-
-
-def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
-    """Times steps on every rank, of which one may break; leaves in a file what came of it."""
-    import torch
-    from torch import nn
-
-    from harness.feed.base import HostBatch
-    from harness.runtime.distributed import joined
-    from harness.training.state import make_state
-    from harness.training.step import Step
-    from harness.tuning.training_steps import TrainingBenchmark
-
-    config, folder, broken = job
-    with joined(local_rank, config) as world:
-        torch.manual_seed(0)
-        network = nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)
-        )
-        state = make_state(config, 0, world, 9, network=network)
-        step = Step(state)
-        steps = 0
-        batch = HostBatch(
-            torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.arange(4), torch.arange(4)
-        )
-
-        def count(*_: object) -> None:
-            nonlocal steps
-            steps += 1
-
-        network.register_forward_pre_hook(count)
-        before = [tensor.clone() for tensor in (*network.parameters(), *network.buffers())]
-        trials = TrainingBenchmark(step)
-        error = None
-        measured = 0
-        with trials.preserved_state():
-            demand = trials.demand(batch, 0.2)
-            try:
-                feed: Any = SlowRanks(batch, world.rank, world.rank == broken)
-                measured = len(trials.deliver(feed, 4, 0.5).seconds)
-            except LoaderError as raised:
-                error = str(raised)
-        after = (*network.parameters(), *network.buffers())
-        same = (
-            all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and state.step == 0
-        )
-    found = {"same": same, "steps": steps, "measured": measured, "error": error}
-    found["demand"] = len(demand.seconds)
     (folder / f"{local_rank}.json").write_text(json.dumps(found))
 
 

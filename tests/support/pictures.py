@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +39,22 @@ def write_tree(
                     root / split / name / f"{i}.{kind}"
                 )
     return root
+
+
+def photo(width: int = 97, height: int = 61) -> Image.Image:
+    """Smooth colours with a little noise, as photographs have, and sides that no block divides."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = np.stack([np.sin(x / 9), np.cos(y / 7), np.sin((x + y) / 11)], axis=2) * 90 + 128
+    return Image.fromarray(
+        (waves + np.random.default_rng(0).normal(0, 5, waves.shape)).clip(0, 255).astype(np.uint8)
+    )
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    """The bytes of a file of ``kind``."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
 
 
 def pictures(

@@ -120,29 +120,6 @@ def test_what_a_resume_left_behind_goes(tmp_path: Path) -> None:
     assert (tmp_path / "best.pt").resolve().name == "step-10.pt"
 
 
-@pytest.mark.parametrize("damage", ["flip", "zero page", "cut", "empty"])
-def test_damage_is_found_and_an_older_one_is_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
-    """A damaged newest checkpoint is named, and the one before it is used."""
-    save(tmp_path, 1)
-    path = save(tmp_path, 2).path
-    data = bytearray(path.read_bytes())
-    middle = len(data) // 2
-    if damage == "flip":
-        data[middle] ^= 1
-    elif damage == "zero page":
-        data[1024:3072] = bytes(2048)
-    else:
-        del data[middle if damage == "cut" else 0 :]
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"step-2\.pt: (damaged: its digest is|empty file)"):
-        checkpoint_read.read(path)
-    assert checkpoint_read.read(tmp_path).record.step == 1
-    assert len(caplog.records) == 1
-    assert caplog.messages[0].endswith("; falling back to step-1.pt")
-
-
 def test_a_file_without_its_record_does_not_exist(tmp_path: Path) -> None:
     """The record is the commit: a file that has none is not resumed."""
     save(tmp_path, 1)
@@ -164,22 +141,6 @@ def test_when_all_are_damaged_nothing_is_started_anew(
     (tmp_path / "none").mkdir()
     with pytest.raises(checkpoint_read.NoCheckpoint):
         checkpoint_read.read(tmp_path / "none")
-
-
-def test_checkpoints_without_their_records_are_not_passed_over(tmp_path: Path) -> None:
-    """Where records were not copied along, training neither starts from nothing nor deletes."""
-    for step in (1, 2):
-        save(tmp_path, step).path.with_suffix(".json").unlink()
-        (tmp_path / f"kept-{step}").write_bytes((tmp_path / f"step-{step}.pt").read_bytes())
-    for step in (1, 2):
-        (tmp_path / f"kept-{step}").rename(tmp_path / f"step-{step}.pt")
-    with pytest.raises(
-        CheckpointError, match=r"the records \(step-\*.json\) of its checkpoints are missing"
-    ):
-        checkpoint_read.read(tmp_path)
-    (tmp_path / "step-1.pt").unlink()
-    with pytest.raises(checkpoint_read.NoCheckpoint):
-        checkpoint_read.read(tmp_path)
 
 
 class Canary:
@@ -371,6 +332,8 @@ def test_all_damage_is_found_and_named(
         path.write_bytes(damaged(data, kind, rng))
         assert checkpoint_read.read(tmp_path).record.step == 1
         assert len(caplog.messages) == 1 and str(path) in caplog.messages[0]
+        with pytest.raises(CheckpointError, match=r"step-2\."):
+            checkpoint_read.read(path.with_suffix(".pt"))
         caplog.clear()
 
 

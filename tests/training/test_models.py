@@ -271,20 +271,6 @@ def test_a_network_of_the_users_own(write_module: Callable[[str, str], None]) ->
     assert network.training
 
 
-def test_a_network_of_the_users_own_takes_saved_weights(
-    write_module: Callable[[str, str], None], tmp_path: Path
-) -> None:
-    """For fine-tuning: all but a head of another number of classes."""
-    write_module("mine", OWN)
-    saved = models.build(ModelConfig(name="mine:build"), 7, image_size=8)
-    torch.save(saved.state_dict(), tmp_path / "w.pt")
-    network = models.build(
-        ModelConfig(name="mine:build", weights=str(tmp_path / "w.pt")), 3, image_size=8
-    )
-    assert torch.equal(network.state_dict()["1.weight"], saved.state_dict()["1.weight"])
-    assert network.state_dict()["3.weight"].shape == (3, 4)
-
-
 @pytest.mark.parametrize(
     ("name", "error"),
     [

@@ -96,15 +96,6 @@ def test_a_run_that_goes_on_follows_them_again(composed: Composed) -> None:
     assert followed(composed, *typed).data.image_size == 288
 
 
-@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
-def test_networks_that_normalise_again_get_what_they_normalise(
-    composed: Composed, name: str
-) -> None:
-    """They turn ImageNet's normalisation into TensorFlow's themselves."""
-    data = followed(composed, f"model.name={name}", "model.weights=DEFAULT").data
-    assert (data.mean, data.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
-
 def test_every_classifier_of_torchvision_says_what_it_expects() -> None:
     """Of a size that was typed, the same share is cut out."""
     for name in models.names()[1:]:

@@ -477,3 +477,5 @@ def test_lost_records_are_no_fresh_start(composed: Composed, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="the records .* are missing"):
         resume.find(composed("resume=auto", "run.name=x"), tmp_path)
     assert len(list(tmp_path.glob("checkpoints/step-*.pt"))) == 2
+    (tmp_path / "checkpoints/step-1.pt").unlink()
+    assert resume.find(composed("resume=auto", "run.name=x"), tmp_path) is None

@@ -16,15 +16,13 @@ from emulator import EmulatedDevice, VirtualClock, emulated
 from torch import Tensor
 from torch.optim import SGD
 
-from harness.clock.clock import StepClock
 from harness.config import TunerConfig
-from harness.feed.base import FeedSettings
 from harness.monitor import console
 from harness.runtime.distributed import World
 from harness.tuning import library
 from harness.tuning.measures import Rate, TuningReport
 from harness.tuning.steps import StepRun
-from harness.tuning.tuner import STEPS, Tuned, tune
+from harness.tuning.tuner import tune
 
 STEP_S = 70e-3
 TAKES = SIZE / STEP_S
@@ -229,51 +227,6 @@ def test_a_first_step_of_a_minute_is_not_the_tuners(plain: bool) -> None:
     assert report.settings == quick.settings
     assert len(report.trials) == len(quick.trials)
     assert report.seconds > 60
-
-
-@pytest.mark.parametrize(
-    ("slower", "warns"), [(0.0, False), (0.03, False), (0.08, True), (0.5, True)]
-)
-def test_the_check_warns_where_the_devices_stall_has_grown(
-    slower: float, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Within a hundred steps, and only if it is 5 points over the prediction, whatever the host
-    waits.
-    """
-    with gpu() as device:
-        machine = Machine(device, 1 / (0.3 * TAKES))
-        step, trainee = trials(device, Launching(device, STEP_S, *HOSTS["eager"]))
-        report = tune(
-            machine, trainee, own(), TunerConfig(), LIMITS, World(0, 1, 0, 1, device.device)
-        )
-        clock = StepClock(device.device)
-        follow = Tuned(report, lambda: None)
-        machine.cap = (1 - slower) * TAKES if slower else math.inf
-        train(device, step, machine, report.settings, clock, follow)
-    assert ("waited for data" in caplog.text) == warns
-
-
-def train(
-    device: EmulatedDevice,
-    step: Any,
-    machine: Machine,
-    settings: FeedSettings,
-    clock: StepClock,
-    follow: Tuned,
-) -> None:
-    clock.start_epoch()
-    with contextlib.closing(step.batches(machine.probe(settings), clock)) as batches:
-        for number in range(1, STEPS + 1):
-            with clock.waiting():
-                images, labels = next(batches)
-            with clock.computing():
-                step(images, labels)
-            clock.step(SIZE)
-            if number % 10 == 0:
-                clock.settle()
-                clock.close_window()
-                follow.check(clock)
-    assert follow.checked
 
 
 def test_ten_trials_leave_no_more_memory_than_one() -> None:

@@ -34,6 +34,7 @@ def model(
             id="making, receiving and step together",
         ),
         pytest.param(model(), 0, 200.0, id="no workers: one after the other"),
+        pytest.param(model(alone_s=0.0), 0, 250.0, id="no workers: beside the step"),
         pytest.param(model(cpu_s=0.0), 9, 1000.0, id="samples that only wait"),
     ],
 )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,9 @@ from harness.feed.base import FeedSettings
 from harness.feed.feeds import Feeds
 from harness.monitor.goodput import GoodputTimer
 from harness.monitor.monitor import Monitor
-from harness.runtime import seeding
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
-from harness.training.state import TrainState, make_state
+from harness.training.state import make_state
 from harness.training.step import Step
 from harness.tuning import tuner
 from harness.tuning.measures import TuningReport
@@ -78,22 +76,10 @@ def test_a_sweep_tunes_once(composed: Composed, searches: list[int]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "loader.batch_size=32",
-        "data.image_size=16",
-        "model.name=resnet18",
-        "trainer.precision=bf16",
-        "augment.crop=center",
-    ],
-)
-def test_what_changes_the_costs_is_tuned_anew(
-    composed: Composed, searches: list[int], change: str
-) -> None:
+def test_what_changes_the_costs_is_tuned_anew(composed: Composed, searches: list[int]) -> None:
     """The remembered answer is of another kind of run."""
     run(composed)
-    run(composed, change)
+    run(composed, "loader.batch_size=32")
     assert len(searches) == 2
 
 
@@ -251,53 +237,3 @@ def test_an_incomplete_answer_is_not_remembered(
     monkeypatch.setattr(tuner, "tune", lambda *_: reports.report(3, complete=False))
     run(composed)
     assert not list(cache.glob("*.json"))
-
-
-def digest(state: TrainState) -> str:
-    """Of weights, buffers, optimizer, schedule, scaler, counters and all random states."""
-    return hashlib.sha256(b"".join(_parts(state.to_dict({})))).hexdigest()
-
-
-def _parts(value: object) -> Iterator[bytes]:
-    if isinstance(value, torch.Tensor):
-        yield (
-            value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            if value.numel()
-            else b"none"
-        )
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield repr(key).encode()
-            yield from _parts(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _parts(item)
-    else:
-        yield repr(value).encode()
-
-
-def test_tuning_leaves_the_state_as_it_was(composed: Composed, kept_globals: None) -> None:
-    """A real search with the real step: one hash of weights, buffers, optimizer and random states
-    before and after.
-
-    Whether it ranks by steps on a feed depends on what it measures; that those leave no trace is
-    test_trial's.
-    """
-    config = composed(
-        "data=digits",
-        "loader.autotune=true",
-        "tuner.budget_s=15",
-        "tuner.max_workers=2",
-        "loader.num_workers=1",
-    )
-    seeding.seed_everything(3)
-    splits = datasets.load(config.data, config.augment, config.seed)
-    state = make_state(config, len(splits.classes), ALONE, 10)
-    step = Step(state)
-    before = digest(state)
-    report = tuned(
-        Feeds(splits, config, ALONE), TrainingBenchmark(step), config, LIMITS, ALONE
-    ).report
-    assert digest(state) == before
-    assert report.demand is not None
-    assert step.read().loss is None

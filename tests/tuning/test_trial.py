@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-import jobs
 import numpy as np
 import pytest
 import torch
@@ -16,11 +13,11 @@ from samples import settings
 from torch import Tensor, nn
 
 from harness.clock.clock import StepClock
-from harness.config import AugmentConfig, Config, DistConfig, DistName, OptimName, Precision
+from harness.config import AugmentConfig, Config, OptimName, Precision
 from harness.feed.base import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator, signals
-from harness.runtime.distributed import World, launch
+from harness.runtime.distributed import World
 from harness.runtime.errors import Interrupted, LoaderError
 from harness.runtime.seeding import random_state
 from harness.training.state import make_state
@@ -483,32 +480,6 @@ def test_a_rank_returns_where_another_ones_feed_fails() -> None:
     run = trials.deliver(slow_feed(hand, 0.375), 0, 9.0)
     # fewer than the two that are the least otherwise
     assert run.seconds == (0.5,)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "broken", [None, 0, 1], ids=["both well", "the first rank's feed fails", "the second's"]
-)
-def test_two_ranks_make_the_same_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int | None
-) -> None:
-    """Two gloo ranks stop at one step, also after a failed feed."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        # launch() sets them; this brings back what was before
-        monkeypatch.setenv(name, "")
-    config = settled(parts=2)
-    config.device = "cpu"
-    config.dist = DistConfig(name=DistName.spawn, nprocs=2, timeout_s=60.0)
-    config.trainer.num_threads = 1
-    config.data.image_size = 8
-    launch(jobs.try_steps, (config, tmp_path, broken), config)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert first["same"] and second["same"]
-    assert first["steps"] == second["steps"] > 7
-    assert first["demand"] == second["demand"] >= 2
-    for rank, found in enumerate((first, second)):
-        assert found["error"] == ("batch 3 is broken" if rank == broken else None)
-        assert broken is not None or found["measured"] > 2
 
 
 def test_gradients_that_were_there_come_back() -> None:

@@ -184,12 +184,6 @@ def test_a_look_takes_a_tenth_of_the_run_at_most(
     assert report.complete == (len(expected) == 4) != ("The time was over" in report.sentence)
 
 
-def test_where_loading_keeps_up_the_report_says_so(on: On) -> None:
-    """Nothing to gain, and a ceiling of one."""
-    report = on(Machine(0.002, 0.0019, demand=200), 1)
-    assert (report.settings, report.ceiling) == (own(1), pytest.approx(1.0))
-
-
 @pytest.mark.parametrize("others", [1.5, None], ids=["others", "none"])
 def test_other_programs_are_warned_of(
     on: On, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, others: float | None
@@ -357,11 +351,4 @@ def test_a_setting_whose_workers_fail_is_refused(
     report = real(samples.Troubled(40, None, trouble), own)
     assert report.settings == own
     assert [symptom in (trial.refused or "") for trial in report.trials] == [True, True]
-    assert not samples.left_behind()
-
-
-def test_a_sample_that_cannot_be_read_is_told() -> None:
-    """It ends the search with no process left."""
-    with pytest.raises(BadSample, match="^cats/7.jpg: empty file$"):
-        real(samples.Troubled(40, 5, samples.refuse))
     assert not samples.left_behind()
