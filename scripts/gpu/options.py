@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sysconfig
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -58,6 +60,17 @@ class Options:
         """
         if not self.on_gpu:
             raise SkippedError(f"no CUDA device: {why}")
+
+    def need_compiler(self) -> None:
+        """Does nothing where a network can be compiled: on a GPU, beside a compiler of C.
+
+        Raises:
+            SkippedError: there is none, or Python's headers are missing.
+        """
+        self.need_gpu("the emulated device has no network to compile")
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        if not (shutil.which("gcc") or shutil.which("clang")) or not header.is_file():
+            raise SkippedError(f"Triton needs gcc and {header}: apt-get install gcc python3-dev")
 
     def left_s(self) -> float:
         """Seconds until the part has to be done."""

@@ -5,7 +5,6 @@ Parts of ``gpu_check.py``.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -13,109 +12,29 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from harness.clock.clock import StepClock
 from harness.config import AugmentConfig
 from harness.data import datasets
-from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator, workers
 from harness.runtime.errors import LoaderError
 from scripts.bench.differential import Rig, emulated_rig
-from scripts.bench.loop import make_batches
 from scripts.bench.tables import Sample
 from scripts.gpu.feeds import shapes
 from scripts.gpu.loaders import LOADERS, Job
-from scripts.gpu.options import Options, Row, Said
-from scripts.gpu.overlap import Slow, wait
+from scripts.gpu.options import Options, Said
 
 BUSY_S = 0.01
 _MIB = 2**20
-# that an interval read forwards may be from the one read backwards
-_APART_MS = 0.01
-_PREFETCHERS = 10
 # between two readings of the clock
 _CALLS = 200
 _LAUNCHES = 20_000
 # until workers that were killed must be noticed
 _PASSES_S = 20.0
-
-
-def elapsed(o: Options) -> Said:
-    """What ``elapsed_time`` says of an event that came earlier, on one stream and between two."""
-    o.need_gpu("events are a GPU's")
-    own = accelerator.get(o.device)
-    worst = 0.0
-    main = own.stream()
-    side = own.side_stream()
-    for streams, first, second in (
-        ("one", main, main),
-        ("main to side", main, side),
-        ("side to main", side, main),
-    ):
-        forwards = []
-        backwards = []
-        for _ in range(o.turns):
-            # an event, work of known length behind it, an event
-            early, late = (own.event(timed=True) for _ in range(2))
-            early.record(first)
-            second.wait_stream(first)
-            with own.on(second):
-                own.delay(BUSY_S)
-            late.record(second)
-            late.synchronize()
-            forwards.append(early.elapsed_time(late))
-            backwards.append(late.elapsed_time(early))
-        # backwards must be the negative of forwards
-        apart = max(abs(there + back) for there, back in zip(forwards, backwards, strict=True))
-        worst = max(worst, apart)
-        yield {
-            "streams": streams,
-            "forwards ms": Sample.of(forwards),
-            "backwards ms": Sample.of(backwards),
-            "apart ms": apart,
-        }
-        if apart > _APART_MS:
-            yield {"wrong": f"streams {streams}: backwards is not the negative of forwards"}
-    return (
-        f"read backwards, intervals are the negative of those read forwards within {worst:.4f} ms"
-    )
-
-
-def reserved(o: Options) -> Said:
-    """The memory that prefetchers leave reserved, made and ended one after the other."""
-    own = accelerator.get(o.device)
-    size = o.scaled((256, 224), (16, 64))
-    held = list[Any]()
-    batches = Slow(make_batches(4, *size, pin=o.on_gpu), count=12)
-    for made in range(1, _PREFETCHERS + 1):
-        prefetcher = DataPrefetcher(batches, o.device, mean=(0.5,) * 3, std=(0.5,) * 3, ahead=True)
-        for _ in prefetcher:
-            pass
-        prefetcher.close()
-        del prefetcher
-        gc.collect()
-        row: Row = {
-            "prefetchers": made,
-            "process MiB": round(psutil.Process().memory_info().rss / _MIB),
-        }
-        wait(o.device)
-        if memory := own.memory():
-            row |= {
-                "reserved MiB": round(memory.reserved / _MIB),
-                "allocated MiB": round(memory.allocated / _MIB),
-            }
-        held.append(row.get("reserved MiB", row["process MiB"]))
-        yield row
-    return (
-        f"{held[0]} MiB {'reserved' if o.on_gpu else 'in this process'} after one, {held[-1]} "
-        f"after {_PREFETCHERS}"
-    )
 
 
 def events(o: Options) -> Said:

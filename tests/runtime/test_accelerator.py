@@ -61,6 +61,21 @@ def test_work_on_one_stream_is_done_in_order(own: Accelerator) -> None:
     assert events[0].elapsed_time(events[-1]) / 1e3 == pytest.approx(sum(spans), abs=1e-3)
 
 
+@pytest.mark.parametrize("side", [False, True])
+def test_an_interval_read_backwards_is_negative(own: Accelerator, side: bool) -> None:
+    """Within 10 us, on one stream and between two; no document says so of an earlier event."""
+    other = own.side_stream() if side else own.stream()
+    early = marked(own)
+    other.wait_stream(own.stream())
+    late = own.event(timed=True)
+    with own.on(other):
+        own.delay(BUSY_S / 4)
+        late.record(other)
+    late.synchronize()
+    assert early.elapsed_time(late) > 0
+    assert late.elapsed_time(early) == pytest.approx(-early.elapsed_time(late), abs=0.01)
+
+
 @pytest.mark.parametrize("which", ["side_stream", "idle_stream"])
 def test_a_stream_does_not_wait_for_another(own: Accelerator, which: str) -> None:
     """An event of an idle one is passed at once (c10/cuda/CUDAStream.cpp makes them with
