@@ -53,7 +53,7 @@ class HostSensor(Sensor):
                 "read", tree.read_bytes()
             ),
             (Tag.THROTTLED_FRACTION,): lambda: self._most_throttled(groups),
-            (Tag.MEMORY_STALL_FRACTION,): lambda: self._short_of_memory(groups),
+            (Tag.MEMORY_STALL_FRACTION,): lambda: self._short_of_memory(groups, root),
         }
         if cores is not None:
             self._reads[(Tag.QUEUED_THREADS,)] = lambda: rates("queued", (tree.queued_s(),))
@@ -76,10 +76,14 @@ class HostSensor(Sensor):
         counters = psutil.disk_io_counters()
         return self._rates("disks", counters and (counters.read_bytes,))
 
-    def _short_of_memory(self, groups: Sequence[Path]) -> Figures:
+    def _short_of_memory(self, groups: Sequence[Path], root: Path) -> Figures:
         # the root group, which has no type, is the whole machine: others wait there too
         own = [group / "memory.pressure" for group in groups if (group / "cgroup.type").exists()]
-        return self._rates("memory", memory_stalled(own))
+        # groups of version 1 have no pressure: the machine's is the run's at the run's own limit
+        hits = [int(n) for group in groups for n in limits.words(group / "memory.failcnt")]
+        is_short = self._growth("limits", self._now(), sum(hits))
+        stalled = self._rates("memory", memory_stalled([*own, root / "proc/pressure/memory"]))
+        return stalled if own or is_short else ()
 
     def _most_throttled(self, groups: Sequence[Path]) -> Figures:
         shares = [self._growth(group, *counts) for group in groups if (counts := throttled(group))]

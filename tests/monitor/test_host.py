@@ -156,9 +156,18 @@ def test_what_others_take_is_not_known_without_what_is_ours(
     assert known == [False, True, False]
 
 
-@pytest.mark.parametrize("group", ["0::/", "4:memory:/job"])
-def test_a_neighbours_wait_for_memory_is_not_the_runs(machine: SimpleNamespace, group: str) -> None:
-    """Without a pressure of its own group, nothing is said of a run's wait for memory."""
+@pytest.mark.parametrize(
+    ("group", "hits", "stalled"),
+    [
+        pytest.param("0::/", 0, None, id="no group"),
+        pytest.param("4:memory:/job", 0, None, id="below its limit"),
+        pytest.param("4:memory:/job", 1, 0.4, id="at its limit"),
+    ],
+)
+def test_a_neighbours_wait_for_memory_is_not_the_runs(
+    machine: SimpleNamespace, group: str, hits: int, stalled: float | None
+) -> None:
+    """Without a pressure of its own, the machine's is the run's at the run's own limit alone."""
     sensor = None
     for second in range(2):
         pressure = f"some avg10=0 avg60=0 avg300=0 total={1_000_000 + second * 400_000}"
@@ -167,6 +176,7 @@ def test_a_neighbours_wait_for_memory_is_not_the_runs(machine: SimpleNamespace, 
             "proc/pressure/memory": pressure,
             # that of the whole machine, which has no type
             "sys/fs/cgroup/memory.pressure": pressure,
+            "sys/fs/cgroup/memory/job/memory.failcnt": f"{7 + second * hits}",
         }
         for name, text in files.items():
             (machine.root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +184,7 @@ def test_a_neighbours_wait_for_memory_is_not_the_runs(machine: SimpleNamespace, 
         sensor = sensor or source_of(machine)
         machine.now += 1.0
         sample = sensor.sample()
-    assert Tag.MEMORY_STALL_FRACTION not in sample
+    assert sample.get(Tag.MEMORY_STALL_FRACTION) == pytest.approx(stalled)
 
 
 def test_a_total_that_shrinks_gives_no_rate(machine: SimpleNamespace) -> None:
