@@ -411,8 +411,10 @@ class StepClock:
 def _images_in(batch: Any) -> int:
     items = [*batch.values()] if isinstance(batch, dict) else batch
     nested = isinstance(items, (tuple, list)) and items and hasattr(items[0], "__len__")
+    if not nested:
+        return len(items)
+    first = items[0]
     # a detector's pictures have sizes of their own
-    first = next(iter(items[0]), None) if nested and isinstance(items[0], (tuple, list)) else None
-    if getattr(first, "ndim", 0) == 3:
-        return len(items[0])
-    return _images_in(items[0]) if nested else len(items)
+    if isinstance(first, (tuple, list)) and getattr(next(iter(first), None), "ndim", 0) == 3:
+        return len(first)
+    return _images_in(first)

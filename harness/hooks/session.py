@@ -385,8 +385,8 @@ class Session(LoopTracker):
                 f"loader         {main.where}: batch_size={settings.batch_size} {settings}, "
                 f"{main.passes} passes, {main.batches} batches, {found['steps']} steps"
             )
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        if self.own.kind == "cpu" and not hidden and (idle := gpus.idle_names()):
+        idle = gpus.idle_names() if self.own.kind == "cpu" and not gpus.are_hidden() else []
+        if idle:
             how = "move the network and each batch to it: .to('cuda')"
             if not accelerator.count():
                 how = "this torch cannot use it; install a build for CUDA"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
@@ -23,19 +22,6 @@ if TYPE_CHECKING:
 
 # one for each tag, or none at all this time
 Figures = Sequence[float | None]
-
-
-def nvml_sees_gpu() -> tuple[str, list[str]] | None:
-    """Returns the driver's version and the GPUs' names by NVML; None without a GPU.
-
-    Does not import torch.
-    """
-    # no such package, no driver, or another module of its name
-    with suppress(Exception):
-        nvml = gpus.start_nvml()
-        if names := [str(nvml.nvmlDeviceGetName(handle)) for handle in gpus.handles(nvml)]:
-            return str(nvml.nvmlSystemGetDriverVersion()), names
-    return None
 
 
 class Sensor:

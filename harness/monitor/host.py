@@ -18,7 +18,8 @@ import psutil
 from ..clock.figures import Tag
 from ..runtime import limits
 from ..runtime.errors import rounded
-from .device import Figures, Sensor, nvml_sees_gpu
+from ..runtime.gpus import nvml_sees_gpu
+from .device import Figures, Sensor
 from .tree import Tree
 
 

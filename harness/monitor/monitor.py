@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,8 @@ from ..config import Config, ConfigError, Wandb
 from ..runtime import accelerator, limits
 from ..runtime.accelerator import Accelerator
 from ..runtime.distributed import World
-from .device import GpuSensor, Sensor, nvml_sees_gpu
+from ..runtime.gpus import are_hidden, nvml_sees_gpu
+from .device import GpuSensor, Sensor
 from .goodput import GoodputTimer
 from .host import HostSensor, Sampler
 from .wandb_writer import WandbWriter
@@ -81,8 +81,7 @@ def refuse_hidden_gpu(config: Config, world: World) -> None:
     Raises:
         ConfigError: names the driver, the GPU, torch's build and the way out.
     """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the user's own wish
-    if config.device != "auto" or world.device.type != "cpu" or hidden:
+    if config.device != "auto" or world.device.type != "cpu" or are_hidden():
         return
     if seen := nvml_sees_gpu():
         driver, names = seen

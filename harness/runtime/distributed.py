@@ -216,13 +216,25 @@ def gpus_for(local_size: int) -> list[int]:
         order.sort(
             key=lambda i: (
                 accelerator.get(f"cuda:{i}").lacks_kernels,
-                accelerator.use()[i] or (False, 0),
+                (accelerator.use()[i] or (False, 0))[:2],
             )
         )
     for i in order[:local_size]:
         if (found := accelerator.use()[i]) and not found.is_idle:
-            say(f"GPU {i} is shared: {found.text} of its memory are in use")
+            say(f"GPU {i} is already in use: {found.text} of its memory is taken")
     return order
+
+
+def _agreed_gpus(store: Any, rank: int, local_rank: int, local_size: int) -> Sequence[int]:
+    """Returns the GPUs of this node as its first rank finds them; none: in the order of torch."""
+    found = gpus_for(local_size) if local_rank == 0 else []
+    if accelerator.count() <= local_size:
+        return found
+    # another rank would take those that began before it for somebody else's processes
+    key = f"gpus/{rank - local_rank}"
+    if local_rank == 0:
+        store.set(key, json.dumps(found))
+    return list(json.loads(store.get(key)))
 
 
 def _prepared(
@@ -261,21 +273,13 @@ def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[Wo
         rank, size, local_size = (int(os.environ[name]) for name in names)
     chooses = config.device in ("auto", "cuda")
     if size == 1:
-        gpus = gpus_for(1) if chooses else []
-        yield World(rank, 1, local_rank, 1, _prepared(config, local_rank, 1, gpus))
+        device = _prepared(config, local_rank, 1, gpus_for(1) if chooses else [])
+        yield World(rank, 1, local_rank, 1, device)
         return
     asked = config.dist.backend
     try:
         with _rendezvous(config, place, rank, size) as store:
-            gpus = []
-            if chooses and local_rank == 0:
-                gpus = gpus_for(local_size)
-            if chooses and accelerator.count() > local_size:
-                # of one rank, before others' processes could be taken for somebody else's
-                key = f"gpus/{rank - local_rank}"
-                if local_rank == 0:
-                    store.set(key, json.dumps(gpus))
-                gpus = json.loads(store.get(key))
+            gpus = _agreed_gpus(store, rank, local_rank, local_size) if chooses else []
             device = _prepared(config, local_rank, local_size, gpus)
             own = accelerator.get(device)
             if asked is DistBackend.nccl and own.collective != "nccl":
@@ -326,18 +330,18 @@ def choose_device(
         if device.index is not None and local_size > 1:
             raise ConfigError(f"device={name}: one device for {local_size} ranks; use device=cuda")
         # a launcher may show each rank its own GPU alone, as Slurm's --gpus-per-task=1 does
-        index = device.index
-        if index is None:
-            index = local_rank if count > 1 else 0
-            index = gpus[index] if index < len(gpus) else index
+        place = local_rank if count > 1 else 0
+        index = gpus[place] if place < len(gpus) else place
+        if device.index is not None:
+            index = device.index
         if index >= count:
             raise ConfigError(f"device={name}: there is no device {index}; torch sees {count}")
         own = accelerator.get(torch.device("cuda", index))
         if own.lacks_kernels:
             raise ConfigError(
                 f"device={name}: torch {torch.__version__} has no kernels for GPU {index} "
-                f"({own.name}); install a torch build that has, such as one for CUDA 12.6, or set "
-                "device=cpu"
+                f"({own.name}); install a torch build that has them, such as one for CUDA 12.6, or "
+                "set device=cpu"
             )
         return own.device
     if device.type == "mps" and not torch.backends.mps.is_available():

@@ -45,9 +45,27 @@ def handle_of(nvml: Any, uuid: str) -> tuple[Any, bool]:
         return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"), True
 
 
-def handles(nvml: Any) -> list[Any]:
+def _handles(nvml: Any) -> list[Any]:
     """Returns the handles of all GPUs of this machine."""
     return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+
+
+def are_hidden() -> bool:
+    """Whether the user has hidden all GPUs from this process."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+
+
+def nvml_sees_gpu() -> tuple[str, list[str]] | None:
+    """Returns the driver's version and the GPUs' names by NVML; None without a GPU.
+
+    Does not import torch.
+    """
+    # no such package, no driver, or another module of its name
+    with suppress(Exception):
+        nvml = start_nvml()
+        if names := [str(nvml.nvmlDeviceGetName(handle)) for handle in _handles(nvml)]:
+            return str(nvml.nvmlSystemGetDriverVersion()), names
+    return None
 
 
 def use(nvml: Any, handle: Any) -> Use:
@@ -66,7 +84,7 @@ def idle_names() -> list[str]:
         nvml = start_nvml()
         return [
             str(nvml.nvmlDeviceGetName(handle))
-            for handle in handles(nvml)
+            for handle in _handles(nvml)
             if use(nvml, handle).is_idle
         ]
     return []

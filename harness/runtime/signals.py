@@ -177,8 +177,9 @@ def _guard(reader: int, own: list[signal.Signals]) -> None:
             left_s = max(0.0, first_s + grace_s - time.monotonic())
         if not connection.wait([reader], left_s):
             late = f", not saved within checkpoint.grace_s={_grace_s:g}" if _grace_s else _STARTING
-            with suppress(Exception):
-                late = _rescue() if _rescue else late
+            if _rescue:
+                with suppress(Exception):
+                    late = _rescue()
             _end(first, late)
         number = os.read(reader, 1)
         if number in (b"", _END):

@@ -150,8 +150,9 @@ class CheckpointWriter:
                 raise
         if self._saved == (state.step, state.pending):
             return
-        file = self._file
-        # memory that was filled before is faster
+        # Memory that was filled before is faster. The last save may come from another thread, while
+        # the one before hangs.
+        file = BytesIO() if at_once else self._file
         file.seek(0)
         # "stop" is where the order of this epoch ends, of all ranks
         # the digest of the whole file makes torch's checksums needless, and they take longer

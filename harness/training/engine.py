@@ -120,8 +120,8 @@ class Engine:
         self._trace = profile.Trace(steps, self.folder, monitor.clock.pause)
         # an event behind each of the newest updates, and the state's counts then
         self._updates: deque[tuple[Any, dict[str, Any], int]] = deque(maxlen=8)
-        self._may_hang = world.size > 1 and self._own.has_streams
-        if self._may_hang and world.is_main:
+        self._may_hang = world.size > 1 and world.is_main and self._own.has_streams
+        if self._may_hang:
             signals.set_rescue(self._rescue)
 
     def fit(self) -> None:
@@ -236,7 +236,8 @@ class Engine:
         if not self._may_hang:
             return
         state = self.state
-        event = self._updates[0][0] if len(self._updates) == 8 else self._own.event()
+        is_full = len(self._updates) == self._updates.maxlen
+        event = self._updates[0][0] if is_full else self._own.event()
         event.record(self._own.stream())
         counts = {name: getattr(state, name) for name in checkpoint_read.COUNTS}
         self._updates.append((event, counts, state.schedule.last_epoch))
@@ -245,9 +246,8 @@ class Engine:
         """Saves the last update that the device has done, past a collective that hangs there."""
         self._own.make_current()
         state = self.state
-        _, counts, state.schedule.last_epoch = [done for done in self._updates if done[0].query()][
-            -1
-        ]
+        done = [update for update in self._updates if update[0].query()]
+        _, counts, state.schedule.last_epoch = done[-1]
         for name, value in counts.items():
             setattr(state, name, value)
         # the network's own stream would wait for the lost rank

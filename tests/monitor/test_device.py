@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harness.clock.figures import Tag
-from harness.monitor.device import GpuSensor, nvml_sees_gpu
+from harness.monitor.device import GpuSensor
 from harness.runtime import gpus
 from harness.runtime.folder import LOGGER
 
@@ -316,7 +316,7 @@ def test_nvml_names_driver_and_gpus(install: Callable[[Nvml | None], None]) -> N
     """What the driver sees."""
     nvml = Nvml()
     install(nvml)
-    assert nvml_sees_gpu() == ("570.1", ["NVIDIA of handle 0", "NVIDIA of handle 1"])
+    assert gpus.nvml_sees_gpu() == ("570.1", ["NVIDIA of handle 0", "NVIDIA of handle 1"])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_nvml_without_gpus_sees_none(
 ) -> None:
     """Without a GPU the answer is None, whatever the reason."""
     install(nvml)
-    assert nvml_sees_gpu() is None
+    assert gpus.nvml_sees_gpu() is None
 
 
 @pytest.mark.cuda_values

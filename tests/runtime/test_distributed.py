@@ -143,7 +143,11 @@ def test_idle_gpus_are_taken(
 ) -> None:
     """Ranks take GPUs that nobody uses, in their order, then those with most memory free."""
     see_gpus(monkeypatch, 3)
-    found = [Use(bool(count), gib, "") for count, gib in zip(tenants, used_gib, strict=True)]
+    found = [
+        # the texts are in another order than the numbers
+        Use(bool(tenants[i]), used_gib[i], f"{9 - i}.0 of 80.0 GB")
+        for i in range(3)
+    ]
     monkeypatch.setattr(accelerator, "use", lambda: found)
     monkeypatch.setattr(accelerator.Cuda, "name", "a card")
     assert distributed.gpus_for(ranks)[:ranks] == expected

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -279,14 +280,24 @@ def test_the_last_whole_update_is_saved_while_a_rank_is_lost(
     state = engine.state
     state.config.checkpoint.enabled = True
     engine._may_hang = True
+    engine.saves = CheckpointWriter(state, engine.order, engine.folder, ("a",))
     events = iter([True, True, True, False, False])
     monkeypatch.setattr(engine._own, "event", lambda: Mock(query=Mock(return_value=next(events))))
     for step in range(1, 6):
         state.step = state.schedule.last_epoch = step
         state.samples = 2 * step
         engine._note_update()
-    engine.saves = CheckpointWriter(state, engine.order, engine.folder, ("a",))
+    files = []
+
+    def save(content: object, file: BytesIO, _save: Callable[..., None] = torch.save) -> None:
+        files.append(file)
+        _save(content, file)
+
+    monkeypatch.setattr(torch, "save", save)
+    engine.saves.save()
     engine._rescue()
     saved = checkpoint_read.read(engine.folder / "checkpoints/last.pt")
     assert [saved.state[name] for name in ("step", "samples")] == [3, 6]
     assert saved.state["schedule"]["last_epoch"] == 3
+    # the one before may hang while it writes
+    assert files[0] is not files[1]
