@@ -13,7 +13,7 @@ from pathlib import Path
 import jobs
 import psutil
 import pytest
-from commands import python, ran
+from commands import python
 from samples import is_alive
 
 from harness.runtime import launch, signals
@@ -130,13 +130,14 @@ def test_a_signal_is_passed_on() -> None:
 
 STARTED = """
 import os
+import jobs
 from multiprocessing.context import SpawnProcess
 from harness.runtime import launch, signals
 start = SpawnProcess.start
 SpawnProcess.start = lambda process: (os.kill(os.getpid(), 15), start(process))
 with signals.handle_signals(grace_s=0):
     try:
-        launch.run_processes(print, None, 1)
+        launch.run_processes(jobs.say_pid_and_stay, None, 1)
     except launch.ProcessError as error:
         print(error.exit_code)
 """
@@ -144,7 +145,7 @@ with signals.handle_signals(grace_s=0):
 
 def test_a_signal_while_processes_start_cuts_no_start_short() -> None:
     """The processes start, are then told to end, and the signal's exit code comes home."""
-    done = ran(sys.executable, "-c", STARTED)
+    done = python(STARTED)
     assert (done.returncode, done.stdout.splitlines()[-1:], done.stderr) == (0, ["143"], "")
 
 
