@@ -44,6 +44,7 @@ def evaluate(
     network.eval()
     # counts are exact up to 2**53 in float64, which Apple's GPUs do not have
     dtype = torch.float32 if world.device.type == "mps" else torch.float64
+    images_seen = 0
     # images, top-1, top-5, loss
     sums = torch.zeros(4, device=world.device, dtype=dtype)
     for images, labels in batches:
@@ -55,8 +56,8 @@ def evaluate(
         # top-1 and top-5 in one
         answers = logits.topk(min(5, logits.shape[1]), dim=1).indices
         best = answers == labels.unsqueeze(1)
-        count = torch.full_like(loss, len(labels))
-        sums += torch.stack((count, best[:, 0].sum(), best.sum(), loss))
+        images_seen += len(labels)
+        sums[1:] += torch.stack((best[:, 0].sum(), best.sum(), loss))
         if kept is not None:
             kept.append((labels.clone(), answers[:, 0], scores.softmax(1).amax(1)))
         if signals.received():
@@ -64,6 +65,7 @@ def evaluate(
     signum = int(world.largest(signals.received())[0])
     if signum:
         raise Interrupted(signum)
+    sums[0] = images_seen
     # the host waits for the device
-    images_seen, *totals = world.total(sums).tolist()
-    return Evaluation(int(images_seen), *(total / images_seen for total in totals))
+    seen, *totals = world.total(sums).tolist()
+    return Evaluation(int(seen), *(total / seen for total in totals))

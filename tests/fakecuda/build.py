@@ -1,4 +1,7 @@
-"""Builds the made-up CUDA runtime, once for each state of its sources and each torch."""
+"""Builds the made-up CUDA runtime, once for each state of its sources and each torch.
+
+``python -m tests.fakecuda.build COMMAND...`` runs a command on it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,6 +25,8 @@ TRIED = (2, 11), (2, 15)
 ANY_TORCH = "FAKE_CUDA_ANY_TORCH"
 # torch's libraries look the driver up by this name, and find the preloaded library
 DRIVER = "libcuda.so.1"
+# nvidia-ml-py looks this one up, and finds the same library by the link
+NVML = "libnvidia-ml.so.1"
 
 
 def unavailable() -> str | None:
@@ -41,8 +47,15 @@ def unavailable() -> str | None:
 
 def environment() -> dict[str, str]:
     """Returns this process's variables, with which a new one sees the made-up GPUs."""
-    preloaded = str(_built() / DRIVER)
-    return {**os.environ, "LD_PRELOAD": preloaded, "CUDA_MODULE_LOADING": "LAZY"}
+    folder = _built()
+    paths = [str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LD_PRELOAD": str(folder / DRIVER),
+        "LD_LIBRARY_PATH": str(folder),
+        "CUDA_MODULE_LOADING": "LAZY",
+    }
 
 
 def _headers() -> Path | None:
@@ -79,3 +92,8 @@ def _compile(folder: Path) -> None:
     command += [f"-Wl,-soname,{DRIVER}", "-o", str(folder / DRIVER)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    (folder / NVML).symlink_to(DRIVER)
+
+
+if __name__ == "__main__":
+    os.execvpe(sys.argv[1], sys.argv[1:], environment())

@@ -18,8 +18,7 @@ static const int kWarp = 32;
 static const int kSharedBytes = 49152;
 static const int kSharedBytesOptin = 232448;
 
-// The same bytes as the made-up NVML gives in its UUIDs.
-static void write_uuid(char* bytes, int device) {
+void write_uuid(char* bytes, int device) {
   for (int i = 0; i < 16; i++) bytes[i] = (char)(16 * device + i);
 }
 
@@ -46,7 +45,7 @@ EXPORT cudaError_t cudaSetDevice(int device) {
 EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   cudaDeviceProp& p = *properties;
   memset(&p, 0, sizeof p);
-  strcpy(p.name, "Made-up GPU");
+  strcpy(p.name, kDeviceName);
   write_uuid(p.uuid.bytes, device);
   p.totalGlobalMem = settings().memory_bytes;
   p.major = settings().major;

@@ -40,10 +40,47 @@ std::function<void()> fill(const std::string& name, void** arguments) {
   };
 }
 
+// torch's `cat` of tensors with one dimension. Arguments are the output, and of at most N inputs their
+// places, offsets, sizes and numbers of values, whether they are contiguous, and sizes and strides.
+std::function<void()> cat(const std::string& name, void** arguments, unsigned inputs) {
+  int bytes, dimensions, most;
+  const char* type = strstr(name.c_str(), "OpaqueTypeILj");
+  if (!type || sscanf(type, "OpaqueTypeILj%dEEEjLi%dELi%dE", &bytes, &dimensions, &most) != 3 ||
+      dimensions != 1)
+    return nullptr;
+  struct Layout { unsigned sizes[4], strides[4]; };
+  struct Input { const char* from; unsigned count, stride; };
+  std::vector<Input> all;
+  auto* places = (const char**)arguments[1];
+  auto* counts = (unsigned*)(places + most) + 2 * most;
+  auto* contiguous = (bool*)(counts + most);
+  auto* layouts = (Layout*)(contiguous + most);
+  for (unsigned i = 0; i < inputs; i++)
+    all.push_back({places[i], counts[i], contiguous[i] ? 1 : layouts[i].strides[0]});
+  char* output = *(char**)arguments[0] + (size_t)bytes * ((unsigned*)(places + most))[0];
+  return [=] {
+    char* to = output;
+    for (auto& input : all)
+      for (unsigned i = 0; i < input.count; i++, to += bytes)
+        memcpy(to, input.from + (size_t)i * input.stride * bytes, bytes);
+  };
+}
+
+// torch's `topk`: the first ones are the largest, whatever the values are.
+std::function<void()> topk(void** arguments) {
+  unsigned k = *(unsigned*)arguments[2], rows = *(unsigned*)arguments[4];
+  auto* indices = *(int64_t**)arguments[8];
+  return [=] {
+    for (size_t i = 0; i < (size_t)rows * k; i++) indices[i] = i % k;
+  };
+}
+
 // What the kernel `name` computes, as far as a test needs it.
-std::function<void()> work_of(const std::string& name, void** arguments) {
+std::function<void()> work_of(const std::string& name, void** arguments, unsigned blocks_y) {
   if (contains(name, "vectorized_elementwise_kernel") && contains(name, "FillFunctorI"))
     return fill(name, arguments);
+  if (contains(name, "CatArrayBatchedCopy")) return cat(name, arguments, blocks_y);
+  if (contains(name, "sbtopk10gatherTopKI")) return topk(arguments);
   return nullptr;
 }
 
@@ -53,7 +90,7 @@ double seconds_of(const std::string& name, void** arguments) {
   return settings().kernel_s;
 }
 
-cudaError_t launch(const void* function, void** arguments, cudaStream_t stream) {
+cudaError_t launch(const void* function, dim3 grid, void** arguments, cudaStream_t stream) {
   COUNT_AS("cudaLaunchKernel");
   std::string name;
   {
@@ -63,7 +100,7 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t stream) 
   if (settings().verbose) fprintf(stderr, "fakecuda: kernel %s\n", name.c_str());
   Operation operation;
   operation.seconds = seconds_of(name, arguments);
-  operation.work = work_of(name, arguments);
+  operation.work = work_of(name, arguments, grid.y);
   stream_of(stream).add(std::move(operation), true);
   return cudaSuccess;
 }
@@ -89,24 +126,24 @@ extern "C" void fakecuda_launch_empty(void* stream) {
   stream_of((cudaStream_t)stream).add(std::move(operation), true);
 }
 
-EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** arguments, size_t,
+EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3, void** arguments, size_t,
                                     cudaStream_t stream) {
-  return launch(function, arguments, stream);
+  return launch(function, grid, arguments, stream);
 }
 
-EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3, dim3, void** arguments,
-                                               size_t, cudaStream_t stream) {
-  return launch(function, arguments, stream);
+EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3,
+                                               void** arguments, size_t, cudaStream_t stream) {
+  return launch(function, grid, arguments, stream);
 }
 
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration, const void* function,
                                        void** arguments) {
-  return launch(function, arguments, configuration->stream);
+  return launch(function, configuration->gridDim, arguments, configuration->stream);
 }
 
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** arguments, size_t,
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3, void** arguments, size_t,
                                       cudaStream_t stream) {
-  return launch((const void*)kernel, arguments, stream);
+  return launch((const void*)kernel, grid, arguments, stream);
 }
 
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {

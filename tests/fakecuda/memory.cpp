@@ -92,6 +92,12 @@ cudaError_t copy(void* to, const void* from, size_t size, cudaStream_t stream, b
 }
 
 }  // namespace
+
+size_t used_bytes(int device) {
+  std::lock_guard<std::mutex> guard(mutex);
+  return used[device];
+}
+
 }  // namespace fakecuda
 
 using namespace fakecuda;

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-# cuDNN brings a CUDA runtime of its own
-torch.backends.cudnn.enabled = False
-
 
 def _described(tensor: torch.Tensor, _repr: Any = torch.Tensor.__repr__, **how: Any) -> str:
     """Returns what a tensor is; its values would be printed by kernels that compute nothing."""

@@ -69,6 +69,7 @@ struct Operation {
   std::function<void()> work;    // done by the stream's thread
   RecordingPtr awaited;          // of another stream: begin when it is passed
   RecordingPtr recorded;         // passed when this is done
+  bool is_kernel = false;        // set by the stream
   double issued_s = 0;           // set by the stream
   uint64_t place = 0;            // set by the stream
 };
@@ -103,5 +104,14 @@ Stream& stream_of(cudaStream_t handle);
 
 // Waits until the device has done all work of all its streams, spinning as the driver does.
 void synchronize_device(int device);
+
+// For nvml.cpp.
+const char* const kDeviceName = "Made-up GPU";
+// 16 of them, which tell the devices apart.
+void write_uuid(char* bytes, int device);
+// Bytes of the device that this process has allocated.
+size_t used_bytes(int device);
+// Seconds between two times in which a kernel ran on the device; 0 is the process's begin.
+double busy_seconds(int device, double from_s, double to_s);
 
 }  // namespace fakecuda

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
 #include <thread>
 #include <vector>
 
@@ -21,6 +22,41 @@ static void sleep_until(double seconds) {
 
 // How late a stream's thread may come to real work without the device's clock being late too.
 static const double kLateness_s = 2e-4;
+
+namespace {
+struct Interval {
+  double begin_s, end_s;
+};
+// When kernels ran, by device: the last ones, which do not overlap, and the sum of all.
+struct Busy {
+  std::deque<Interval> last;
+  double total_s = 0;
+
+  void add(double begin_s, double end_s) {
+    if (!last.empty()) begin_s = std::max(begin_s, last.back().end_s);
+    if (begin_s >= end_s) return;
+    total_s += end_s - begin_s;
+    last.push_back({begin_s, end_s});
+    while (last.front().end_s < end_s - 2) last.pop_front();
+  }
+};
+auto& busy_mutex = *new std::mutex;
+auto& busy = *new std::map<int, Busy>;
+}  // namespace
+
+double busy_seconds(int device, double from_s, double to_s) {
+  std::lock_guard<std::mutex> guard(busy_mutex);
+  auto& of = busy[device];
+  double sum_s = from_s > 0 ? 0 : of.total_s;
+  for (auto& each : of.last) {
+    if (from_s > 0)
+      sum_s += std::max(0.0, std::min(each.end_s, to_s) - std::max(each.begin_s, from_s));
+    else
+      // what is still to come
+      sum_s -= std::max(0.0, each.end_s - std::max(each.begin_s, to_s));
+  }
+  return sum_s;
+}
 
 bool Recording::passed() const { return stream->done_count_.load() >= place; }
 
@@ -44,6 +80,7 @@ void Stream::add(Operation operation, bool is_launch) {
     }
   }
   operation.issued_s = now();
+  operation.is_kernel = is_launch;
   std::unique_lock<std::mutex> lock(mutex_);
   while (is_launch && queue_.size() >= settings().queue_depth) {
     lock.unlock();
@@ -79,6 +116,10 @@ double Stream::perform(Operation& operation, double free_s) {
     begin_s = std::max(begin_s, operation.awaited->passed_s);
   }
   double end_s = begin_s + operation.seconds;
+  if (operation.is_kernel) {
+    std::lock_guard<std::mutex> guard(busy_mutex);
+    busy[device].add(begin_s, end_s);
+  }
   if (operation.work) {
     operation.work();
     end_s = std::max(end_s, now() - kLateness_s);
