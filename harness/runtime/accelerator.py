@@ -51,7 +51,7 @@ class Accelerator:
             both.
         collective: the process group's backend.
         device: what tensors are put on.
-        place: the device that process groups and DDP are told of; None: the host.
+        place: the device that process groups are told of; None: the host.
     """
 
     half_precision = "bf16"

@@ -119,12 +119,9 @@ class Step:
             # DDP's hooks are on what was trained when it was made; the former one goes first
             self.model = network
         if self.world.size > 1 and self.model is network:
-            place = accelerator.get(self.world.device).place
-            places = None if place is None else [place]
             unused = self.config.dist.find_unused_parameters
-            self.model = DistributedDataParallel(
-                network, device_ids=places, find_unused_parameters=unused
-            )
+            # without its device: batches are there
+            self.model = DistributedDataParallel(network, find_unused_parameters=unused)
 
     def check_last_batch(self, length: int) -> None:
         """Raises what a batch norm would on the last batch, of one image, of ``length`` images."""
