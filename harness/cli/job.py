@@ -131,7 +131,7 @@ def main_worker(local_rank: int, job: Job) -> None:
         folder.logging_to(job.folder, world.rank),
         console.speaking(world.is_main),
     ):
-        refuse_hidden_gpu(config, world)
+        refuse_hidden_gpu(config)
         if config.mode is Mode.verify:
             _verify(world, job)
             return

@@ -75,13 +75,13 @@ def sampling(own: Accelerator, ranks: int, interval_s: float) -> Sampler:
     return Sampler(sensors, interval_s)
 
 
-def refuse_hidden_gpu(config: Config, world: World) -> None:
+def refuse_hidden_gpu(config: Config) -> None:
     """Stop where the driver sees a GPU and torch does not.
 
     Raises:
         ConfigError: names the driver, the GPU, torch's build and the way out.
     """
-    if config.device != "auto" or world.device.type != "cpu" or are_hidden():
+    if config.device != "auto" or accelerator.count() or are_hidden():
         return
     if seen := nvml_sees_gpu():
         driver, names = seen

@@ -24,13 +24,13 @@ def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch: pytest.MonkeyPat
         ConfigError,
         match=r"device=auto: the driver \(550\.54\) has NVIDIA Test GPU, but torch .* device=cpu",
     ):
-        monitor.refuse_hidden_gpu(Config(), CPU)
-    monitor.refuse_hidden_gpu(Config(device="cpu"), CPU)
+        monitor.refuse_hidden_gpu(Config())
+    monitor.refuse_hidden_gpu(Config(device="cpu"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monitor.refuse_hidden_gpu(Config(), CPU)
+    monitor.refuse_hidden_gpu(Config())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(monitor, "nvml_sees_gpu", lambda: None)
-    monitor.refuse_hidden_gpu(Config(), CPU)
+    monitor.refuse_hidden_gpu(Config())
 
 
 @pytest.mark.parametrize(
