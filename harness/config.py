@@ -618,7 +618,9 @@ class Config:
         "bounds training; or verify that every image can be read.",
     )
     seed: int = setting(0, "Seed of everything random.", ge=0, le=2**32 - 1)
-    device: str = setting("auto", "auto (an idle GPU, else cpu), cpu, cuda, cuda:N or mps.")
+    device: str = setting(
+        "auto", "auto (an idle GPU, else cpu), cpu, cuda, cuda:N or mps (never run by us)."
+    )
     resume: str | None = setting(
         None,
         "null: start at epoch 1; auto: go on in this run's folder, if it holds a checkpoint; a "

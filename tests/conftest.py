@@ -20,6 +20,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 import numpy as np
 import pytest
 import torch
+from generic import GenericCuda
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -29,7 +30,7 @@ from harness import config as schema
 from harness.cli.compose import register
 from harness.config import Config
 from harness.monitor.host import Neighbours
-from harness.runtime import signals
+from harness.runtime import accelerator, signals
 from harness.training.checkpoint_write import StopAgreement
 from tests.fakecuda import items as fakecuda
 
@@ -142,6 +143,13 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
 
     monkeypatch.setattr(StopAgreement, "ask", heard)
     return lambda step: at.__setitem__(0, -1 if step is None else step)
+
+
+@pytest.fixture(params=["cuda", "generic"])
+def cuda_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has CUDA served by its own class, and by the one for devices of any type."""
+    if request.param == "generic":
+        monkeypatch.setattr(accelerator, "Cuda", GenericCuda)
 
 
 @pytest.fixture

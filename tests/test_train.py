@@ -247,6 +247,16 @@ def test_tuning_that_made_steps_needs_no_other(
 
 
 @pytest.mark.usefixtures("kept_globals")
+def test_a_report_names_a_device_of_any_type(composed: Composed, tmp_path: Path) -> None:
+    """Not CUDA's alone."""
+    device = Gpu()
+    device.kind = "xpu"
+    with emulated(device):
+        report = run_here(composed(*ONE_STEP), tmp_path / "run")
+    assert report["environment"]["device"] == device.name
+
+
+@pytest.mark.usefixtures("kept_globals")
 def test_the_peaks_of_a_gpus_memory_are_told(
     composed: Composed,
     tmp_path: Path,

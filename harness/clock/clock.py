@@ -66,9 +66,9 @@ class StepClock:
 
     A wait while the device has queued work is no stall, and work between two steps is no stall.
     Without device events the stall is ``data_wait_fraction``; on a CPU prepare is the rest of
-    ``next()`` once the feed has given its batch, and host is what is left. On a device of another
-    type than cpu, cuda and mps it is None. A step's device figures may fall into the window after
-    its own.
+    ``next()`` once the feed has given its batch, and host is what is left. Where nothing tells when
+    the device is at work it is None. A step's device figures may fall into the window after its
+    own.
 
     Args:
         device: where the network runs.
@@ -87,7 +87,7 @@ class StepClock:
         self.now = now or own.now
         self._timeline = Timeline(own, self.now) if own.has_streams else None
         # when a call returns, a CPU has done its work; MPS has not
-        self._times_compute = own.kind == "cpu" and not own.has_streams
+        self._times_compute = own.is_host and not own.has_streams
         self._tells = own.tells
         # of the open window, and of those that are closed
         self._ledger = Ledger()

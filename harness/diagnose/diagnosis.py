@@ -641,7 +641,7 @@ def fitting_batch(feeds: Feeds, trainee: StepBenchmark) -> tuple[int, list[str]]
     Of longer steps, as on a CPU, a diagnosis would see too few.
     """
     size = feeds.config.loader.batch_size
-    if accelerator.get(trainee.device).kind == "cuda":
+    if accelerator.get(trainee.device).has_streams:
         return size, []
     # batch normalisation needs more than one image
     run = trainee.demand(feeds.noise(2), 0.0)

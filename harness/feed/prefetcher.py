@@ -40,10 +40,10 @@ _SMALL = 1 << 15
 class DataPrefetcher:
     """An iterator over device batches ``(images, labels)``.
 
-    On CUDA, a thread takes batches from ``loader`` and issues their copy and normalisation on a
-    side stream while the step runs; it is one batch ahead of what was asked for. ``next()`` first
-    sleeps until the device has at most one step left, so that the host is never more than two
-    steps ahead, nor their batches' memory. Elsewhere, and with
+    Where there are streams, as on CUDA, a thread takes batches from ``loader`` and issues their
+    copy and normalisation on a side stream while the step runs; it is one batch ahead of what was
+    asked for. ``next()`` first sleeps until the device has at most one step left, so that the host
+    is never more than two steps ahead, nor their batches' memory. Elsewhere, and with
     ``ahead=False``, each batch is moved when it is asked for. On a CPU it is normalised into memory
     of earlier batches that no tensor and no array holds any more; up to three batches of memory
     stay with the prefetcher. Each ``iter()`` is a new pass and ends the pass before.
@@ -97,7 +97,7 @@ class DataPrefetcher:
             normalise = Normalise(self.device, mean, std, dtype, channels_last)
         made_there = isinstance(loader, Backend) and loader.made_on_device
         self._transfer = _Transfer(own, stream, ahead, clock, made_there, augment, normalise, mix)
-        self._lead = HostLeadLimiter(own, clock) if own.has_streams else None
+        self._lead = HostLeadLimiter(own, clock) if own.has_events else None
         self._pass: Batches | None = None
         self._end_pass: Callable[[], Any] | None = None
 
@@ -174,7 +174,7 @@ class Normalise:
             raise ValueError(f"DataPrefetcher: dtype={dtype}: use float32, bfloat16 or float16")
         self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._on_host = accelerator.get(device).kind == "cpu"
+        self._on_host = accelerator.get(device).is_host
         scaled = torch.from_numpy(np.stack([255.0 * values[0], 1.0 / (255.0 * values[1])]))
         self._mean, self._scale = scaled.float().to(device)[:, None, :, None, None]
         # of results on a CPU

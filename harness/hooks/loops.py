@@ -311,7 +311,7 @@ class LoopTracker:
     @property
     def forward_ms(self) -> float | None:
         """Mean host time from a batch to ``backward``; None: unknown, or the device's affair."""
-        if not self.forwards or self.own.kind != "cpu":
+        if not self.forwards or not self.own.is_host:
             return None
         return 1e3 * self.forward_s / self.forwards
 

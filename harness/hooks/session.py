@@ -94,7 +94,7 @@ def better(verdict: Verdict, followed: WatchedLoader) -> LoaderCall | None:
     arguments: dict[str, object] = {"num_workers": workers}
     if not own.persistent_workers and followed.passes > 1:
         arguments["persistent_workers"] = True
-    if found.device == "cuda" and not own.pin_memory:
+    if found.window.stall_basis == "device" and not own.pin_memory:
         arguments["pin_memory"] = True
     note = ""
     stages = found.stages.stages if found.stages else {}
@@ -361,7 +361,7 @@ class Session(LoopTracker):
             evidence,
             self._stated(verdict),
             self.world_size,
-            self.own.name if self.own.kind == "cuda" else None,
+            None if self.own.is_host else self.own.name,
             status=status,
             epochs=main.passes if main else 0,
             steps=self.updates,
@@ -385,7 +385,7 @@ class Session(LoopTracker):
                 f"loader         {main.where}: batch_size={settings.batch_size} {settings}, "
                 f"{main.passes} passes, {main.batches} batches, {found['steps']} steps"
             )
-        idle = gpus.idle_names() if self.own.kind == "cpu" and not gpus.are_hidden() else []
+        idle = gpus.idle_names() if self.own.is_host and not gpus.are_hidden() else []
         if idle:
             how = "move the network and each batch to it: .to('cuda')"
             if not accelerator.count():

@@ -154,7 +154,7 @@ class Evidence:
         autotuned: whether the loader's settings are those of a search.
         ranks: every rank's figures, where there are several.
         trainer: the network's settings.
-        half_precision: the faster of bf16 and fp16 on the device.
+        half_precision: the faster of bf16 and fp16 on the device; None: not known.
         window_steps: steps in one logged window.
         cores_from: where the number of cores is said.
         most_workers: workers that are worth a try and fit; None: the tuner's cap, max(8, 4 a core).
@@ -193,7 +193,7 @@ class Evidence:
     autotuned: bool
     ranks: tuple[RankFigures, ...] = ()
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    half_precision: str = "bf16"
+    half_precision: str | None = None
     window_steps: int = 10
     cores_from: str = ""
     most_workers: int | None = None

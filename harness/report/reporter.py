@@ -141,7 +141,7 @@ class Reporter:
             evidence,
             stated(judge(evidence)),
             world.size,
-            own.name if own.kind == "cuda" else None,
+            None if own.is_host else own.name,
             engine.worker_s,
             **_progress(engine),
             global_batch_size=loader.batch_size * world.size * trainer.accumulate_steps,

@@ -87,7 +87,7 @@ def explain_unharmed(r: Evidence) -> Verdict:
     if r.compute is None:
         return Verdict("unknown", r, why="no compute")
     change: dict[str, bool | str] = {}
-    if r.device == "cuda":
+    if r.half_precision:
         if r.trainer.precision is Precision.fp32:
             change["trainer.precision"] = r.half_precision
         if not r.trainer.channels_last:
@@ -144,7 +144,7 @@ def more_in_flight(r: Evidence) -> Change:
 
 def explain_copy_bound(r: Evidence) -> Verdict:
     """Returns that batches that are here wait to be brought to the device and normalised."""
-    pins = r.device == "cuda" and not r.settings.pin_memory
+    pins = r.window.stall_basis == "device" and not r.settings.pin_memory
     return Verdict("copy", r, {"loader.pin_memory": True} if pins else {})
 
 

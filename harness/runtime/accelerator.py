@@ -1,8 +1,9 @@
 """Wraps the devices that a network may run on; no other file uses ``torch.cuda``.
 
 On CUDA the host runs ahead: work is queued on streams, and events tell when the device has done it.
-Elsewhere nothing is queued that we could time, and the methods for streams do nothing. Tests put an
-emulated device in the place of ``get``.
+So it is on any other type that ``torch.accelerator`` names, if a try shows it. Elsewhere nothing is
+queued that we could time, and the methods for streams do nothing. Tests put an emulated device in
+the place of ``get``.
 """
 
 from __future__ import annotations
@@ -39,23 +40,28 @@ class MemoryUse(NamedTuple):
 
 
 class Accelerator:
-    """A device without streams: a CPU, whose work is done when the call returns, or another.
-
-    Of Apple's GPUs the work is waited for; of other types it is not known when it is done.
+    """A device without streams, as a CPU is, whose work is done when the call returns.
 
     Attributes:
         kind: cpu, cuda, mps, or torch's name of another type.
         tells: whether it is known when the device is at work.
-        half_precision: the setting ``trainer.precision`` that is fast on it.
-        has_streams: whether the host runs ahead, copies run beside the network, and events time
-            both.
+        half_precision: the setting ``trainer.precision`` that is fast on it; None: not known.
+        has_events: whether the host runs ahead, and events tell when work is done.
+        has_streams: whether copies from page-locked memory run beside the network too, and events
+            time both.
+        has_float64: whether it computes in float64.
+        skips_updates: whether torch's fused optimizers heed ``found_inf`` on it.
         collective: the process group's backend.
         device: what tensors are put on.
         place: the device that process groups are told of; None: the host.
     """
 
-    half_precision = "bf16"
+    tells = True
+    half_precision: str | None = None
+    has_events = False
     has_streams = False
+    has_float64 = True
+    skips_updates = True
     collective = "gloo"
     # seconds, monotonic
     now: Callable[[], float] = staticmethod(time.perf_counter)
@@ -65,13 +71,17 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.kind = device.type
-        self.tells = self.kind in ("cpu", "cuda", "mps")
         self.place = device if device.type == "cuda" else None
 
     @property
     def name(self) -> str:
         """The device as people know it."""
         return self.kind
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host's own processors do the work."""
+        return self.kind == "cpu"
 
     @property
     def uuid(self) -> str | None:
@@ -99,12 +109,14 @@ class Accelerator:
 
     def synchronize(self) -> None:
         """Sleeps until the device has done the work of the current stream."""
-        if self.kind == "mps":
-            torch.mps.synchronize()
+        if self.has_events:
+            done = self.event()
+            done.record(self.stream())
+            done.synchronize()
 
     def event(self, *, timed: bool = False) -> Any:
         """Returns an event on which the host sleeps; two ``timed`` ones have a distance in ms."""
-        raise AssertionError(f"{self.kind} has no events")
+        return torch.Event(self.device, enable_timing=timed)
 
     def stream(self) -> Any:
         """Returns the stream that work of the calling thread goes to."""
@@ -158,11 +170,69 @@ class Accelerator:
         """Sets what ``random_state`` returned."""
 
 
-class Cuda(Accelerator):
+class Mps(Accelerator):
+    """Apple's GPU, never run by us.
+
+    Its events tell that work is done, and no time: for that torch would wait for all queued work.
+    """
+
+    has_events = True
+    has_float64 = False
+    # by torch 2.13 and older
+    skips_updates = False
+
+
+class Generic(Accelerator):
+    """A device as ``torch.accelerator`` has it; of another type than CUDA, never run by us.
+
+    Without ``delay`` it is not told what launching costs.
+    """
+
+    has_events = True
+    has_streams = True
+    has_float64 = False
+    new_stream: Any = torch.Stream
+
+    def make_current(self) -> None:
+        torch.accelerator.set_device_index(self.device)
+
+    def stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def side_stream(self) -> Any:
+        return _stream(self.new_stream, self.device, 0)
+
+    def idle_stream(self) -> Any:
+        # with a priority, or the stream might wait in a queue with others' work
+        return _stream(self.new_stream, self.device, -1)
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Any:
+        # as a block a stream keeps what was before in itself, and two threads share it
+        before = self.stream()
+        torch.accelerator.set_stream(stream or before)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        # other memory may be read after the call
+        return tensor.to(self.device, non_blocking=tensor.is_pinned())
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def keep_for(self, stream: Any, tensor: Tensor) -> None:
+        tensor.record_stream(stream)
+
+
+class Cuda(Generic):
     """One GPU of NVIDIA's."""
 
-    has_streams = True
+    has_float64 = True
     collective = "nccl"
+    new_stream = torch.cuda.Stream
 
     @property
     def name(self) -> str:
@@ -193,28 +263,14 @@ class Cuda(Accelerator):
         # before, bf16 is emulated
         return "fp16" if torch.cuda.get_device_capability(self.device)[0] < 8 else "bf16"
 
-    def make_current(self) -> None:
-        torch.cuda.set_device(self.device)
-
-    def synchronize(self) -> None:
-        done = self.event()
-        done.record(self.stream())
-        done.synchronize()
-
     def event(self, *, timed: bool = False) -> Any:
+        # with torch.Event the host would spin
         return torch.cuda.Event(enable_timing=timed, blocking=True)
 
     def stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
 
-    def side_stream(self) -> Any:
-        return _stream(self.device, 0)
-
-    def idle_stream(self) -> Any:
-        # with a priority, or the stream might wait in a queue with others' work
-        return _stream(self.device, -1)
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)
 
     def delay(self, seconds: float) -> None:
@@ -223,13 +279,8 @@ class Cuda(Accelerator):
             torch.cuda._sleep(int(seconds * 1.8e9))
 
     def copy(self, tensor: Tensor) -> Tensor:
+        # the driver stages other memory than page-locked
         return tensor.to(self.device, non_blocking=True)
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory()
-
-    def keep_for(self, stream: Any, tensor: Tensor) -> None:
-        tensor.record_stream(stream)
 
     def memory(self) -> MemoryUse | None:
         stats = torch.cuda.memory_stats(self.device)
@@ -257,19 +308,45 @@ class Cuda(Accelerator):
 
 
 @functools.cache
-def _stream(device: torch.device, priority: int) -> Any:
+def _stream(new: Callable[..., Any], device: torch.device, priority: int) -> Any:
     # from its first use on: making one starts CUDA
-    return torch.cuda.Stream(device, priority=priority)
+    return new(device, priority=priority)
 
 
 def get(device: torch.device | str | Accelerator) -> Accelerator:
-    """Returns the accelerator behind ``device``; CUDA without an index is the current GPU."""
+    """Returns the accelerator behind ``device``; without an index, the current one of its type."""
     if isinstance(device, Accelerator):
         return device
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    return (Cuda if device.type == "cuda" else Accelerator)(device)
+    # the one that is there, if any
+    if device.type != "cpu" and device == torch.accelerator.current_accelerator(True):
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    kinds = {"cpu": Accelerator, "mps": Mps, "cuda": Cuda}
+    return kinds.get(device.type, tried)(device)
+
+
+@functools.cache
+def tried(device: torch.device) -> Accelerator:
+    """Returns a ``Generic`` if a batch's way through it shows that its events tell the time."""
+    own = Generic(device)
+    # this torch has no such device, or not all that is asked of it
+    with contextlib.suppress(Exception):
+        side = own.side_stream()
+        start = own.event(timed=True)
+        end = own.event(timed=True)
+        began_s = own.now()
+        with own.on(side):
+            start.record(side)
+            own.keep_for(side, own.copy(own.pin(torch.zeros(1 << 18))))
+            end.record(side)
+        end.synchronize()
+        most_ms = 1e3 * (own.now() - began_s)
+        # a clock reads distances backwards, too
+        if end.query() and end.elapsed_time(start) < 0 < start.elapsed_time(end) <= most_ms:
+            return own
+    unknown = Accelerator(device)
+    unknown.tells = False
+    return unknown
 
 
 @functools.cache

@@ -244,7 +244,7 @@ def _prepared(
     device = choose_device(config.device, local_rank, local_size, gpus)
     own = accelerator.get(device)
     own.make_current()
-    if device.type == "cuda" and accelerator.count() >= local_size > 1:
+    if accelerator.count() >= local_size > 1 and own.pci:
         near = gpus or range(local_size)
         limits.bind([accelerator.get(f"cuda:{near[i]}").pci for i in range(local_size)], local_rank)
     # results are bitwise equal only at one number of threads: it is fixed for the whole run
@@ -346,4 +346,6 @@ def choose_device(
         return own.device
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps: torch sees no Apple GPU; use device=cpu or device=auto")
+    if device.type == "mps" and local_size > 1:
+        raise ConfigError(f"device=mps: one device for {local_size} ranks; use device=cpu")
     return device

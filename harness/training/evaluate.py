@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..runtime import signals
+from ..runtime import accelerator, signals
 from ..runtime.distributed import World
 from ..runtime.errors import Interrupted
 
@@ -42,8 +42,8 @@ def evaluate(
         Interrupted: any rank heard a signal; on every rank, once each has stopped.
     """
     network.eval()
-    # counts are exact up to 2**53 in float64, which Apple's GPUs do not have
-    dtype = torch.float32 if world.device.type == "mps" else torch.float64
+    # counts are exact up to 2**53 in float64
+    dtype = torch.float64 if accelerator.get(world.device).has_float64 else torch.float32
     images_seen = 0
     # images, top-1, top-5, loss
     sums = torch.zeros(4, device=world.device, dtype=dtype)

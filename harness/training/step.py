@@ -81,8 +81,8 @@ class Step:
         self.begin_epoch()
         # of the latest forward passes of the network inside DDP: the ranks' waits are not in them
         self._passes_s: deque[float] = deque(maxlen=1000)
-        is_cpu = accelerator.get(world.device).kind == "cpu"
-        if world.size > 1 and is_cpu and not config.trainer.compile:
+        own = accelerator.get(world.device)
+        if world.size > 1 and own.is_host and not config.trainer.compile:
             state.network.register_forward_pre_hook(self._begin_pass)
             state.network.register_forward_hook(self._end_pass)
         # on the device, until they are read together
@@ -91,9 +91,8 @@ class Step:
         self._streak = 0
         self._one = torch.ones((), device=world.device)
         # set for the update by the scaler, or without one by ``skip_nonfinite``: 0.0 or 1.0
-        state.optimizer.register_step_pre_hook(
-            lambda optimizer, *_: self._found_inf.append(optimizer.found_inf)
-        )
+        state.optimizer.register_step_pre_hook(self._before_update)
+        self._asks = not own.skips_updates
 
     def begin_epoch(self) -> None:
         """Has the network train what its epoch wants; several ranks must do it together.
@@ -186,6 +185,13 @@ class Step:
             state.optimizer.zero_grad(set_to_none=True)
             state.schedule.step()
             state.step += 1
+
+    def _before_update(self, optimizer: Any, *_: Any) -> None:
+        found = optimizer.found_inf
+        self._found_inf.append(found)
+        # the host waits for the device; without gradients nothing changes
+        if self._asks and found:
+            optimizer.zero_grad()
 
     def _refuse_unused(self, error: RuntimeError, where: str) -> None:
         """Names the parameters whose gradients DDP misses, which its ``error`` numbers.

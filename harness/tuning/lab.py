@@ -240,8 +240,8 @@ class LoaderBenchmark:
     def copies_s(self) -> tuple[float, float] | None:
         """Returns the median seconds of a batch's copy, from pageable and from pinned memory.
 
-        They are measured in turn, one copy at a time: the host waits for each. None: no CUDA
-        device, or no batch.
+        They are measured in turn, one copy at a time: the host waits for each. None: a device
+        without streams, or no batch.
 
         Raises:
             RuntimeError: there is no room for page-locked memory.

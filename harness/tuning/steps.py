@@ -58,7 +58,7 @@ class StepBenchmark(ABC):
             )
         self._now = now or self._own.now
         # even without workers
-        self.overlaps = self._own.has_streams
+        self.overlaps = self._own.has_events
         self._parts = parts
         # steps: says which part of an update the next one is
         self._made = 0
@@ -192,7 +192,7 @@ class StepBenchmark(ABC):
                 step_s = sum(seconds[-block:]) / block
                 block = max(1, int(min(2 * block, 0.2 / step_s, most - len(seconds))))
         # what a device whose own time is not known has left to do is the last step's
-        if not self.overlaps:
+        if not self._own.has_streams:
             self._own.synchronize()
             if seconds:
                 seconds[-1] += self._now() - end

@@ -134,6 +134,7 @@ def _both(rig: Rig, load_s: float, work_s: float, steps: int) -> dict[str, float
 class Emulated(Accelerator):
     """An accelerator whose events and streams are given; its tensors lie on the CPU."""
 
+    has_events = True
     has_streams = True
 
     def __init__(

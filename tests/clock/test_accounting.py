@@ -135,6 +135,14 @@ def test_the_host_sleeps_while_the_device_is_full(loader_s: float, full: float) 
     assert result.window.data_wait_fraction == pytest.approx(waited, abs=0.02)
 
 
+def test_a_wait_for_a_full_device_is_none_for_data_where_events_tell_no_time() -> None:
+    """The host is at most two steps ahead, as of Apple's GPUs, and what it sleeps is no stall."""
+    window = Loop(loader_s=1e-3, streams=False).run().window
+    assert window.device_full_fraction == pytest.approx(0.78, abs=0.03)
+    assert window.stall_basis == "host"
+    assert window.stall_fraction == pytest.approx(0, abs=0.02)
+
+
 def test_no_wait_while_the_device_is_not_full() -> None:
     """A host that cannot keep ahead of the device never waits for it in a step."""
     result = Loop(device_s=9e-3, launch_s=25e-3, loader_s=5e-3, **LAUNCH).run()

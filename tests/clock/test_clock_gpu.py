@@ -13,6 +13,8 @@ from harness.clock.figures import Window
 from harness.feed.base import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 
+pytestmark = pytest.mark.usefixtures("cuda_class")
+
 STEPS = 50
 CYCLES = 20_000_000  # some ten milliseconds of any GPU
 

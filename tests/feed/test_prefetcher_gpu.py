@@ -13,6 +13,8 @@ from harness.feed.base import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
 
+pytestmark = pytest.mark.usefixtures("cuda_class")
+
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 SLEEP_S = 3e-3

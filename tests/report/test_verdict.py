@@ -194,6 +194,12 @@ def test_a_straggler_is_named_with_what_keeps_it(ranks: tuple[RankFigures, ...],
     assert verdict.kind == "rank" and late is not None and (late.rank, late.part) == (1, part)
 
 
+def test_copies_to_any_type_of_device_want_page_locked_memory() -> None:
+    """Where its own clock tells that it waits for copies, not where it is called cuda."""
+    found = evidence(0.1, 0.3, stages=DECODING, settings=samples.settings(2), device="xpu")
+    assert judge(found).change == {"loader.pin_memory": True}
+
+
 def test_the_ceiling_is_what_free_loading_would_give() -> None:
     """The ceiling is 1 / (1 - stall), finite also where the device did nothing but wait."""
     ceilings = [judge(evidence(stall)).ceiling for stall in (0.0, 0.5, 0.75, 1.0)]

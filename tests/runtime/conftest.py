@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from emulator import EmulatedDevice, VirtualClock, WallClock, emulated
+from generic import GenericCuda
 
 from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
@@ -16,12 +17,17 @@ from harness.runtime.accelerator import Accelerator
         "virtual",
         "wall",
         pytest.param("cuda", marks=pytest.mark.cuda_order),
+        pytest.param("generic", marks=pytest.mark.cuda_order),
     ]
 )
 def own(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
-    """The device: emulated in virtual time and on the wall clock, and CUDA."""
-    if request.param == "cuda":
+    """The device: emulated in virtual time and on the wall clock, CUDA, and it by the class for
+    other types.
+    """
+    if request.param in ("cuda", "generic"):
         device = accelerator.get("cuda")
+        if request.param == "generic":
+            device = GenericCuda(device.device)
         finish(device)
         device.release()
         yield device

@@ -169,6 +169,13 @@ def test_mps_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
         choose_device("mps", 0, 1)
 
 
+def test_several_ranks_on_mps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one such GPU, and no backend that works on it."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="^device=mps: .* 2 ranks"):
+        choose_device("mps", 0, 2)
+
+
 @pytest.mark.parametrize(
     ("device", "gpus", "nprocs", "expected"),
     [("auto", 4, None, 4), ("auto", 4, 2, 2), ("cpu", 4, 8, 8), ("cpu", 0, 3, 3)],

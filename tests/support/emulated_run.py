@@ -84,6 +84,7 @@ class Loop:
         prepare_s, prepare_launch_s: augmenting and normalising it there.
         python_s: in the loop between two steps; ``log_s`` at each window's end.
         parts: batches of an update; epoch: steps of an epoch.
+        streams: the device has more than one, and its events tell the time.
     """
 
     device_s: float = 70e-3
@@ -104,6 +105,7 @@ class Loop:
     window: int = 10
     ahead: bool | None = None
     made_there: bool = False
+    streams: bool = True
     settings: FeedSettings = field(
         default_factory=lambda: FeedSettings(SIZE, 8, True, 2, True, 120.0, "forkserver", PROCESSES)
     )
@@ -112,7 +114,7 @@ class Loop:
         """An emulated GPU on which a copy takes ``copy_s``."""
         per_s = SIZE * (12 + 8) / self.copy_s
         clock = VirtualClock(wake_s=0.05e-3)
-        return EmulatedDevice(
+        own = EmulatedDevice(
             clock,
             pinned_per_s=per_s,
             pageable_per_s=per_s,
@@ -120,6 +122,8 @@ class Loop:
             record_s=4e-6,
             wake_s=0.05e-3,
         )
+        own.has_streams = self.streams
+        return own
 
     def run(self) -> Result:
         """Train, and judge."""

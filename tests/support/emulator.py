@@ -349,6 +349,7 @@ class EmulatedDevice(accelerator.Accelerator):
         wake_s: a blocking wait comes back so much later.
     """
 
+    has_events = True
     has_streams = True
     name = "emulated"
 

@@ -94,6 +94,7 @@ def evidence(
         "device": "cuda",
         "sampled": {},
         "autotuned": False,
+        "half_precision": None if changes.get("device") == "cpu" else "bf16",
     }
     return Evidence(**(fields | changes))
 

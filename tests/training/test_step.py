@@ -16,6 +16,7 @@ from torch import nn
 from harness.config import AugmentConfig, Config, ConfigError, OptimName, Precision
 from harness.data.augment import BatchAugment, Mix
 from harness.feed.base import HostBatch
+from harness.runtime.accelerator import Accelerator
 from harness.runtime.distributed import World
 from harness.training.state import make_state
 from harness.training.step import Step, device_batches
@@ -206,6 +207,27 @@ def test_a_nonfinite_loss_changes_nothing(precision: Precision) -> None:
     figures = step.read()
     assert figures.skipped == 0
     assert figures.loss is not None
+    assert not torch.equal(before[0], next(step.state.network.parameters()))
+
+
+@pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
+def test_a_nonfinite_loss_changes_nothing_where_kernels_heed_no_found_inf(
+    name: OptimName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of Apple's GPUs by torch 2.13: the update is left out before them."""
+    monkeypatch.setattr(Accelerator, "skips_updates", False, raising=False)
+    config = Config()
+    config.optim.name = name
+    step = make(config)
+    optimizer = step.state.optimizer
+    optimizer.register_step_pre_hook(lambda *_: setattr(optimizer, "found_inf", None))
+    images, labels = next(batches(1))
+    step(images, labels)
+    before = copy.deepcopy([*step.state.network.parameters()])
+    step(images * float("nan"), labels)
+    assert all(map(torch.equal, before, step.state.network.parameters()))
+    assert step.read().skipped == 1
+    step(images, labels)
     assert not torch.equal(before[0], next(step.state.network.parameters()))
 
 
