@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra import version
-from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra._internal.utils import _run_hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -90,7 +90,7 @@ def cli() -> int:
     try:
         read = compose.prepared(sys.argv[1:])
         compose.register(helps=read.help)
-        _run_hydra(read, get_args_parser(), main, str(schema.CONF), "config")
+        _run_hydra(read, compose.args_parser(), main, str(schema.CONF), "config")
     except SystemExit as ended:
         # with --cfg no job runs: Hydra has said that there is no such --package
         raise SystemExit(2 if ended.code and read and read.cfg else ended.code) from None

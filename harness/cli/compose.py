@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from enum import Enum
 from itertools import groupby
@@ -106,6 +106,18 @@ def cli_overrides(chosen: HydraConf) -> tuple[str, ...]:
     return (*others, *overrides)
 
 
+def args_parser() -> ArgumentParser:
+    """Returns Hydra's parser of the command line."""
+    kind: Any = ArgumentParser
+    # Python 3.14 refuses a help text of Hydra's, which is made only when it is shown
+    kind._check_help = lambda *_: None
+    try:
+        found: ArgumentParser = get_args_parser()
+    finally:
+        del kind._check_help
+    return found
+
+
 def prepared(arguments: list[str]) -> Namespace:
     """Returns the command line's ``arguments`` as Hydra's own parser reads them.
 
@@ -115,7 +127,7 @@ def prepared(arguments: list[str]) -> Namespace:
     Raises:
         ConfigError: a flag that there is not, such as ``--lr 0.1``.
     """
-    parser = get_args_parser()
+    parser = args_parser()
     # its own would print its usage
     parser.error = _refused  # type: ignore[method-assign]
     # torch.distributed.launch and DeepSpeed add it, and set the variable too

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import pickle
+import platform
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -28,7 +29,7 @@ from ..monitor.console import say
 from ..runtime import limits
 from ..runtime.files import open_regular
 from ..runtime.folder import log
-from .mapped import MappedFile, checksum, memory
+from .mapped import MappedFile, checksum, memory, path_of
 from .storage import FolderSource, Source, Subset, cache_root
 from .transforms import resized
 
@@ -124,7 +125,7 @@ class PixelCache:
             return 0
         # Not the file's own lock, which the run holds. A lock belongs to one opening of a file,
         # which threads and forked processes share. A process that is killed unlocks.
-        with open(f"/proc/self/fd/{self.checked.fd}", "r+b", buffering=0) as own:
+        with open(path_of(self.checked.fd), "r+b", buffering=0) as own:
             fcntl.flock(own, fcntl.LOCK_EX)
             place = int(head["used"])
             if place + size > head["limit"]:
@@ -215,8 +216,11 @@ def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
 
 def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
     """Calls ``make`` in one process a machine; returns or raises its outcome on all."""
-    # containers on one machine do not see each other
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    machine = platform.node()
+    with suppress(OSError):
+        # containers on one machine do not see each other
+        machine = os.readlink("/proc/self/ns/pid")
+        machine += Path("/proc/sys/kernel/random/boot_id").read_text()
     me = machine, os.getpid()
     everyone = gathered(me)
     first = [place for place, _ in everyone].index(machine)

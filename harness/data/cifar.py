@@ -22,7 +22,7 @@ from ..config import DataConfig
 from ..runtime.errors import DataError
 from ..runtime.files import open_regular, read_regular
 from .download import fetch, make_once, md5_of
-from .mapped import memory
+from .mapped import memory, path_of
 from .storage import ArraySource, cache_root
 
 # of an archive, unpacked: they have 186 MB
@@ -178,7 +178,7 @@ def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
             shape = len(labels), 32, 32, 3
             # a map, so that workers share it
             fd = memory(math.prod(shape))
-            shared = np.memmap(f"/proc/{os.getpid()}/fd/{fd}", np.uint8, "r+", shape=shape)
+            shared = np.memmap(path_of(fd), np.uint8, "r+", shape=shape)
             weakref.finalize(shared, os.close, fd)
             np.concatenate(images, out=shared)
             source = ArraySource(shared, np.array(labels), published.classes, f"{name} {split}")

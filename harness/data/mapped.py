@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import sys
+import tempfile
 import weakref
+from multiprocessing import util
 
 import numpy as np
 import xxhash
@@ -13,9 +17,9 @@ import xxhash
 class MappedFile:
     """All bytes of an open file, shared by every process that is handed this object.
 
-    Pickles as ``/proc/<pid>/fd/<n>``, so that files without a name can be shared. Keep the object
-    until the receiver has unpickled it: ``fd`` is closed with it. The file ends when the last
-    process that maps it does; nothing is left behind.
+    Pickles as its path, on Linux ``/proc/<pid>/fd/<n>``. Keep the object until the receiver
+    has unpickled it: ``fd`` is closed with it. The file ends when the last process that maps it
+    does; nothing is left behind.
 
     Attributes:
         fd: the file's descriptor in this process.
@@ -31,12 +35,19 @@ class MappedFile:
         self.map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _opened, (f"/proc/{os.getpid()}/fd/{self.fd}", self.writable)
+        return _opened, (path_of(self.fd), self.writable)
 
 
 def _opened(path: str, writable: bool) -> MappedFile:
     flags = os.O_RDWR if writable else os.O_RDONLY
     return MappedFile(os.open(path, flags | os.O_CLOEXEC), writable)
+
+
+def path_of(fd: int) -> str:
+    """Returns a path by which each process of this machine opens the file behind ``fd``."""
+    if sys.platform == "darwin":
+        return fcntl.fcntl(fd, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0").decode()
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def in_memory(content: bytes) -> MappedFile:
@@ -51,9 +62,13 @@ def memory(size: int) -> int:
     """Returns the descriptor of ``size`` zero bytes of memory.
 
     They take no memory until they are written. Unlike files in /dev/shm they have no limit of their
-    own, and no name that could be left behind.
+    own, and no name that could be left behind. Elsewhere than on Linux, a temporary file has them.
     """
-    fd = os.memfd_create("wellfed")
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("wellfed")
+    else:
+        fd, path = tempfile.mkstemp(prefix="wellfed-")
+        util.Finalize(None, os.unlink, [path], exitpriority=0)
     os.ftruncate(fd, size)
     return fd
 

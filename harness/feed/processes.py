@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ..clock.stages import COLLATE, SHARE, StageMeter
 from ..config import ConfigError
-from ..runtime import signals, workers
+from ..runtime import accelerator, signals, workers
 from ..runtime.errors import LoaderError
 from ..runtime.workers import Watchdog
 from .base import (
@@ -165,13 +165,10 @@ class ProcessFeed(Backend):
         """Starts the workers, or wakes persistent ones, for ``epoch`` in the background."""
         super().begin(epoch, first)
         self._keys.coming = self._coming
-        device: tuple[Any, ...] = ()
-        if self.settings.pin_memory:
-            # a new thread is on the first device, and torch's pinning thread takes over the device
-            # of the thread that starts it
-            own = torch.accelerator
-            device = (own.set_device_index, (own.current_device_index(),))
-        pool = ThreadPoolExecutor(1, "begin", *device)
+        # a new thread is on the first device, and torch's pinning thread takes over the device of
+        # the thread that starts it
+        prepare = accelerator.taking_over() if self.settings.pin_memory else None
+        pool = ThreadPoolExecutor(1, "begin", prepare)
         self._started = pool.submit(self._start)
         pool.shutdown(wait=False)
 

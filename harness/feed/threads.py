@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from ..clock.stages import StageMeter, Stamps
-from ..runtime import signals, workers
+from ..runtime import accelerator, signals, workers
 from ..runtime.errors import LoaderError
 from ..runtime.folder import log
 from .base import (
@@ -140,11 +141,12 @@ class ThreadFeed(Backend):
 
     def _start(self) -> None:
         """Starts the threads that are wanted; fewer, or an error, if the system starts no more."""
-        device = torch.accelerator.current_device_index() if self._pin_memory else None
+        # a new thread is on the first device
+        prepare = accelerator.taking_over() if self._pin_memory else None
         for slot in sorted({*range(self._wanted)} - self._threads.keys()):
             thread = threading.Thread(
                 target=_serve,
-                args=(weakref.ref(self), self._threads, self._work, slot, device),
+                args=(weakref.ref(self), self._threads, self._work, slot, prepare),
                 name=f"feed-{slot}",
                 daemon=True,
             )
@@ -295,15 +297,14 @@ def _serve(
     threads: dict[int, threading.Thread],
     work: threading.Condition,
     slot: int,
-    device: int | None,
+    prepare: Callable[[], None] | None,
 ) -> None:
     """The thread of ``slot``: fills chunks until it is not wanted; keeps no feed meanwhile."""
     workers.lower_priority()
     own = threading.current_thread()
     try:
-        if device is not None:
-            # a new thread is on the first device
-            torch.accelerator.set_device_index(device)
+        if prepare:
+            prepare()
         filler: BatchWorker | None = None
         while True:
             with work:

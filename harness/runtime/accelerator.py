@@ -267,6 +267,9 @@ class Cuda(Generic):
         # with torch.Event the host would spin
         return torch.cuda.Event(enable_timing=timed, blocking=True)
 
+    def make_current(self) -> None:
+        torch.cuda.set_device(self.device)
+
     def stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
 
@@ -318,10 +321,16 @@ def get(device: torch.device | str | Accelerator) -> Accelerator:
     if isinstance(device, Accelerator):
         return device
     device = torch.device(device)
+    if device.type == "cuda":
+        if device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        return Cuda(device)
+    # torch 2.5 has none
+    own = getattr(torch, "accelerator", None)
     # the one that is there, if any
-    if device.type != "cpu" and device == torch.accelerator.current_accelerator(True):
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    kinds = {"cpu": Accelerator, "mps": Mps, "cuda": Cuda}
+    if device.type != "cpu" and own and device == own.current_accelerator(True):
+        device = torch.device(device.type, own.current_device_index())
+    kinds = {"cpu": Accelerator, "mps": Mps}
     return kinds.get(device.type, tried)(device)
 
 
@@ -360,6 +369,13 @@ def use() -> list[gpus.Use | None]:
             handle, _ = gpus.handle_of(nvml, str(get(torch.device("cuda", i)).uuid))
             found[i] = gpus.use(nvml, handle)
     return found
+
+
+def taking_over() -> Callable[[], None]:
+    """Returns a function that makes this thread's current GPU that of the thread that calls it."""
+    if count():
+        return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+    return lambda: None
 
 
 def count() -> int:

@@ -58,7 +58,7 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
     shm_bytes = shutil.disk_usage(shm).free // ranks if shm.is_dir() else None
     files_open = 0
     with suppress(OSError):
-        files_open = len(os.listdir("/proc/self/fd"))
+        files_open = len(os.listdir("/dev/fd"))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Limits(cores, memory_bytes // ranks, shm_bytes, files, files_open, by_quota)
 

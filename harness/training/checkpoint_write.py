@@ -11,14 +11,13 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 
 import torch
-from torch.utils.serialization import config as torch_config
 
 from ..config import Config, Mode, to_plain
 from ..feed.order import Order
@@ -156,7 +155,7 @@ class CheckpointWriter:
         file.seek(0)
         # "stop" is where the order of this epoch ends, of all ranks
         # the digest of the whole file makes torch's checksums needless, and they take longer
-        with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        with _without_checksums():
             torch.save(state.to_dict({**self._facts, "stop": self._order.taken(state.epoch)}), file)
         file.truncate()
         facts = state.step, state.epoch, top1, state.config.checkpoint.keep_last
@@ -260,3 +259,14 @@ def clear(folder: Path) -> None:
         for path in orphans:
             if not path.is_dir():
                 path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Opens a block in which torch.save writes none, from torch 2.6 on."""
+    switch = getattr(torch.serialization, "set_crc32_options", lambda _: None)
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)

@@ -13,7 +13,6 @@ from typing import IO, Any
 import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
-from torch._weights_only_unpickler import get_globals_in_pkl
 
 from ..runtime import user_code
 from ..runtime.errors import CheckpointError, listed
@@ -89,7 +88,12 @@ def load(file: IO[bytes], where: str, *, others: bool) -> Any:
             + (kinds[0] if kinds else f"begins with {head[:24]!r}" if head else "empty file")
         )
     file.seek(0)
-    names = {*itertools.chain(*map(get_globals_in_pkl, pickles))} if others else ()
+    names: Collection[str] = ()
+    if others:
+        # not in torch 2.5
+        from torch._weights_only_unpickler import get_globals_in_pkl
+
+        names = {*itertools.chain(*map(get_globals_in_pkl, pickles))}
     file.seek(0)
     stands: list[Any] = [(_Kind(name, (StandIn,), {}), name) for name in names]
     try:
