@@ -13,8 +13,10 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -26,10 +28,11 @@ from ..clock.spans import named
 from ..clock.stages import Stamps
 from ..runtime import accelerator
 from ..runtime.accelerator import Accelerator
+from . import nest
 from .base import Backend, BufferPool, HostBatch
 
 _log = logging.getLogger("wellfed")
-Batches = Generator[tuple[Tensor, Tensor], None, None]
+Batches = Generator[Any, None, None]
 Augment = Callable[[Tensor, Any], Tensor]
 Mix = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 _END: Any = object()
@@ -38,7 +41,7 @@ _SMALL = 1 << 15
 
 
 class DataPrefetcher:
-    """An iterator over device batches ``(images, labels)``.
+    """An iterator over batches on the device, each in the form in which ``loader`` gives it.
 
     Where there are streams, as on CUDA, a thread takes batches from ``loader`` and issues their
     copy and normalisation on a side stream while the step runs; it is one batch ahead of what was
@@ -49,15 +52,18 @@ class DataPrefetcher:
     stay with the prefetcher. Each ``iter()`` is a new pass and ends the pass before.
 
     Args:
-        loader: gives batches ``(images, labels)``, two tensors ``[N, C, H, W]`` and ``[N]``, or is
-            a feed of this project.
+        loader: gives batches, such as ``(images, labels)``, of tensors in any nest of dictionaries,
+            lists, tuples, named tuples and dataclasses; other parts stay as they are. Or it is a
+            feed of this project.
         device: where batches go.
-        mean: each channel's mean as fractions of 255, for uint8 images. None leaves values as they
-            are: uint8 images stay uint8, and floats that are normalised already are cast to
-            ``dtype``.
+        mean: each channel's mean as fractions of 255, for uint8 images ``[N, C, H, W]``. None
+            leaves values as they are: uint8 images stay uint8, and floats that are normalised
+            already are cast to ``dtype``.
         std: each channel's standard deviation as fractions of 255.
-        dtype: the type of floats on the device (float32, bfloat16 or float16).
+        dtype: the type of images on the device (float32, bfloat16 or float16).
         channels_last: lay images out as NHWC.
+        images: the part of a batch that ``mean``, ``std``, ``dtype`` and ``channels_last`` are for,
+            as an index, a key or an attribute; None: the first of a sequence, or the one tensor.
         clock: gets the two events around each copy, and when each batch was made, if given.
         ahead: None for what the device wants; False to do without the thread and the side stream.
         augment: called with the images on the device, as the loader has them, and its batch; gives
@@ -67,7 +73,7 @@ class DataPrefetcher:
 
     Raises:
         ValueError: ``mean`` and ``std`` do not fit each other, or, from ``next()``, the images.
-        TypeError: from ``next()``, for a batch with other parts than these two; none is dropped.
+        TypeError: from ``next()``, for a batch without a tensor, or without ``images``.
         Whatever ``loader`` raises, from ``next()``, in place of the batch that it was raised for.
     """
 
@@ -80,6 +86,7 @@ class DataPrefetcher:
         std: Sequence[float] | None = None,
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        images: str | int | None = None,
         clock: StepClock | None = None,
         ahead: bool | None = None,
         augment: Augment | None = None,
@@ -96,7 +103,10 @@ class DataPrefetcher:
         with own.on(stream):
             normalise = Normalise(self.device, mean, std, dtype, channels_last)
         made_there = isinstance(loader, Backend) and loader.made_on_device
-        self._transfer = _Transfer(own, stream, ahead, clock, made_there, augment, normalise, mix)
+        must = normalise.changes or images is not None
+        self._transfer = _Transfer(
+            own, stream, ahead, clock, made_there, augment, normalise, mix, images, must
+        )
         self._lead = HostLeadLimiter(own, clock) if own.has_events else None
         self._pass: Batches | None = None
         self._end_pass: Callable[[], Any] | None = None
@@ -111,7 +121,7 @@ class DataPrefetcher:
         self._end_pass = weakref.finalize(self, self._pass.close)
         return self
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
+    def __next__(self) -> Any:
         if self._pass is None:
             iter(self)
         assert self._pass is not None
@@ -119,7 +129,7 @@ class DataPrefetcher:
             self._lead.hold()
         return next(self._pass)
 
-    def next(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def next(self) -> Any:
         """Returns the next batch, or ``(None, None)`` at the end, as Apex's prefetcher does."""
         try:
             return self.__next__()
@@ -159,6 +169,8 @@ class Normalise:
         channels_last: bool,
     ) -> None:
         self._plain = mean is None and std is None
+        # a batch whose images nobody has named is then as good
+        self.changes = not self._plain or dtype != torch.float32 or channels_last
         given = ((), ()) if self._plain else (mean, std)
         try:
             # arrays and tensors too
@@ -256,9 +268,9 @@ class HostLeadLimiter:
             self._clock.held(began_s)
 
 
-# the images and labels of a batch on its way to the step; the events before the copy, after it and
-# behind the last write, or None where there are none; when it was made, and when it was there
-_Issued = tuple[tuple[Tensor, Tensor], tuple[Any, Any, Any], tuple[Stamps | None, float]]
+# a batch on its way to the step, and its tensors; the events before the copy, after it and behind
+# the last write, or None where there are none; when it was made, and when it was there
+_Issued = tuple[tuple[Any, list[Tensor]], tuple[Any, Any, Any], tuple[Stamps | None, float]]
 
 
 @dataclass(slots=True)
@@ -275,6 +287,8 @@ class _Transfer:
         clock: reads the events, if given.
         made_there: the loader makes its batches on the device.
         augment, normalise, mix: what is done to each batch.
+        images: the part that is normalised; None: the first.
+        must: whether a batch must have one.
     """
 
     own: Accelerator
@@ -285,6 +299,8 @@ class _Transfer:
     augment: Augment | None
     normalise: Normalise
     mix: Mix | None
+    images: str | int | None
+    must: bool
     # the stream that the consumer's work goes to
     outer: Any = None
     # the event behind each copy, and the batch that is copied
@@ -302,28 +318,33 @@ class _Transfer:
             if batch is _END:
                 return None
             there_s = now()
-            images, labels = batch[:2] if isinstance(batch, HostBatch) else _pair(batch)
-            is_there = self.made_there or own.holds(images)
-            if self.stream is not None and is_there:
-                own.keep_for(self.stream, images)
+            parts = batch[:2] if isinstance(batch, HostBatch) else batch
+            tensors, at = self._tensors(parts)
+            there = [self.made_there or own.holds(each) for each in tensors]
+            is_there = all(there)
+            if self.stream is not None and any(there):
+                for tensor in compress(tensors, there):
+                    own.keep_for(self.stream, tensor)
                 if not self.made_there:
-                    # the loader's own GPU work may still write to the images
+                    # the loader's own GPU work may still write to them
                     self.stream.wait_stream(self.outer)
             with named("copy"):
                 if own.has_streams:
                     start = end = start or self._mark()
-                if not is_there:
-                    images = own.copy(images)
-                if not (self.made_there or own.holds(labels)):
-                    labels = own.copy(labels)
+                tensors = [
+                    each if is_here else own.copy(each)
+                    for each, is_here in zip(tensors, there, strict=True)
+                ]
                 if own.has_streams and not is_there:
                     end = self._mark()
                     self._copying.append((end, batch))
-                if self.augment is not None:
-                    images = self.augment(images, batch)
-                images = self.normalise(images)
+                if at is not None:
+                    if self.augment is not None:
+                        tensors[at] = self.augment(tensors[at], batch)
+                    tensors[at] = self.normalise(tensors[at])
                 if self.mix is not None:
-                    images, labels = self.mix(images, labels, batch)
+                    images, labels = tensors
+                    tensors = [*self.mix(images, labels, batch)]
                 if own.has_streams:
                     done = self._mark()
         if self.ahead:
@@ -333,7 +354,26 @@ class _Transfer:
         if self._copying:
             self.let_go(most=math.inf if self.stream is None else 1)
         stamps = batch.stamps if isinstance(batch, HostBatch) else None
-        return (images, labels), (start, end, done), (stamps, there_s)
+        place = iter(tensors)
+        moved = nest.changed(parts, lambda _: next(place))
+        return (moved, tensors), (start, end, done), (stamps, there_s)
+
+    def _tensors(self, parts: Any) -> tuple[list[Tensor], int | None]:
+        """Returns the tensors of a batch, and the place of the images among them."""
+        tensors: list[Tensor] = []
+        nest.changed(parts, tensors.append)
+        images = None
+        if self.images is not None or not hasattr(parts, "keys"):
+            with suppress(LookupError, TypeError):
+                images = parts if isinstance(parts, Tensor) else nest.find(parts, self.images or 0)
+        at = next((i for i, each in enumerate(tensors) if each is images), None)
+        if not tensors or (at is None and self.must):
+            has = ", ".join(map(repr, getattr(parts, "keys", list)())) or type(parts).__name__
+            raise TypeError(
+                f"DataPrefetcher: images={self.images!r} is no tensor of this loader's batches "
+                f"({has}); give the key, the index or the attribute of the images"
+            )
+        return tensors, at
 
     def _mark(self) -> Any:
         """Returns an event at this point of the stream."""
@@ -353,18 +393,6 @@ class _Transfer:
                     return
                 end.synchronize()
             copying.popleft()
-
-
-def _pair(batch: Any) -> Sequence[Tensor]:
-    """Returns the images and the labels of another loader's batch, which has no other part."""
-    parts = list(batch) if isinstance(batch, tuple | list) else [batch]
-    if len(parts) != 2 or not all(hasattr(part, "to") for part in parts):
-        raise TypeError(
-            "DataPrefetcher: batches must be (images, labels), two tensors; this loader gives "
-            f"{', '.join(type(part).__name__ for part in parts)}: let its collate_fn return these "
-            "two"
-        )
-    return parts
 
 
 def _issue_ahead(loader: Iterable[Any], transfer: _Transfer, ready: Any, permit: Any) -> None:
@@ -411,19 +439,21 @@ def _batches(loader: Iterable[Any], transfer: _Transfer) -> Batches:
                     del given
             if transfer.ahead:
                 permit.put(True)
-            batch, events, arrival = given
+            (batch, tensors), events, arrival = given
             del given
             if side is not None:
                 current = own.stream()
                 # compute waits for the copy, on the device
                 current.wait_event(events[-1])
                 # and the memory is not reused before compute is through
-                own.keep_for(current, batch[0])
-                own.keep_for(current, batch[1])
+                for tensor in tensors:
+                    own.keep_for(current, tensor)
+                    del tensor
             if transfer.clock is not None:
                 if own.has_streams:
                     transfer.clock.copied(*events)
                 transfer.clock.arrived(*arrival)
+            del tensors
             yield batch
             # or two batches would stay on the device while the next one is awaited
             del batch

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from harness.clock.clock import StepClock
 from harness.clock.stages import Stamps
+from harness.feed import nest
 from harness.feed.base import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 
@@ -239,35 +241,67 @@ IMAGES = torch.rand(2, 3, 4, 4)
 LABELS = torch.arange(2)
 
 
+@dataclass(frozen=True)
+class Sample:
+    images: Tensor
+    targets: list[dict[str, Tensor]]
+    paths: list[str]
+
+
+# of every form, with the name of its images
+BATCHES = [
+    pytest.param((IMAGES, LABELS), None, id="tuple"),
+    pytest.param([IMAGES, LABELS, ["a", "b"]], None, id="three"),
+    pytest.param(Pair(IMAGES, LABELS), "images", id="named tuple"),
+    pytest.param({"label": LABELS, "image": IMAGES}, "image", id="dictionary"),
+    pytest.param((LABELS, {"image": IMAGES}), None, id="nested"),
+    pytest.param(Sample(IMAGES, [{"boxes": LABELS}], ["a"]), "images", id="dataclass"),
+    pytest.param(IMAGES, None, id="tensor"),
+]
+
+
+@pytest.mark.parametrize(("batch", "name"), BATCHES)
+def test_a_batch_keeps_its_form(make: Make, batch: Any, name: str | None) -> None:
+    """Every tensor is there, in its place, and whatever is none; without a name too."""
+    for images in (name, None):
+        (found,) = make([batch], images=images)
+        assert type(found) is type(batch)
+        assert str(found) == str(batch)
+
+
+@pytest.mark.parametrize(("batch", "name"), BATCHES)
+def test_named_images_are_normalised(make: Make, batch: Any, name: str | None) -> None:
+    """And no other tensor is."""
+    pixels = (255 * IMAGES).to(torch.uint8)
+    given = nest.changed(batch, lambda each: pixels if each is IMAGES else each)
+    mean, std = (0.0,) * 3, (1.0,) * 3
+    if isinstance(batch, tuple) and batch[0] is LABELS:
+        with pytest.raises(ValueError, match="images are torch.int64"):
+            next(make([given], images=name, mean=mean, std=std))
+        return
+    (found,) = make([given], images=name, mean=mean, std=std)
+    tensors: list[Tensor] = []
+    nest.changed(found, tensors.append)
+    (image,) = (each for each in tensors if each.ndim == 4)
+    assert torch.allclose(image, pixels / 255, atol=1e-6)
+    assert all(torch.equal(each, LABELS) for each in tensors if each.ndim != 4)
+
+
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "images"),
     [
-        pytest.param({"image": IMAGES, "label": LABELS}, "dict", id="dictionary"),
-        pytest.param((IMAGES, LABELS, ["a", "b"]), "Tensor, Tensor, list", id="paths behind"),
-        pytest.param((IMAGES, {"boxes": LABELS}), "Tensor, dict", id="targets"),
-        pytest.param((IMAGES, [1, 2]), "Tensor, list", id="labels in a list"),
-        pytest.param((IMAGES,), "Tensor", id="no labels"),
-        pytest.param((), "", id="nothing"),
-        pytest.param(None, "NoneType", id="none"),
+        ({"image": IMAGES}, None),
+        ({"image": IMAGES}, "pixels"),
+        ((IMAGES, LABELS), 2),
+        ((IMAGES, LABELS), "pixels"),
+        ((), None),
+        (None, None),
+        (Sample(IMAGES, [], []), "paths"),
     ],
 )
-def test_a_batch_of_other_parts_is_refused(make: Make, batch: object, told: str) -> None:
-    """Nothing of a batch is dropped: one that is not images and labels says what it has."""
-    told = (
-        r"^DataPrefetcher: batches must be \(images, labels\), two tensors; this loader gives "
-        rf"{told}: let its collate_fn"
-    )
-    with pytest.raises(TypeError, match=told):
-        next(make([batch]))
-
-
-@pytest.mark.parametrize(
-    "kind", [tuple, list, lambda parts: Pair(*parts)], ids=["tuple", "list", "named"]
-)
-def test_two_tensors_are_taken_of_any_kind(make: Make, kind: Callable[[Any], Any]) -> None:
-    """A tuple, as torch collates it, a list, and a named tuple of two."""
-    ((images, labels),) = make([kind((IMAGES, LABELS))])
-    assert torch.equal(images, IMAGES) and torch.equal(labels, LABELS)
+def test_a_batch_without_the_named_images_is_refused(make: Make, batch: Any, images: Any) -> None:
+    with pytest.raises(TypeError, match=r"^DataPrefetcher: images="):
+        next(make([batch], images=images, mean=MEAN, std=STD))
 
 
 def test_an_empty_loader(make: Make) -> None:

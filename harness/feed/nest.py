@@ -1,0 +1,54 @@
+"""Changes the tensors of a batch of any form, whose other parts stay."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+# of a batch's many texts and numbers
+_PLAIN = {str, int, float, bool, bytes, type(None)}
+
+
+def changed(part: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns ``part`` with what ``change`` returns in the place of each tensor, in order.
+
+    Dictionaries, lists, tuples, named tuples and dataclasses are made again in their type; any
+    other object is the same.
+    """
+    if type(part) in _PLAIN:
+        return part
+    if isinstance(part, Tensor):
+        return change(part)
+    if isinstance(part, Mapping):
+        made: Any = copy.copy(part)
+        for key, value in part.items():
+            made[key] = changed(value, change)
+        return made
+    if isinstance(part, tuple | list):
+        parts = [changed(each, change) for each in part]
+        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        made = copy.copy(part)
+        for field in dataclasses.fields(part):
+            # a frozen one too
+            object.__setattr__(made, field.name, changed(getattr(part, field.name), change))
+        return made
+    return part
+
+
+def find(batch: Any, name: str | int) -> Any:
+    """Returns the part ``name``: a key, an index or an attribute.
+
+    Raises:
+        LookupError: there is none.
+    """
+    if isinstance(name, str) and not isinstance(batch, Mapping):
+        try:
+            return getattr(batch, name)
+        except AttributeError as error:
+            raise LookupError from error
+    return batch[name]
