@@ -30,12 +30,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .clock.clock import StepClock
     from .feed.prefetcher import DataPrefetcher
-    from .hooks.faster import faster
+    from .hooks.faster import faster, load_image
     from .hooks.own import watched, watching
     from .inference.loaded import load
     from .tuning.library import tune
 
-__all__ = ["DataPrefetcher", "StepClock", "faster", "load", "tune", "watched", "watching"]
+__all__ = [
+    "DataPrefetcher",
+    "StepClock",
+    "faster",
+    "load",
+    "load_image",
+    "tune",
+    "watched",
+    "watching",
+]
 __version__ = "0.1.0"
 # on ``time.perf_counter``, before anything heavy is imported: when a command began
 BEGAN_S = time.perf_counter()
@@ -44,6 +53,7 @@ _ROOMS = {
     "DataPrefetcher": "feed.prefetcher",
     "StepClock": "clock.clock",
     "faster": "hooks.faster",
+    "load_image": "hooks.faster",
     "load": "inference.loaded",
     "tune": "tuning.library",
     "watched": "hooks.own",

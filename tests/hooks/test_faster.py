@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from harness.feed.base import FeedSettings
-from harness.hooks.faster import faster
+from harness.hooks.faster import faster, load_image
 from harness.hooks.loops import WatchedLoader
 from harness.hooks.session import offered
 
@@ -39,12 +40,42 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+class Preset:
+    """As the references of torchvision have their transforms."""
+
+    def __init__(self, *steps: Any) -> None:
+        self.transforms = v2.Compose(steps)
+
+    def __call__(self, image: Image.Image) -> Any:
+        return self.transforms(image.convert("RGB"))
+
+
 @pytest.mark.parametrize(
     "transform",
     [
         pytest.param(
             T.Compose([T.RandomResizedCrop(48), T.RandomHorizontalFlip(), T.ToTensor(), NORMALIZE]),
             id="training",
+        ),
+        pytest.param(
+            T.Compose([
+                T.Compose([T.RandomResizedCrop(48), T.RandomHorizontalFlip()]), T.ToTensor(),
+            ]),
+            id="nested",
+        ),
+        pytest.param(
+            Preset(
+                v2.RandomResizedCrop(48), v2.RandomHorizontalFlip(), v2.PILToTensor(),
+                v2.ToDtype(torch.float32, scale=True), v2.RandomErasing(0.5),
+            ),
+            id="preset",
+        ),
+        pytest.param(
+            Preset(
+                v2.PILToTensor(), v2.Resize(56), v2.CenterCrop(48),
+                v2.ToDtype(torch.float32, scale=True),
+            ),
+            id="preset of tensors",
         ),
         pytest.param(
             T.Compose([T.Resize(56), T.CenterCrop(48), T.ToTensor(), NORMALIZE]), id="evaluation"
@@ -83,8 +114,51 @@ def test_draws_stay_and_pixels_nearly(root: Path, transform: Any) -> None:
         other, other_label = after[index]
         assert torch.equal(torch.get_rng_state(), state)
         assert (label, one.shape, one.dtype) == (other_label, other.shape, other.dtype)
-        scale = 255 * (0.2 if NORMALIZE in transform.transforms else 1.0)
+        normalized = isinstance(transform, T.Compose) and NORMALIZE in transform.transforms
+        scale = 255 * (0.2 if normalized else 1.0)
         assert scale * float((one - other).abs().mean()) < 1.0
+
+
+def test_a_data_set_of_ones_own_takes_the_parts(root: Path) -> None:
+    """The loader of images and the transform by themselves."""
+    transform = T.Compose([T.Resize(56), T.CenterCrop(48), T.PILToTensor()])
+    path = str(next(root.glob("*/0.jpg")))
+    one = transform(Image.open(path).convert("RGB")).int()
+    other = faster(transform)(load_image(path)).int()
+    assert float((one - other).abs().float().mean()) < 1.0
+
+
+# timm leaves its files open
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+@pytest.mark.parametrize("interpolation", ["bilinear", "random"])
+def test_timms_data_sets(root: Path, interpolation: str) -> None:
+    """``create_loader`` gives them their transform; damaged files are skipped as before."""
+    data = pytest.importorskip("timm.data", reason="timm is not installed")
+    (root / "class_1" / "9.jpg").write_bytes(b"\xff\xd8 cut")
+    try:
+        before = data.create_dataset("", root=str(root))
+        after = pickle.loads(pickle.dumps(faster(before)))
+        for dataset in (before, after):
+            dataset.transform = data.create_transform(
+                48, is_training=True, interpolation=interpolation, auto_augment="rand-m9-mstd0.5"
+            )
+        after = pickle.loads(pickle.dumps(after))
+        for index in range(len(before)):
+            found = []
+            for dataset in (before, after):
+                torch.manual_seed(index)
+                random.seed(index)
+                np.random.seed(index)
+                found.append((*dataset[index], torch.get_rng_state(), random.getstate()))
+            (one, label, *states), (other, other_label, *other_states) = found
+            assert torch.equal(states[0], other_states[0]) and states[1] == other_states[1]
+            assert label == other_label
+            # RandAugment may make a level of difference more
+            assert 255 * 0.23 * float((one - other).abs().mean()) < 2.0
+    finally:
+        (root / "class_1" / "9.jpg").unlink()
 
 
 def saved(path: Path, kind: str) -> Path:
