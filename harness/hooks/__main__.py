@@ -30,7 +30,7 @@ from typing import Any
 from .. import BEGAN_S
 from ..config import ConfigError
 from ..runtime.errors import say, tell
-from ..runtime.folder import is_first_rank
+from ..runtime.folder import is_first_rank, new_folder
 
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 # modules that start a script in other processes
@@ -46,6 +46,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("--out", type=Path, help="folder for the report; default outputs/DATE/TIME")
     parser.add_argument("--no-tensorboard", action="store_true", help="write no event file")
+    parser.add_argument("--quiet", action="store_true", help="tell nothing before the end")
+    parser.add_argument(
+        "--try", action="store_true", dest="tries",
+        help="run the script twice, for a minute of training each, the second time with the change "
+        "that the first one suggests",
+    )  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
     typed = parser.parse_args(arguments)
     command = typed.command[typed.command[:1] == ["--"] :]
@@ -59,11 +65,20 @@ def main(arguments: Sequence[str]) -> int:
         module, code = _found(*command, is_module=typed.m)
     except ConfigError as error:
         return tell([error])
+    from . import trial
+
+    if typed.tries:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            parser.error("--try runs the script itself, in one process; leave the launcher out")
+        words = [*(["--no-tensorboard"] * typed.no_tensorboard), *(["-m"] * typed.m), *command]
+        return trial.run(words, typed.out or Path(new_folder(Path("outputs"))))
     if is_first_rank():
         say(f"watching {command[0]}; the report comes at its end")
     from .session import Session
 
     session = Session(command[0], typed.out, not typed.no_tensorboard, None, BEGAN_S)
+    session.tells = not typed.quiet and sys.stderr.isatty()
+    session.on_first_update = trial.begin()
     _report_ends(session)
     with session.watching():
         exec(code, vars(module))

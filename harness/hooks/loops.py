@@ -386,7 +386,7 @@ class LoopTracker:
         known = id(dataset), length
         is_stream = isinstance(dataset, IterableDataset)
         own = self._known[loader] = WatchedLoader(
-            _caller(), _settings(loader), known, images, is_stream
+            caller(), _settings(loader), known, images, is_stream
         )
         return own
 
@@ -426,7 +426,7 @@ def _settings(loader: Any) -> FeedSettings:
     )
 
 
-def _caller() -> str:
+def caller() -> str:
     """Returns the file and line of the script's frame that is running, as ``train.py:42``."""
     inside = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), sys.prefix)
     frame = sys._getframe(1)

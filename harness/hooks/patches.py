@@ -21,11 +21,13 @@ from torch.utils.data._utils import worker as _torch_worker
 from ..config import ConfigError
 from ..runtime.errors import RunError
 from . import workers
-from .loops import LoopTracker, WatchedLoader
+from .loops import LoopTracker, WatchedLoader, caller
 
 _worker: Any = _torch_worker
 # those of this process
 _loops: LoopTracker | None = None
+# of a loader's arguments, in a trial
+change: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
 # what puts torch's functions back
 _hooks = ExitStack()
 
@@ -90,6 +92,8 @@ def _tell(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def _make(make: Callable[..., None], loader: Any, *args: Any, **named: Any) -> None:
+    if change is not None:
+        args, named = change(make, caller(), *args, **named)
     make(loader, *args, **named)
     _tell(LoopTracker.made, loader)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -152,6 +152,8 @@ _NO_LOADER = FeedSettings(1, 0, False, None, False, 0.0, "")
 # for the other ranks' figures, at the end
 _PATIENCE_S = 10.0
 _SAMPLE_S = 1.0
+# between two lines on how training goes
+_TELL_S = 30.0
 # of a loader, besides its settings
 _TOLD = ("where", "trains", "passes", "batches", "waited_s", "started_s")
 
@@ -196,6 +198,10 @@ class Session(LoopTracker):
         self.tells_passes = False
         # by a signal that the script itself handles
         self.interrupted = False
+        # say now and then how training goes
+        self.tells = False
+        self._told = 0.0, ""
+        self.on_first_update: Callable[[], None] | None = None
 
     def on_pass(self, clock: StepClock) -> None:
         """Tells how training went so far."""
@@ -209,10 +215,25 @@ class Session(LoopTracker):
         if window and window.steps and self._writer and self._sampler:
             figures: dict[str, Any] = {**by_tag(window), **self._sampler.read()}
             self._writer.scalars(self.updates, figures)
+            if self.tells and time.perf_counter() > self._told[0] + _TELL_S:
+                self._tell(clock.total())
+
+    def _tell(self, total: Window) -> None:
+        """Says how training went so far, and what would change that, if it is new."""
+        verdict = judge(self._evidence(total))
+        change = self.main and better(verdict, self.main)
+        new = f"; {change}" if change and str(change) != self._told[1] else ""
+        self._told = time.perf_counter(), str(change or self._told[1])
+        waits = total.data_wait_fraction or 0.0
+        step = f"{total.step_ms.median:.1f} ms a step, " if total.step_ms else ""
+        say(f"so far         {step}data wait {waits:.0%}, {verdict.kind}{new}")
 
     def on_start(self) -> None:
         """Makes the folder, and begins to look at the machine: at the first update."""
         self._course.mark("start")
+        self._told = time.perf_counter(), ""
+        if self.on_first_update:
+            self.on_first_update()
         if self.rank:
             return
         if self._place is None:

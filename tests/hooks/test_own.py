@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ import pytest
 import torch
 import wellfed
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from harness.hooks import session
 from harness.hooks.session import Session
 
 BATCHES = [torch.ones(4, 2)] * 40
@@ -48,6 +51,19 @@ def test_any_iterable_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr()
     assert said.out == "" and "wellfed: verdict" in said.err
     assert Session.running is None
+
+
+def test_progress_is_told_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line each time, and nothing of the kind where nobody looks."""
+    monkeypatch.setattr(session, "_TELL_S", 0.0)
+    for tells in (True, False):
+        own = Session("train.py", tmp_path / str(tells), False, None, time.perf_counter())
+        own.tells, own.window_s = tells, 0.0
+        with own.watching():
+            train(DataLoader(torch.ones(40, 2), 4))  # type: ignore[arg-type]
+        assert ("so far" in capsys.readouterr().err) == tells
 
 
 def test_a_copy_by_name_is_passed_on(tmp_path: Path) -> None:

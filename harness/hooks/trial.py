@@ -1,0 +1,125 @@
+"""Tries a watched script's change: a minute as it is, and a minute with the change."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..runtime.errors import rounded, say
+from ..runtime.files import read_json
+
+# of training, each time
+_LIMIT_S = 60.0
+# for a script that handles SIGTERM itself
+_GRACE_S = 20.0
+# tells a script of a trial when to end, and what to change
+_VARIABLE = "WELLFED_TRY"
+
+
+def run(words: Sequence[str], out: Path) -> int:
+    """Runs the script twice, with reports below ``out``; returns the exit code.
+
+    Args:
+        words: the script as ``wellfed watch`` takes it.
+        out: the folder for both reports.
+    """
+    say(
+        f"the script runs twice, each time for {_LIMIT_S:.0f} s of training; the files that it "
+        "writes are written twice"
+    )
+    before = _measured(words, out / "before", {})
+    if before is None:
+        return 1
+    change = before.get("change") or {}
+    offers = any("faster(" in text for text in before["expected"])
+    if not (change or offers):
+        say(f"nothing to try from outside: {before['verdict']['sentence']}")
+        return 0
+    where = change.get("where") or before["loaders"][0]["where"]
+    told = {"where": where, "arguments": change.get("arguments"), "faster": not change}
+    after = _measured(words, out / "after", told)
+    if after is None:
+        return 1
+    measured = after["images_per_s"] / before["images_per_s"]
+    expected = f"{rounded(change['gain'])}x expected, " if change else ""
+    say(
+        f"tried          {before['expected'][0].partition(': ')[0]}: {expected}"
+        f"{rounded(measured)}x measured ({before['images_per_s']:.0f} and "
+        f"{after['images_per_s']:.0f} samples/s)"
+    )
+    say(
+        f"look at them   wellfed compare {os.path.relpath(out)}/before {os.path.relpath(out)}/after"
+    )
+    return 0
+
+
+def _measured(words: Sequence[str], out: Path, change: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Runs the script for a while; returns its report, or None, with a line, without one."""
+    command = [sys.executable, "-m", "wellfed", "watch", "--quiet", "--out", str(out), *words]
+    environment = {**os.environ, _VARIABLE: json.dumps({"limit_s": _LIMIT_S, **change})}
+    ended = subprocess.run(command, env=environment, check=False).returncode
+    try:
+        return dict(read_json(out / "report.json"))
+    except (OSError, ValueError):
+        say(f"no report of the script, which ended with {ended}")
+        return None
+
+
+def begin() -> Callable[[], None] | None:
+    """Puts the change of this trial in; returns what to call at the first update.
+
+    None: this process is no trial.
+    """
+    text = os.environ.pop(_VARIABLE, None)
+    if text is None:
+        return None
+    told = json.loads(text)
+    if "where" in told:
+        from . import patches
+
+        patches.change = _changing(told)
+    return lambda: _end_after(told["limit_s"])
+
+
+def _end_after(limit_s: float) -> None:
+    """Ends this process after a while, as a signal does."""
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        late = threading.Timer(_GRACE_S, os._exit, [1])
+        late.daemon = True
+        late.start()
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _changing(told: Mapping[str, Any]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Returns what changes the arguments of the ``DataLoader`` that ``told`` names."""
+
+    def change(
+        make: Callable[..., None], where: str, *given: Any, **named: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if where != told["where"]:
+            return given, named
+        bound = inspect.signature(make).bind(None, *given, **named).arguments
+        del bound["self"]
+        bound |= told["arguments"] or {}
+        if told["faster"]:
+            from .faster import faster
+
+            with suppress(ValueError):
+                bound["dataset"] = faster(bound["dataset"])
+        return (), bound
+
+    return change
