@@ -95,7 +95,12 @@ GIVEN = {
 
 @pytest.mark.parametrize(
     ("block", "given", "printed"),
-    [(0, GIVEN, RATES), (1, {}, RATES), (2, {}, "(?i)the model takes")],
+    [
+        (0, GIVEN, RATES),
+        (1, {}, RATES),
+        (2, {}, r"^torch.float32 (cpu|cuda:0) \d+.jpg"),
+        (3, {}, "(?i)the model takes"),
+    ],
 )
 def test_the_examples_for_a_loop_of_ones_own_run(
     capsys: pytest.CaptureFixture[str],
