@@ -235,7 +235,10 @@ class Timeline:
         # waited for the device.
         launch = ledger.quantiles("launch_ms")
         usual_s = median(self._recent_s or [math.inf])
-        if launch and launch.median >= 900 * usual_s:
+        # not where a slow loader would catch up meanwhile
+        spent_s = ledger.sums["device"]
+        starves = spent_s["starved"] > spent_s["compute"] / 10
+        if launch and launch.median >= 900 * usual_s and not starves:
             self._hold_s = usual_s
 
     def finish(self, ledger: Ledger) -> float:
