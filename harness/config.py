@@ -41,7 +41,7 @@ DataCache = Enum("DataCache", "none ram disk")
 StartMethod = Enum("StartMethod", "forkserver spawn fork")
 TunerName = Enum("TunerName", "auto grid")
 OptimName = Enum("OptimName", "sgd adamw")
-ScheduleName = Enum("ScheduleName", "constant step cosine")
+ScheduleName = Enum("ScheduleName", "constant step cosine linear")
 Precision = Enum("Precision", "fp32 fp16 bf16")
 Wandb = Enum("Wandb", "disabled offline online")
 DistName = Enum("DistName", "single spawn torchrun")
@@ -265,6 +265,20 @@ class AugmentConfig:
     random_erasing: float = setting(
         0.0, "Probability that a rectangle of an image is erased.", _SHARE
     )
+    erasing_scale: tuple[float, float] = setting(
+        (0.02, 0.33),
+        "Share of the image's area that is erased.",
+        _PART,
+        increasing=True,
+        no_effect_with="augment.random_erasing=0.0",
+    )
+    erasing_ratio: tuple[float, float] = setting(
+        (0.3, 3.3),
+        "Height over width of what is erased.",
+        _POSITIVE,
+        increasing=True,
+        no_effect_with="augment.random_erasing=0.0",
+    )
     mixup: float = setting(0.0, "Mixup: alpha of the beta distribution; 0: none.", _NOT_NEGATIVE)
     cutmix: float = setting(
         0.0,
@@ -466,9 +480,16 @@ class ScheduleConfig:
         0.0, "Epochs of linear warm-up from zero; may be a fraction.", _NOT_NEGATIVE
     )
     step_epochs: int = setting(30, "Epochs between two drops (step).", _COUNT)
+    milestones: Any = setting(
+        None,
+        "Epochs at whose start the rate drops (step), such as [60,120,160]; null: by step_epochs.",
+        _COUNT,
+        pattern=(r"\[\d+(,\d+)*\]", "null, or epochs such as [60,120,160]"),
+        increasing=True,
+    )
     gamma: float = setting(0.1, "Factor of each drop (step).", _PART)
     final_fraction: float = setting(
-        0.0, "Share of the peak that is left at the end (cosine).", _SHARE
+        0.0, "Share of the peak that is left at the end (cosine, linear).", _SHARE
     )
 
 

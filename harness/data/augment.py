@@ -292,7 +292,7 @@ class Mix:
     """
 
     def __init__(self, augment: AugmentConfig, classes: int, seed: int) -> None:
-        self._erasing = augment.random_erasing
+        self._augment = augment
         self._classes = classes
         self._seed = seed
         mixers = (("mixup", augment.mixup), ("cutmix", augment.cutmix))
@@ -303,7 +303,7 @@ class Mix:
         """Returns what ``augment`` sets, or None; ``classes`` may be None if nothing is mixed."""
         mix = cls(augment, classes or 0, seed)
         assert classes is not None or not mix._mixers, "mixed labels have a place for each class"
-        return mix if mix._erasing or mix._mixers else None
+        return mix if augment.random_erasing or mix._mixers else None
 
     def choose(self, batch: Any) -> tuple[str, float, np.random.Generator]:
         """Returns how a batch is mixed: the mixer, an image's own share, more chance."""
@@ -321,11 +321,11 @@ class Mix:
         """
         height, width = images.shape[2:]
         # One comparison for the batch: the device waits for no list of rectangles.
-        if self._erasing:
+        if self._augment.random_erasing:
             indices = batch.indices.numpy()
             draws = uniforms(self._seed, batch.epoch, indices, 1 + 4 * _TRIES, stream=_ERASE)
-            boxes = erased_boxes(draws[:, 1:], height, width)
-            boxes[draws[:, 0] >= self._erasing] = 0
+            boxes = erased_boxes(draws[:, 1:], height, width, self._augment)
+            boxes[draws[:, 0] >= self._augment.random_erasing] = 0
             sides = to_device(boxes, images.device).view(-1, 4, 1, 1, 1)
             top, left, bottom, right = sides.unbind(1)
             y = torch.arange(height, device=images.device).unsqueeze(1)
@@ -353,16 +353,17 @@ class Mix:
         return images, _mixed(F.one_hot(labels, self._classes).float(), share)
 
 
-def erased_boxes(draws: np.ndarray, height: int, width: int) -> np.ndarray:
+def erased_boxes(draws: np.ndarray, height: int, width: int, augment: AugmentConfig) -> np.ndarray:
     """Returns random rectangles: top, left, bottom, right, int64 ``[N, 4]``; 0: none fits.
 
     The distribution of torchvision's ``v2.RandomErasing``, with four of the ``draws``, ``[N, 4 *
-    tries]``, for each try: 2 to 33 % of the area, height over width 0.3 to 3.3.
+    tries]``, for each try.
     """
     area, aspect, down, across = np.moveaxis(draws.reshape(len(draws), -1, 4), 2, 0)
-    area = height * width * (0.02 + (0.33 - 0.02) * area)
-    low = math.log(0.3)
-    aspect = np.exp(low + (math.log(3.3) - low) * aspect)
+    least, most = augment.erasing_scale
+    area = height * width * (least + (most - least) * area)
+    low, high = np.log(augment.erasing_ratio)
+    aspect = np.exp(low + (high - low) * aspect)
     h = np.rint(np.sqrt(area * aspect))
     w = np.rint(np.sqrt(area / aspect))
     fits = (h < height) & (w < width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import re
@@ -167,17 +168,24 @@ def skip_nonfinite(optimizer: Optimizer, one: Tensor) -> None:
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:
     """Returns the share of ``optim.lr`` that update number ``step`` (from 0) uses.
 
-    Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR``
-    stepped once per epoch; ``cosine`` falls from the end of the warm-up to ``final_fraction`` at
-    the last update (SGDR, arXiv 1608.03983).
+    Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR`` and
+    ``MultiStepLR`` stepped once per epoch; ``cosine`` falls from the end of the warm-up to
+    ``final_fraction`` after the last update (SGDR, arXiv 1608.03983), ``linear`` at it.
     """
+    linear = config.name is ScheduleName.linear
     warmup = config.warmup_epochs * steps_per_epoch
     if step < warmup:
-        return (step + 1) / (warmup + 1)
+        return (step + 1) / (warmup + (not linear))
     if config.name is ScheduleName.step:
-        return float(config.gamma ** (step // steps_per_epoch // config.step_epochs))
-    if config.name is ScheduleName.cosine:
-        done = min(1.0, (step - warmup) / max(1.0, epochs * steps_per_epoch - warmup))
-        fall = 1 - config.final_fraction
-        return config.final_fraction + fall * (1 + math.cos(math.pi * done)) / 2
-    return 1.0
+        epoch = step // steps_per_epoch
+        drops = epoch // config.step_epochs
+        if config.milestones:
+            drops = bisect.bisect(config.milestones, epoch)
+        return float(config.gamma**drops)
+    if config.name is ScheduleName.constant:
+        return 1.0
+    # the peak is the last update of a linear warm-up
+    after = step + linear - warmup
+    done = min(1.0, after / max(1.0, epochs * steps_per_epoch - warmup))
+    left = 1 - done if linear else (1 + math.cos(math.pi * done)) / 2
+    return config.final_fraction + (1 - config.final_fraction) * left

@@ -69,11 +69,22 @@ def test_erased_is_zero_where_torchvision_erases() -> None:
     assert same is labels
 
 
-@pytest.mark.parametrize(("height", "width"), [(64, 64), (32, 96), (8, 8)])
-def test_rectangles_have_torchvisions_distribution(height: int, width: int) -> None:
+USUAL = AugmentConfig()
+# 8x8 of 32x32 pixels, as Cutout
+SQUARE = AugmentConfig(erasing_scale=(1 / 16, 1 / 16), erasing_ratio=(1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "augment"),
+    [(64, 64, USUAL), (32, 96, USUAL), (8, 8, USUAL), (32, 32, SQUARE)],
+    ids=["square", "wide", "small", "cutout"],
+)
+def test_rectangles_have_torchvisions_distribution(
+    height: int, width: int, augment: AugmentConfig
+) -> None:
     """Height, width, top and left of the rectangles cannot be told from v2.RandomErasing's."""
-    ours = erased_boxes(np.random.default_rng(0).random((2500, 40)), height, width)
-    theirs = v2.RandomErasing()
+    ours = erased_boxes(np.random.default_rng(0).random((2500, 40)), height, width, augment)
+    theirs = v2.RandomErasing(1.0, augment.erasing_scale, augment.erasing_ratio)
     image = torch.empty(3, height, width)
     params = [theirs.make_params([image]) for _ in range(2500)]
     measured = {
@@ -92,9 +103,9 @@ def test_rectangles_have_torchvisions_distribution(height: int, width: int) -> N
 def test_where_no_rectangle_fits_nothing_is_erased() -> None:
     """On two by two pixels some draws give no rectangle that fits."""
     draws = np.full((1, 40), 0.999)
-    assert erased_boxes(draws, 2, 2).tolist() == [[0, 0, 0, 0]]
+    assert erased_boxes(draws, 2, 2, USUAL).tolist() == [[0, 0, 0, 0]]
     draws[0, 4:6] = 0.0, 0.5
-    assert erased_boxes(draws, 2, 2).tolist() != [[0, 0, 0, 0]]
+    assert erased_boxes(draws, 2, 2, USUAL).tolist() != [[0, 0, 0, 0]]
 
 
 def test_as_many_are_erased_as_wanted() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, StepLR
 
 from harness.config import Config, ModelConfig, OptimConfig, ScheduleConfig, ScheduleName
 from harness.feed.feeds import Feeds
@@ -39,11 +43,21 @@ def test_decay_norm_and_bias_decays_everything() -> None:
     assert group["weight_decay"] == 0.1
 
 
-def test_step_schedule_is_torchs_steplr() -> None:
-    """The step schedule gives StepLR's rates when that is stepped once per epoch."""
-    config = ScheduleConfig(name=ScheduleName.step, step_epochs=3, gamma=0.1)
+@pytest.mark.parametrize(
+    ("settings", "torchs"),
+    [
+        ({"step_epochs": 3}, partial(StepLR, step_size=3)),
+        ({"milestones": (2, 3, 6)}, partial(MultiStepLR, milestones=[2, 3, 6])),
+    ],
+    ids=["StepLR", "MultiStepLR"],
+)
+def test_step_schedule_is_torchs(
+    settings: dict[str, Any], torchs: Callable[..., LRScheduler]
+) -> None:
+    """The step schedule gives torch's rates when those are stepped once per epoch."""
+    config = ScheduleConfig(name=ScheduleName.step, gamma=0.2, **settings)
     optimizer = torch.optim.SGD(network().parameters(), lr=0.5)
-    reference = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.1)
+    reference = torchs(optimizer, gamma=0.2)
     ours = []
     theirs = []
     for epoch in range(8):
@@ -67,10 +81,18 @@ def test_cosine_is_torchs_cosine() -> None:
     assert lr_factor(40, config, 4, 10) == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("name", list(ScheduleName), ids=lambda n: n.name)
-def test_warm_up_is_linear_and_ends_at_the_peak(name: ScheduleName) -> None:
+def test_linear_is_interpolated_from_zero_over_the_peak_to_zero() -> None:
+    """Update n of n in all has the rate at its end, as davidcpage/cifar10-fast (dawn.py) has it."""
+    config = ScheduleConfig(name=ScheduleName.linear, warmup_epochs=5)
+    ours = [0.4 * lr_factor(step, config, 24, 97) for step in range(24 * 97)]
+    ends = np.arange(1, 24 * 97 + 1) / 97
+    assert ours == pytest.approx(np.interp(ends, [0, 5, 24], [0, 0.4, 0]), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["constant", "step", "cosine"])
+def test_warm_up_is_linear_and_ends_at_the_peak(name: str) -> None:
     """Warm-up rises in equal steps from above zero and hands over at the peak."""
-    config = ScheduleConfig(name=name, warmup_epochs=0.5)
+    config = ScheduleConfig(name=ScheduleName[name], warmup_epochs=0.5)
     factors = [lr_factor(step, config, 100, 20) for step in range(12)]
     rises = [b - a for a, b in itertools.pairwise(factors[:11])]
     assert factors[0] > 0
