@@ -65,6 +65,8 @@ _NUMBER = r"\d+(\.\d+)?(e[+-]?\d+)?"
 
 # before the names of timm's networks
 TIMM = "timm/"
+# the networks of this project
+OURS = ("small", "resnet9_cifar", "resnet18_cifar", "resnet20_cifar")
 
 # inside the package in a wheel, beside it in a checkout
 CONF = Path(__file__).with_name("conf")
@@ -399,8 +401,8 @@ class ModelConfig:
 
     name: str = setting(
         "small",
-        "small, any classifier of torchvision by its name, of timm as timm/NAME, or a function of "
-        "your own: my_module:build.",
+        "small, resnet9_cifar, resnet18_cifar, resnet20_cifar, any classifier of torchvision by "
+        "its name, of timm as timm/NAME, or a function of your own: my_module:build.",
     )
     weights: str | None = setting(
         None,
@@ -975,7 +977,7 @@ def check_model(model: ModelConfig, known: Sequence[str]) -> None:
         hint = suggestions.nearest(model.name, known)
         hint = hint or "; a network of your own is named module:function"
         raise ConfigError(f"model.name={model.name}: unknown{hint}")
-    if (is_own or model.name == "small") and model.weights == "DEFAULT":
+    if (is_own or name in OURS) and model.weights == "DEFAULT":
         raise ConfigError(
             f"model.weights=DEFAULT: there are none for model.name={model.name}; use null or a path"
         )
@@ -990,7 +992,7 @@ def check_names(config: Config) -> None:
     torchvisions = classifiers()
     # empty where torchvision is laid out in another way: building the network then refuses the name
     if torchvisions:
-        check_model(config.model, ["small", *torchvisions])
+        check_model(config.model, [*OURS, *torchvisions])
     name = config.data.name
     # data=own only says that a function of the user's is to be named
     sets = [known for known in choices("data") if known != "own"]

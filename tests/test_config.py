@@ -103,6 +103,7 @@ BAD = [
     ("data.eval_resize=32", "data.eval_resize=32"),
     ("data.split_fraction=1", "data.split_fraction=1.0"),
     ("schedule.warmup_epochs=100", "schedule.warmup_epochs=100.0"),
+    ("schedule.milestones=[160,120]", "schedule.milestones=[160,120]"),
     ("dist.nprocs=2", "dist.nprocs=2"),
     ("seed=-1", "seed=-1"),
     ("run.name=../x", "run.name=../x"),
@@ -144,9 +145,13 @@ def test_settings_survive_a_round_trip(composed: Callable[..., Config]) -> None:
 def test_a_group_on_the_command_line_beats_the_data_sets_own(
     composed: Callable[..., Config],
 ) -> None:
-    """data=cifar10 brings CIFAR's crop along, unless the user names another."""
-    assert composed("data=cifar10").augment.crop.name == "pad"
-    assert composed("data=cifar10", "augment=center").augment.crop.name == "center"
+    """data=cifar10 brings a crop and a network along, unless the user names others."""
+    config = composed("data=cifar10")
+    assert (config.augment.crop.name, config.model.name) == ("pad", "resnet20_cifar")
+    config = composed("data=cifar10", "augment=center", "model=small")
+    assert (config.augment.crop.name, config.model.name) == ("center", "small")
+    config = composed("experiment=cifar10_fast", "data=cifar100")
+    assert (config.data.name, config.model.name) == ("cifar100", "resnet9_cifar")
 
 
 def test_every_setting_has_a_sentence() -> None:

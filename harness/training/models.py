@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchvision import models as zoo
 
-from ..config import TIMM, ConfigError, ModelConfig, check_model, leaves
+from ..config import OURS, TIMM, ConfigError, ModelConfig, check_model, leaves
 from ..monitor.console import say
 from ..runtime import user_code
 from ..runtime.errors import CheckpointError, listed, printable
 from ..runtime.files import open_regular
 from ..runtime.folder import log
-from . import checkpoint_read, weights
+from . import checkpoint_read, cifar_networks, weights
 from .checkpoint_read import Saved
 
 # of data.*, what published weights say of images
@@ -70,6 +70,8 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
         return _timm(name, image_size, num_classes=num_classes)
     if name == "small":
         return small(num_classes)
+    if name in OURS:
+        return getattr(cifar_networks, name)(num_classes)
     extra: dict[str, Any] = {}
     if name.startswith("vit_"):
         extra = {"image_size": image_size}
@@ -86,7 +88,7 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
 
 def names() -> list[str]:
     """Returns every name that ``model.name`` takes: ours and torchvision's classifiers."""
-    return ["small", *zoo.list_models(module=zoo)]
+    return [*OURS, *zoo.list_models(module=zoo)]
 
 
 def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
