@@ -230,8 +230,8 @@ def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
         "  augment.scale=[0.5,1.0]\n",
         "  data= cifar10, cifar100, digits, fake, imagefolder, imagenet, own, shapes\n",
         (
-            "  model= resnet18, resnet18_cifar, resnet20_cifar, resnet50, resnet9_cifar, small, any "
-            "classifier of torchvision, timm/NAME, or model.name=my_module:build\n"
+            "  model= resnet18, resnet18_cifar, resnet20_cifar, resnet50, resnet9_cifar, small, "
+            "any classifier of torchvision, timm/NAME, or model.name=my_module:build\n"
         ),
         "A run leaves its files in outputs/ in the folder where it is started.\n",
     ):
