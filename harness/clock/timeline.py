@@ -132,8 +132,8 @@ class Timeline:
         self._known = True
         self._step_s: Sums = defaultdict(float)  # of that step
         self._usual_s = 0.0  # of that step, if it was held back
-        # computing of the last steps: a window may be too short to read one within it
-        self._recent_s: deque[float] = deque(maxlen=16)
+        # the last steps, as a window may be too short to read one within it
+        self._recent_s: deque[Sums] = deque(maxlen=16)
 
     def begin(self, *, first: bool) -> None:
         """Begin a block."""
@@ -234,11 +234,12 @@ class Timeline:
         # by what the device had waited: all of it, or part where the queue was full or the host
         # waited for the device.
         launch = ledger.quantiles("launch_ms")
-        usual_s = median(self._recent_s or [math.inf])
+        usual_s, starved_s = (
+            median([step_s[name] for step_s in self._recent_s] or [math.inf])
+            for name in ("compute", "starved")
+        )
         # not where a slow loader would catch up meanwhile
-        spent_s = ledger.sums["device"]
-        starves = spent_s["starved"] > spent_s["compute"] / 10
-        if launch and launch.median >= 900 * usual_s and not starves:
+        if launch and launch.median >= 900 * usual_s and starved_s < usual_s / 10:
             self._hold_s = usual_s
 
     def finish(self, ledger: Ledger) -> float:
@@ -301,7 +302,7 @@ class Timeline:
                 )
             elif self._known:
                 step_s = self._step_s
-                self._recent_s.append(step_s["compute"])
+                self._recent_s.append(step_s)
                 whole_s = sum(step_s.values())
                 step_s["gap"] = whole_s - step_s["compute"]
                 step_s["step"] = whole_s
