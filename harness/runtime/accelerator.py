@@ -373,7 +373,7 @@ def use() -> list[gpus.Use | None]:
 
 def taking_over() -> Callable[[], None]:
     """Returns a function that makes this thread's current GPU that of the thread that calls it."""
-    if count():
+    if torch.cuda.is_available():
         return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
     return lambda: None
 

@@ -23,6 +23,7 @@ from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
+from harness.runtime import accelerator
 
 LENGTH = 90
 EPOCHS = 3
@@ -84,12 +85,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     to = torch.Tensor.to
     for name, fake in {
         "Event": Event,
-        "Stream": Stream,
         "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda device: Stream(),
         "set_device": lambda device: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(accelerator.Cuda, "new_stream", Stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(
         torch.Tensor,
