@@ -145,7 +145,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     return lambda step: at.__setitem__(0, -1 if step is None else step)
 
 
-@pytest.fixture(params=["cuda", "generic"])
+@pytest.fixture(params=["cuda", pytest.param("generic", marks=pytest.mark.slow)])
 def cuda_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has CUDA served by its own class, and by the one for devices of any type."""
     if request.param == "generic":

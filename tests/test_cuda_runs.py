@@ -69,6 +69,7 @@ def made_up() -> None:
         pytest.skip("the GPUs are real")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize(
     ("gpus", "expected"),

@@ -17,7 +17,7 @@ from harness.runtime.accelerator import Accelerator
         "virtual",
         "wall",
         pytest.param("cuda", marks=pytest.mark.cuda_order),
-        pytest.param("generic", marks=pytest.mark.cuda_order),
+        pytest.param("generic", marks=[pytest.mark.cuda_order, pytest.mark.slow]),
     ]
 )
 def own(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
