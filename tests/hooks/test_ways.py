@@ -29,7 +29,7 @@ WAYS = {
 def test_every_way_has_the_same_shares(tmp_path: Path, way: str, package: str) -> None:
     """The device's work on a batch, a little for the host, and the rest for data.
 
-    Within 5 points: a busy machine launches slowly within a step.
+    Within 3 points, on a quiet machine.
     """
     if find_spec(package) is None:
         pytest.skip(f"needs {package}: uv sync --group {package}")
