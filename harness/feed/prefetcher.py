@@ -169,7 +169,7 @@ class Normalise:
         channels_last: bool,
     ) -> None:
         self._plain = mean is None and std is None
-        # a batch whose images nobody has named is then as good
+        # otherwise float32 images of NCHW stay as they are
         self.changes = not self._plain or dtype != torch.float32 or channels_last
         given = ((), ()) if self._plain else (mean, std)
         try:
@@ -370,7 +370,7 @@ class _Transfer:
         if not tensors or (at is None and self.must):
             has = ", ".join(map(repr, getattr(parts, "keys", list)())) or type(parts).__name__
             raise TypeError(
-                f"DataPrefetcher: images={self.images!r} is no tensor of this loader's batches "
+                f"DataPrefetcher: images={self.images!r} names no tensor in this loader's batches "
                 f"({has}); give the key, the index or the attribute of the images"
             )
         return tensors, at

@@ -25,7 +25,7 @@ from ..runtime.files import read_regular
 _Set = TypeVar("_Set")
 
 _COMPOSES = transforms.Compose | v2.Compose
-# of what a preset does with whole pixels before it cuts
+# a preset may begin with one of these
 _TO_TENSOR = (transforms.PILToTensor, v2.PILToTensor, v2.ToImage)
 
 
@@ -60,7 +60,8 @@ def faster(dataset: _Set) -> _Set:
     else:
         raise ValueError(
             "dataset: neither torchvision's ImageFolder with its own loader, nor timm's "
-            "ImageDataset, nor a Compose"
+            "ImageDataset, nor a Compose; a data set of your own takes faster(transform) and "
+            "load_image(path)"
         )
     return found  # type: ignore[no-any-return]
 

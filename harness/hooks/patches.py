@@ -26,7 +26,7 @@ from .loops import LoopTracker, WatchedLoader, caller
 _worker: Any = _torch_worker
 # those of this process
 _loops: LoopTracker | None = None
-# of a loader's arguments, in a trial
+# changes a loader's arguments in a trial
 change: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
 # what puts torch's functions back
 _hooks = ExitStack()

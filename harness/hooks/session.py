@@ -198,7 +198,7 @@ class Session(LoopTracker):
         self.tells_passes = False
         # by a signal that the script itself handles
         self.interrupted = False
-        # say now and then how training goes
+        # say how training goes, every _TELL_S seconds
         self.tells = False
         self._told = 0.0, ""
         self.on_first_update: Callable[[], None] | None = None
