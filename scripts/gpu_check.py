@@ -40,7 +40,7 @@ NEEDED = {
 }  # fmt: skip
 """Modules, and the distributions that they come with."""
 GROUPS = {
-    "conformance": {"conformance": 90, "events": 60},
+    "conformance": {"conformance": 120, "events": 60},
     "demand": {"demand": 460},
     "stall": {"stall": 200, "prefetcher": 60},
     "unsettled": {"finish": 60, "staging": 70, "pinning": 140},

@@ -29,6 +29,8 @@ const size_t kDevicePage = 2 << 20;
 const double kDeviceBytes_s = 1.5e12;
 // The driver takes that much from pageable memory into its queue, and the host goes on.
 const size_t kQueuedBytes = 65536;
+// Of a larger memory nothing is set: no count is in it, and touching it for the first time is slow.
+const size_t kSetBytes = 1 << 20;
 
 Block block_of(const void* pointer) {
   std::lock_guard<std::mutex> guard(mutex);
@@ -189,7 +191,7 @@ EXPORT cudaError_t cudaMemsetAsync(void* pointer, int value, size_t size, cudaSt
   COUNT_CALL;
   Operation operation;
   operation.seconds = size / kDeviceBytes_s;
-  operation.work = [=] { memset(pointer, value, size); };
+  if (size <= kSetBytes) operation.work = [=] { memset(pointer, value, size); };
   stream_of(stream).add(std::move(operation));
   return cudaSuccess;
 }
