@@ -24,6 +24,10 @@ from ..runtime.errors import described, message, tell, tell_crashes
 from ..runtime.files import read_written
 from . import compose, job
 
+_COMMANDS = {
+    "watch": "hooks.__main__", "page": "report.page.__main__", "compare": "report.compare.__main__",
+    "shrink": "data.shrink",
+}  # fmt: skip
 # of the jobs in this process
 _failed: list[BaseException] = []
 # the checked settings and the folder of this process' only run
@@ -33,7 +37,8 @@ _only_run: list[tuple[schema.Config, str]] = []
 def command() -> NoReturn:
     """Does what the command line says, and ends this process.
 
-    It says ``page``, ``compare``, ``watch`` or ``--version``; anything else is a run or a sweep.
+    It says ``page``, ``compare``, ``watch``, ``shrink`` or ``--version``; anything else is a run or
+    a sweep.
     """
     for name in ("stdin", "stdout", "stderr"):
         # closed: a file of the run would get its place
@@ -49,12 +54,12 @@ def command() -> NoReturn:
         torch = metadata.version("torch")
         print(f"wellfed {__version__}, torch {torch}, Python {platform.python_version()}")
         sys.exit()
-    for name, room in (("watch", "hooks"), ("page", "report.page"), ("compare", "report.compare")):
+    for name, module in _COMMANDS.items():
         if arguments[:1] == [name]:
-            if name != "watch":
+            if name in ("page", "compare"):
                 # whoever reads may stop, as head does
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            sys.exit(import_module(f"..{room}.__main__", __package__).main(arguments[1:]))
+            sys.exit(import_module(f"..{module}", __package__).main(arguments[1:]))
     try:
         with signals.handle_signals(grace_s=0):
             signals.leave(cli())

@@ -29,7 +29,7 @@ from ..monitor.console import say
 from ..runtime import limits
 from ..runtime.files import open_regular
 from ..runtime.folder import log
-from .mapped import MappedFile, checksum, memory, path_of
+from .mapped import MappedFile, checksum, memory, path_of, reserve
 from .storage import FolderSource, Source, Subset, cache_root
 from .transforms import resized
 
@@ -318,7 +318,7 @@ def _filled(fd: int, key: str, count: int, budget_bytes: int) -> MappedFile:
     used = _used_bytes(fd, key, count)
     if not used:
         used = _HEAD.itemsize + _COLUMN_BYTES * count
-        os.posix_fallocate(fd, 0, used)
+        reserve(fd, used)
     limit = max(used, budget_bytes)
     # a hole until pixels come
     os.ftruncate(fd, max(limit, os.fstat(fd).st_size))

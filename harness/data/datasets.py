@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ from ..runtime.errors import BadSample, DataError, is_out_of_memory
 from ..runtime.seeding import SampleRng
 from . import cifar, shapes
 from .cache import Gathered, PixelCache, open_caches
-from .decode import DecodeError, decode
+from .decode import DecodeError, decoded
+from .libraries import decode_jpeg_part
 from .own import OwnDataset, open_own
 from .storage import (
     ArraySource,
@@ -46,7 +48,8 @@ from .storage import (
     part,
     split,
 )
-from .transforms import CropTransform
+from .transforms import Box, CropTransform
+from .whole import Whole, checksum, open_whole
 
 # Not the run's: another seed must not move images from training to validation.
 _SPLIT_SEED = 0
@@ -67,6 +70,8 @@ class ImageDataset:
     skips: bool = False
     # whether black pixels replace it: another one may not be readable either
     blanks: bool = False
+    # which images need no longer be decoded whole for a random part; None: all
+    whole: Whole | None = None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -110,13 +115,18 @@ class ImageDataset:
                 image, _ = self.source.read(place)
             if lap is not None:
                 lap("read")
+            rng = SampleRng(self.seed, epoch, index)
+            part = None
             if pixels is None:
-                pixels = decode(image, self.options) if isinstance(image, bytes) else image
+                if isinstance(image, bytes):
+                    pixels, part = self._decoded(place, image, rng)
+                else:
+                    pixels = image
                 if self.cache is not None:
                     pixels = self.cache.put(place, pixels)
                 if lap is not None:
                     lap("decode")
-            self.transform(pixels, SampleRng(self.seed, epoch, index), out, lap)
+            self.transform(pixels, rng, out, lap, part)
             return int(labels[place])
         except Exception as error:
             if isinstance(error, BadSample) or is_out_of_memory(error):
@@ -124,6 +134,19 @@ class ImageDataset:
             # any error: a StopIteration that got out would end a worker's epoch in silence
             reason = str(error) if isinstance(error, DecodeError) else user_code.message(error)
             raise BadSample(self.source.where(place), reason) from error
+
+    def _decoded(self, place: int, data: bytes, rng: SampleRng) -> tuple[np.ndarray, Box | None]:
+        """Returns the pixels of ``data``, or some of them and the part among them that is drawn."""
+        whole = self.whole
+        digest = 0 if whole is None else checksum(data)
+        if whole is not None and whole.has(place, digest):
+            found = decode_jpeg_part(data, partial(self.transform.part, rng))
+            if found is not None:
+                return found
+        pixels, is_plain = decoded(data, self.options)
+        if whole is not None and is_plain:
+            whole.add(place, digest)
+        return pixels, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +382,10 @@ def load(
     # augment
     transform = CropTransform.from_config(augment, data)
     skips = data.on_error is OnError.skip
-    images = ImageDataset(first, transform, data, size, seed, kept, skips)
+    whole = None
+    if kept is None and transform.crop == "random_resized":
+        whole = open_whole(first, data)
+    images = ImageDataset(first, transform, data, size, seed, kept, skips, whole=whole)
     val_images = ImageDataset(second, as_evaluated(data), data, size, seed, val_kept, skips)
     if data.cache_max_side is not None:
         say(

@@ -208,7 +208,7 @@ class _Scan:
                     reason = None
                 if reason is not None:
                     self.left_out[reason].append(entry.path)
-                elif os.path.isdir(entry.path):
+                elif entry.is_dir():
                     (links if entry.is_symlink() else pending).append(entry.path)
                 else:
                     found.append(entry.path[start:])

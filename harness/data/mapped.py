@@ -73,6 +73,18 @@ def memory(size: int) -> int:
     return fd
 
 
+def reserve(fd: int, size: int) -> None:
+    """Makes a file at least ``size`` bytes long, zero where nothing was written, all on its disk.
+
+    Raises:
+        OSError: the disk is full. Later it would kill whoever writes to the map.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)
+    elif (missing := size - os.fstat(fd).st_size) > 0:
+        os.pwrite(fd, bytes(missing), size - missing)
+
+
 def checksum(content: np.ndarray, *facts: object) -> int:
     """Returns 63 bits of all bytes of ``content`` (C-contiguous), its shape and ``facts``."""
     digest = xxhash.xxh3_64(repr((*content.shape, *facts)).encode())

@@ -82,14 +82,23 @@ class CropTransform:
         how = data.eval_resize, data.eval_squash, data.interpolation.name
         return cls(data.image_size, augment.crop.name, *drawn, *how)
 
+    def part(self, rng: SampleRng, width: int, height: int) -> Box:
+        """Returns the random part that training takes of an image, as ``__call__`` draws it."""
+        return random_crop_box(rng, width, height, self.scale, self.ratio)
+
     def __call__(
-        self, image: np.ndarray, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
+        self,
+        image: np.ndarray,
+        rng: SampleRng,
+        out: np.ndarray,
+        lap: Lap | None = None,
+        part: Box | None = None,
     ) -> None:
         """Writes ``image``, uint8 ``[H, W, 3]``, into ``out``, uint8 ``[3, S, S]`` of any strides.
 
         Everything random comes from ``rng``: the crop first, then the flip. ``image`` is not
-        changed. ``lap`` is called at the end of each of the ``stages``, with its name. Several
-        threads may call at once.
+        changed. ``lap`` is called at the end of each of the ``stages``, with its name. A ``part``
+        of ``image`` was drawn from ``rng`` before. Several threads may call at once.
 
         Raises:
             ValueError: the image is so narrow that its resized form would not fit in memory.
@@ -99,7 +108,7 @@ class CropTransform:
         box = (0, 0, width, height)
         new_size = None
         if self.crop == "random_resized":
-            box = random_crop_box(rng, width, height, self.scale, self.ratio)
+            box = part or self.part(rng, width, height)
         elif self.crop == "center":
             new_size = self.whole_size(width, height)
         else:

@@ -162,6 +162,8 @@ class Evidence:
         ceiling: speed-up if loading were free, where measured; None: as the stall says.
         starts: passes whose workers were started for them.
         started_s: from their beginning to their first batch.
+        shrinks: how many times as fast samples are made from a smaller copy of the images; None:
+            not measured.
         stall: the device had nothing to run for want of data.
         starved: of that, the loop waited for a batch.
         copy: of that, the loop waited for a batch's copy.
@@ -201,6 +203,7 @@ class Evidence:
     ceiling: float | None = None
     starts: int = 0
     started_s: float = 0.0
+    shrinks: float | None = None
 
     def __post_init__(self) -> None:
         window = self.window

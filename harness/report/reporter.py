@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config import Mode, shown, walk
-from ..data.datasets import Splits
+from ..data import shrink
+from ..data.datasets import ImageDataset, Splits
 from ..monitor.console import say
 from ..monitor.writer import BAD_SAMPLES, RunWriter
 from ..runtime import accelerator, launch
@@ -131,6 +132,13 @@ class Reporter:
             half_precision=own.half_precision,
             window_steps=engine.config.watch.window_steps,
         )
+        verdict = judge(evidence)
+        images = self.splits.train
+        # a run that is asked to end reads no more images
+        may_read = verdict.kind == "decode" and engine.status == "completed"
+        if may_read and isinstance(images, ImageDataset) and images.cache is None:
+            evidence.shrinks = shrink.speedup(images)
+        copied = shrink.Copy.at(Path(self.splits.root)) if self.splits.root else None
         evaluated: dict[str, Any] = {}
         if engine.evaluation is not None:
             result = engine.evaluation._asdict()
@@ -139,7 +147,7 @@ class Reporter:
             evaluated["best_top1"] = engine.state.best_top1
         return report(
             evidence,
-            stated(judge(evidence)),
+            stated(verdict),
             world.size,
             None if own.is_host else own.name,
             engine.worker_s,
@@ -152,6 +160,7 @@ class Reporter:
             stopped=engine.stopped,
             tuning=self.tuning and self.tuning(),
             cache=cache and cache.stats(),
+            copy_of=copied and asdict(copied),
             run={"name": engine.folder.name, "overrides": list(self.overridden)},
             **evaluated,
         )
@@ -185,6 +194,9 @@ class Reporter:
             say(f"bad samples    {bad} replaced by others; they are listed in {BAD_SAMPLES}")
         if self.splits.cache is not None:
             say(f"cache          {self.splits.cache.summary()}")
+        if "copy_of" in found:
+            copied = shrink.Copy(**found["copy_of"])
+            say(f"data           {self.splits.root} is {copied}")
         say(f"run folder     {os.path.relpath(folder)}")
         page = os.path.relpath(folder / "report.html")
         say(f"look at it     {page}, or tensorboard --logdir {_root(folder)}")

@@ -101,7 +101,13 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> S
         headline = f"Mostly compute ({r.compute:.0%}), then {_WORK[kind]}"
     next_step = tried(verdict.change) or None
     reason = verdict.why or (r.late.part if kind == "rank" and r.late else kind)
-    ways = [way for way in (next_step, _WAYS.get(reason, _WAYS.get(kind))) if way]
+    other = _WAYS.get(reason, _WAYS.get(kind))
+    if kind == "decode" and (r.shrinks or 0.0) >= 1 + HARM:
+        other = (
+            f"wellfed shrink, whose smaller copy of the images makes a sample {r.shrinks:.1f} "
+            "times as fast, or add cores"
+        )
+    ways = [way for way in (next_step, other) if way]
     sentences = [headline, *_facts(verdict), *_gain(verdict)]
     if ways:
         sentences.append(f"Try: {', or '.join(ways)}")

@@ -92,7 +92,8 @@ def explain_unharmed(r: Evidence) -> Verdict:
             change["trainer.precision"] = r.half_precision
         if not r.trainer.channels_last:
             change["trainer.channels_last"] = True
-        if not change and not r.trainer.compile:
+        # on a processor it needs a compiler
+        if not change and not r.trainer.compile and r.device != "cpu":
             change["trainer.compile"] = True
     return Verdict("compute", r, change)
 

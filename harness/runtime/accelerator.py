@@ -45,7 +45,6 @@ class Accelerator:
     Attributes:
         kind: cpu, cuda, mps, or torch's name of another type.
         tells: whether it is known when the device is at work.
-        half_precision: the setting ``trainer.precision`` that is fast on it; None: not known.
         has_events: whether the host runs ahead, and events tell when work is done.
         has_streams: whether copies from page-locked memory run beside the network too, and events
             time both.
@@ -57,7 +56,6 @@ class Accelerator:
     """
 
     tells = True
-    half_precision: str | None = None
     has_events = False
     has_streams = False
     has_float64 = True
@@ -82,6 +80,14 @@ class Accelerator:
     def is_host(self) -> bool:
         """Whether the host's own processors do the work."""
         return self.kind == "cpu"
+
+    @property
+    def half_precision(self) -> str | None:
+        """The setting ``trainer.precision`` that is fast on it; None: not known."""
+        # private names of torch's, for what processors have
+        flags = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
+        fast = self.is_host and any(getattr(torch.cpu, flag, bool)() for flag in flags)
+        return "bf16" if fast else None
 
     @property
     def uuid(self) -> str | None:
@@ -259,7 +265,7 @@ class Cuda(Generic):
         return True
 
     @property
-    def half_precision(self) -> str:  # type: ignore[override]
+    def half_precision(self) -> str:
         # before, bf16 is emulated
         return "fp16" if torch.cuda.get_device_capability(self.device)[0] < 8 else "bf16"
 

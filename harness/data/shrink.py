@@ -1,0 +1,227 @@
+"""Copies a folder of images, with the large ones made smaller: ``wellfed shrink``.
+
+    wellfed shrink /data/photos /data/photos-500 --max-side 500 --quality 90
+
+Folders, names and links stay, and files that are no images come along. An image whose longer side
+is larger is resized, turned as its EXIF block says, and saved in its own format; any other file is
+copied as it is, also one that cannot be read, which is listed. A second call goes on where the
+first one ended. Exit codes: 0; 2: the folders or options are refused; 3: an image cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ..config import ConfigError, DataConfig
+from ..monitor.console import progress, say
+from ..runtime import limits
+from ..runtime.errors import DataError, listed, tell
+from ..runtime.files import read_json, write_whole
+from ..runtime.seeding import SampleRng
+from .cache import shrunk
+from .datasets import ImageDataset
+from .decode import HEAD_BYTES, DecodeError, decode, reader
+from .storage import evenly_spaced
+
+# in the copy: what it was made of
+RECORD = ".wellfed-shrink.json"
+_FILTER = "bicubic"
+MAX_SIDE = 500
+QUALITY = 90
+# images that tell what a copy would save
+_TRIED = 64
+_OPTIONS = DataConfig(exif_orientation=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a folder is a copy of."""
+
+    source: str
+    # of an image's longer side, in pixels, at most
+    max_side: int
+    # of JPEG and WebP
+    quality: int
+
+    def __str__(self) -> str:
+        return f"a copy of {self.source} by --max-side {self.max_side} --quality {self.quality}"
+
+    @classmethod
+    def at(cls, folder: Path) -> Copy | None:
+        """Returns what ``folder``, or one above it, is a copy of; None: it is none."""
+        for place in (folder, *folder.absolute().parents):
+            if (place / RECORD).is_file():
+                return cls(**read_json(place / RECORD))
+        return None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Does what the command line says, and returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="wellfed shrink", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("folder", type=Path, help="the images, in any tree")
+    parser.add_argument("out", type=Path, help="the folder of the copy")
+    parser.add_argument(
+        "--max-side",
+        type=int,
+        default=MAX_SIDE,
+        help="pixels of the longer side, at most; default %(default)s",
+    )
+    parser.add_argument(
+        "--quality",
+        type=int,
+        default=QUALITY,
+        help="of JPEG and WebP, 1 to 100; default %(default)s",
+    )
+    typed = parser.parse_args(arguments)
+    if typed.max_side < 1 or not 1 <= typed.quality <= 100:
+        parser.error("--max-side must be at least 1, and --quality 1 to 100")
+    try:
+        shrink(typed.folder, typed.out, typed.max_side, typed.quality)
+    except (ConfigError, DataError) as error:
+        return tell([error])
+    return 0
+
+
+def shrink(folder: Path, out: Path, max_side: int, quality: int) -> None:
+    """Copies ``folder`` to ``out``, by as many threads as there are cores.
+
+    Raises:
+        ConfigError: one folder lies in the other, or ``out`` is something else already.
+        DataError: an image cannot be read; all others are there.
+    """
+    source, target = folder.resolve(), out.resolve()
+    if not source.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
+    if source == target or source in target.parents or target in source.parents:
+        raise ConfigError(f"{out}: lies in {folder}, or around it; name a folder beside it")
+    wanted = Copy(str(source), max_side, quality)
+    found = Copy.at(target) if (target / RECORD).exists() else None
+    if target.exists() and found != wanted and any(target.iterdir()):
+        raise ConfigError(f"{out}: holds {found or 'other files'}; name a new folder")
+    target.mkdir(parents=True, exist_ok=True)
+    write_whole(target / RECORD, json.dumps(asdict(wanted)).encode())
+    files = [*_files(source, target)]
+    unreadable: list[str] = []
+    cores = max(1, int(limits.measure().cores))
+    with (
+        progress("shrink", len(files), "files") as bar,
+        ThreadPoolExecutor(cores) as threads,
+    ):
+        running: deque[Future[str | None]] = deque()
+        for file, place in files:
+            running.append(threads.submit(_copy, file, place, max_side, quality))
+            if len(running) >= 8 * cores:
+                unreadable += filter(None, [running.popleft().result()])
+                bar.advance(1)
+        while running:
+            unreadable += filter(None, [running.popleft().result()])
+            bar.advance(1)
+    before, after = (sum(os.path.getsize(pair[i]) for pair in files) for i in (0, 1))
+    say(f"{out}: {len(files)} files, {after / 1e6:.0f} MB; {folder} has {before / 1e6:.0f} MB")
+    if unreadable:
+        raise DataError(
+            f"{len(unreadable)} images cannot be read and are copied as they are: "
+            f"{listed(unreadable)}"
+        )
+
+
+def _files(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
+    """Yields each file with the place of its copy; makes folders, and links within the tree."""
+    # with the real folders around each, which a link may lead back to
+    pending = [(source, target, {source})]
+    while pending:
+        folder, made, around = pending.pop()
+        with os.scandir(folder) as entries:
+            ordered = sorted(entries, key=lambda entry: entry.name)
+        for entry in ordered:
+            path, place = Path(entry.path), made / entry.name
+            real = path.resolve()
+            if entry.name == RECORD:
+                continue
+            if entry.is_symlink() and (source in real.parents or not real.exists()):
+                inside = os.path.relpath(real, folder.resolve())
+                if not os.path.lexists(place):
+                    place.symlink_to(inside if source in real.parents else os.readlink(path))
+            elif entry.is_file():
+                yield path, place
+            elif entry.is_dir() and real not in around:
+                place.mkdir(exist_ok=True)
+                pending.append((path, place, around | {real}))
+
+
+def _copy(path: Path, place: Path, max_side: int, quality: int) -> str | None:
+    """Copies a file, made smaller if it is a large image; returns why it cannot be read, if so."""
+    state = path.stat()
+    # as a call before this one left it
+    if place.exists() and place.stat().st_mtime_ns == state.st_mtime_ns:
+        return None
+    data = path.read_bytes()
+    wrong = None
+    try:
+        if reader(data[:HEAD_BYTES]) is not None:
+            data = reduced(data, max_side, quality)
+    except DecodeError as error:
+        wrong = f"{path}: {error}"
+    part = place.with_name(f".{place.name}.part")
+    part.write_bytes(data)
+    # an unreadable one is looked at again
+    if wrong is None:
+        os.utime(part, ns=(state.st_atime_ns, state.st_mtime_ns))
+    part.replace(place)
+    return wrong
+
+
+def reduced(data: bytes, max_side: int, quality: int) -> bytes:
+    """Returns an encoded image made smaller, in its own format, or as it is if it is small enough.
+
+    Raises:
+        DecodeError: as ``decode``.
+    """
+    pixels = decode(data, _OPTIONS)
+    if max(pixels.shape) <= max_side:
+        return data
+    pixels = np.ascontiguousarray(shrunk(pixels, max_side, _FILTER))
+    plugin = reader(data)
+    assert plugin is not None
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, str(plugin.format), quality=quality)
+    return buffer.getvalue()
+
+
+def speedup(images: ImageDataset) -> float | None:
+    """Returns how many times as fast samples are made from a copy as ``wellfed shrink`` makes it.
+
+    Some of the files are shrunk in memory and decoded, cut and resized both ways, by the processor
+    time of this thread. None: none of them is a readable file.
+    """
+    out = np.empty((3, images.image_size, images.image_size), np.uint8)
+    spent_s = np.zeros(2)
+    for i in evenly_spaced(len(images), _TRIED):
+        # a bad sample is told when it is loaded
+        with suppress(DecodeError, OSError, ValueError):
+            content, _ = images.source.read(i)
+            if not isinstance(content, bytes):
+                return None
+            forms = content, reduced(content, MAX_SIDE, QUALITY)
+            for form, data in enumerate(forms):
+                begin_s = time.thread_time()
+                pixels = decode(data, images.options)
+                images.transform(pixels, SampleRng(images.seed, 0, i), out)
+                spent_s[form] += time.thread_time() - begin_s
+    return float(spent_s[0] / spent_s[1]) if spent_s.all() else None
