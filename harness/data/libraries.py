@@ -7,18 +7,20 @@ decode, which pyspng's own module does not. Without a library, its function retu
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 _ADDRESS = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
 _INT = ctypes.c_int
+_BYTES = ctypes.c_char_p
 # left, top, width and height in pixels
 _Box = tuple[int, int, int, int]
 
@@ -32,6 +34,8 @@ _USUAL_COLOURS = (1, 2)
 _LEAST_PIXELS = 60_000
 # spng.h: the format RGB8; grey and palette become RGB
 _SPNG_RGB8 = 4
+# of a comment or a profile, as Pillow allows
+_CHUNK_BYTES = 1 << 20
 
 
 def decode_png(data: bytes, width: int, height: int) -> np.ndarray | None:
@@ -39,19 +43,19 @@ def decode_png(data: bytes, width: int, height: int) -> np.ndarray | None:
 
     Returns None unless the file is whole: all checksums are right up to its end.
     """
-    if not (calls := _spng()):
+    if not (spng := _spng()):
         return None
     pixels = np.empty((height, width, 3), np.uint8)
-    made, set_buffer, decode, decode_rest, free = calls
-    context = made(0)
+    context = spng.ctx_new(0)
     try:
         bad = (
-            set_buffer(context, data, len(data))
-            or decode(context, pixels.ctypes.data, pixels.nbytes, _SPNG_RGB8, 0)
-            or decode_rest(context)
+            spng.set_chunk_limits(context, _CHUNK_BYTES, _CHUNK_BYTES)
+            or spng.set_png_buffer(context, data, len(data))
+            or spng.decode_image(context, pixels.ctypes.data, pixels.nbytes, _SPNG_RGB8, 0)
+            or spng.decode_chunks(context)
         )
     finally:
-        free(context)
+        spng.ctx_free(context)
     return None if bad else pixels
 
 
@@ -60,11 +64,11 @@ def decode_webp(data: bytes, width: int, height: int) -> np.ndarray | None:
 
     Returns None if anything is wrong with it.
     """
-    if (call := _webp()) is None:
+    if not (webp := _webp()):
         return None
     pixels = np.empty((height, width, 3), np.uint8)
-    done = call(data, len(data), pixels.ctypes.data, pixels.nbytes, 3 * width)
-    return pixels if done else None
+    given = data, len(data), pixels.ctypes.data, pixels.nbytes, 3 * width
+    return pixels if webp.DecodeRGBInto(*given) else None
 
 
 def decode_jpeg_part(
@@ -87,71 +91,46 @@ def decode_jpeg_part(
     Raises:
         ValueError: the decoder complains.
     """
-    if (decoder := _decoder()) is None:
+    if not (turbo := _turbojpeg()):
         return None
+    handle = turbo.Init(1)
     try:
-        return decoder.part(data, choose)
-    except ValueError:
-        # after an error a decoder decodes no other image
-        del _own.decoder
-        raise
-
-
-def decodes_parts() -> bool:
-    """Returns whether ``decode_jpeg_part`` has its library."""
-    return _decoder() is not None
-
-
-class _Region(ctypes.Structure):
-    _fields_ = [(name, _INT) for name in ("x", "y", "w", "h")]
-
-
-class _Decoder:
-    """A decoder of libjpeg-turbo, for one thread."""
-
-    def __init__(self, path: str) -> None:
-        short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
-        self._free = _function(short.tj3Destroy, None, _ADDRESS)
-        self._get = _function(short.tj3Get, _INT, _ADDRESS, _INT)
-        self._header = _function(short.tj3DecompressHeader, _INT, _ADDRESS, ctypes.c_char_p, _SIZE)
-        self._crop = _function(short.tj3SetCroppingRegion, _INT, _ADDRESS, _Region)
-        self._decode = _function(
-            long.tj3Decompress8, _INT, _ADDRESS, ctypes.c_char_p, _SIZE, _ADDRESS, _INT, _INT
-        )
-        self._handle = _function(short.tj3Init, _ADDRESS, _INT)(1)
-        _function(short.tj3Set, _INT, _ADDRESS, _INT, _INT)(self._handle, _STOP_ON_WARNING, 1)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            self._free(self._handle)
-
-    def part(
-        self, data: bytes, choose: Callable[[int, int], _Box]
-    ) -> tuple[np.ndarray, _Box] | None:
-        """As ``decode_jpeg_part``."""
-        own = self._handle
-        if self._header(own, data, len(data)):
-            raise ValueError("libjpeg-turbo cannot read the image's header")
+        turbo.Set(handle, _STOP_ON_WARNING, 1)
+        bad = turbo.DecompressHeader(handle, data, len(data))
         width, height, subsampling, colours, progressive = (
-            self._get(own, asked)
+            turbo.Get(handle, asked)
             for asked in (_WIDTH, _HEIGHT, _SUBSAMPLING, _COLOURS, _PROGRESSIVE)
         )
         usual = colours in _USUAL_COLOURS and 0 <= subsampling < len(_BLOCKS)
-        if not usual or progressive or width * height < _LEAST_PIXELS:
+        if bad or not usual or progressive or width * height < _LEAST_PIXELS:
             return None
         left, top, part_width, part_height = choose(width, height)
         across, down = _BLOCKS[subsampling]
         x, end_x = _blocks_around(left, left + part_width, across, width)
         y, end_y = _blocks_around(top, top + part_height, down, height)
         pixels = np.empty((end_y - y, end_x - x, 3), np.uint8)
-        # what is set here holds for the next image too, whose header does not undo it
-        failed = self._crop(own, _Region(x, y, end_x - x, end_y - y)) or self._decode(
-            own, data, len(data), pixels.ctypes.data, 0, 0
-        )
-        self._crop(own, _Region(0, 0, 0, 0))
-        if failed:
+        region = _Region(x, y, end_x - x, end_y - y)
+        given = data, len(data), pixels.ctypes.data, 0, 0
+        if turbo.SetCroppingRegion(handle, region) or turbo.Decompress8(handle, *given):
             raise ValueError("libjpeg-turbo cannot decode a part of the image")
-        return pixels, (left - x, top - y, part_width, part_height)
+    finally:
+        turbo.Destroy(handle)
+    return pixels, (left - x, top - y, part_width, part_height)
+
+
+def decodes_parts() -> bool:
+    """Returns whether ``decode_jpeg_part`` has its library."""
+    return _turbojpeg() is not None
+
+
+def in_use() -> list[str]:
+    """Returns what decodes images in place of Pillow."""
+    libraries = {"parts of JPEG": _turbojpeg(), "PNG": _spng(), "WebP": _webp()}
+    return ["JPEG", *(name for name, library in libraries.items() if library)]
+
+
+class _Region(ctypes.Structure):
+    _fields_ = [(name, _INT) for name in ("x", "y", "w", "h")]
 
 
 def _blocks_around(begin: int, end: int, block: int, whole: int) -> tuple[int, int]:
@@ -159,61 +138,74 @@ def _blocks_around(begin: int, end: int, block: int, whole: int) -> tuple[int, i
     return max(0, begin // block - 1) * block, min(whole, (-(-end // block) + 1) * block)
 
 
-_own = threading.local()
-
-
-def _decoder() -> _Decoder | None:
-    """Returns this thread's decoder; None: there is no library for it."""
-    if not hasattr(_own, "decoder"):
-        _own.decoder = None
+@cache
+def _turbojpeg() -> SimpleNamespace | None:
+    return _library(
         # the system's, of version 3
-        for path in (*_beside("turbojpeg", "turbojpeg.libs/libturbojpeg*"), "libturbojpeg.so.0"):
-            with suppress(OSError, AttributeError):
-                _own.decoder = _Decoder(str(path))
-                break
-    found: _Decoder | None = _own.decoder
-    return found
+        [*_beside("turbojpeg", "turbojpeg.libs/libturbojpeg*"), "libturbojpeg.so.0"],
+        "tj3",
+        {"Decompress8"},
+        Init=(_ADDRESS, _INT),
+        Destroy=(None, _ADDRESS),
+        Set=(_INT, _ADDRESS, _INT, _INT),
+        Get=(_INT, _ADDRESS, _INT),
+        DecompressHeader=(_INT, _ADDRESS, _BYTES, _SIZE),
+        SetCroppingRegion=(_INT, _ADDRESS, _Region),
+        Decompress8=(_INT, _ADDRESS, _BYTES, _SIZE, _ADDRESS, _INT, _INT),
+    )
 
 
 @cache
-def _spng() -> tuple[ctypes._NamedFuncPointer, ...] | None:
-    """Returns the functions of libspng in the order of their use; None: it is not here."""
-    for path in _beside("pyspng", "_pyspng_c*.so"):
+def _spng() -> SimpleNamespace | None:
+    return _library(
+        _beside("pyspng", "_pyspng_c*.so"),
+        "spng_",
+        {"decode_image"},
+        ctx_new=(_ADDRESS, _INT),
+        ctx_free=(None, _ADDRESS),
+        set_chunk_limits=(_INT, _ADDRESS, _SIZE, _SIZE),
+        set_png_buffer=(_INT, _ADDRESS, _BYTES, _SIZE),
+        decode_image=(_INT, _ADDRESS, _ADDRESS, _SIZE, _INT, _INT),
+        decode_chunks=(_INT, _ADDRESS),
+    )
+
+
+@cache
+def _webp() -> SimpleNamespace | None:
+    return _library(
+        [*_beside("PIL", "../pillow.libs/libwebp-*"), *_beside("PIL", ".dylibs/libwebp.*")],
+        "WebP",
+        {"DecodeRGBInto"},
+        DecodeRGBInto=(_ADDRESS, _BYTES, _SIZE, _ADDRESS, _SIZE, _INT),
+    )
+
+
+def _library(
+    paths: Sequence[str], prefix: str, long: set[str], **types: tuple[Any, ...]
+) -> SimpleNamespace | None:
+    """Returns functions of the first library that has them; None: there is none.
+
+    Args:
+        paths: where it may be.
+        prefix: of the functions' names.
+        long: those during which other threads run; others are too short for it.
+        types: of each function, its result's and its arguments'.
+    """
+    for path in paths:
         with suppress(OSError, AttributeError):
-            # for calls so short that others need not run meanwhile
-            short, long = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
-            return (
-                _function(short.spng_ctx_new, _ADDRESS, _INT),
-                _function(short.spng_set_png_buffer, _INT, _ADDRESS, ctypes.c_char_p, _SIZE),
-                _function(long.spng_decode_image, _INT, _ADDRESS, _ADDRESS, _SIZE, _INT, _INT),
-                _function(short.spng_decode_chunks, _INT, _ADDRESS),
-                _function(short.spng_ctx_free, None, _ADDRESS),
-            )
+            found = SimpleNamespace()
+            for name, (result, *arguments) in types.items():
+                library = ctypes.CDLL(path) if name in long else ctypes.PyDLL(path)
+                call = getattr(library, prefix + name)
+                call.restype, call.argtypes = result, arguments
+                setattr(found, name, call)
+            return found
     return None
 
 
-@cache
-def _webp() -> ctypes._NamedFuncPointer | None:
-    """Returns libwebp's function that decodes to RGB; None: Pillow's wheel does not bring it."""
-    for pattern in ("../pillow.libs/libwebp-*", ".dylibs/libwebp.*"):
-        for path in _beside("PIL", pattern):
-            with suppress(OSError, AttributeError):
-                call = ctypes.CDLL(str(path)).WebPDecodeRGBInto
-                return _function(call, _ADDRESS, ctypes.c_char_p, _SIZE, _ADDRESS, _SIZE, _INT)
-    return None
-
-
-def _beside(package: str, pattern: str) -> list[Path]:
+def _beside(package: str, pattern: str) -> list[str]:
     """Returns the files of ``pattern`` in the folder of ``package``, which is not imported."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return []
-    return [*Path(spec.origin).parent.glob(pattern)]
-
-
-def _function(
-    call: ctypes._NamedFuncPointer, result: type | None, *arguments: type
-) -> ctypes._NamedFuncPointer:
-    call.restype = result
-    call.argtypes = arguments
-    return call
+    return [str(path) for path in Path(spec.origin).parent.glob(pattern)]

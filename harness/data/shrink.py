@@ -32,7 +32,7 @@ from ..runtime.errors import DataError, listed, tell
 from ..runtime.files import read_json, write_whole
 from ..runtime.seeding import SampleRng
 from .cache import shrunk
-from .datasets import ImageDataset
+from .datasets import AnyDataset, ImageDataset
 from .decode import HEAD_BYTES, DecodeError, decode, reader
 from .storage import evenly_spaced
 
@@ -204,12 +204,14 @@ def reduced(data: bytes, max_side: int, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-def speedup(images: ImageDataset) -> float | None:
+def speedup(images: AnyDataset) -> float | None:
     """Returns how many times as fast samples are made from a copy as ``wellfed shrink`` makes it.
 
     Some of the files are shrunk in memory and decoded, cut and resized both ways, by the processor
-    time of this thread. None: none of them is a readable file.
+    time of this thread. None: they are no files, or decoded ones are kept.
     """
+    if not isinstance(images, ImageDataset) or images.cache is not None:
+        return None
     out = np.empty((3, images.image_size, images.image_size), np.uint8)
     spent_s = np.zeros(2)
     for i in evenly_spaced(len(images), _TRIED):

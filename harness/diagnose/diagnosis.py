@@ -27,6 +27,7 @@ import psutil
 from ..clock.figures import Ledger, Tag
 from ..clock.stages import SAMPLE, StageCost, StageMeter, StageTotals, total
 from ..config import Config, ConfigError
+from ..data import shrink
 from ..data.datasets import ImageDataset
 from ..data.decode import reader
 from ..data.storage import FolderSource, Source, Subset, evenly_spaced
@@ -544,6 +545,8 @@ def diagnose(
     found = measure(feeds, trainee, limits, begin + 60.0)
     half_precision = accelerator.get(trainee.device).half_precision
     verdict = judged(found, trainer=config.trainer, half_precision=half_precision)
+    if verdict.kind == "decode":
+        verdict.shares.shrinks = shrink.speedup(feeds.splits.train)
     names = ("demand", "step_cpu_s", "loading", "warm", "delivered", "wait_fraction", "fetch")
     runs = {name: getattr(found, name) for name in (*names, "copy_per_s")}
     diagnosis = {

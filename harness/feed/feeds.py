@@ -18,6 +18,7 @@ from ..data.datasets import AnyDataset, FakeDataset, ImageDataset, Splits
 from ..data.own import OwnDataset
 from ..data.storage import ArraySource, Subset
 from ..data.transforms import mirror_into
+from ..data.whole import Whole
 from ..runtime import accelerator, limits
 from ..runtime.distributed import World
 from ..runtime.folder import log
@@ -414,7 +415,11 @@ class Feeds:
         # a short batch would have another step time
         full = replace(order, drop_last=True)
         probes = ProbeOrder(full if len(full) else order, self.cursor, again)
-        return self._make(self.splits.train, probes, settings)
+        dataset = self.splits.train
+        if isinstance(dataset, ImageDataset) and dataset.whole and self.config.trainer.epochs > 1:
+            # as from the second epoch on
+            dataset = replace(dataset, whole=Whole(None))
+        return self._make(dataset, probes, settings)
 
     def batch_bytes(self, settings: FeedSettings) -> int:
         """Returns the bytes of one batch: uint8 images, int64 labels and indices."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Mode, shown, walk
-from ..data import shrink
-from ..data.datasets import ImageDataset, Splits
+from ..data import libraries, shrink
+from ..data.datasets import Splits
 from ..monitor.console import say
 from ..monitor.writer import BAD_SAMPLES, RunWriter
 from ..runtime import accelerator, launch
@@ -133,11 +133,9 @@ class Reporter:
             window_steps=engine.config.watch.window_steps,
         )
         verdict = judge(evidence)
-        images = self.splits.train
         # a run that is asked to end reads no more images
-        may_read = verdict.kind == "decode" and engine.status == "completed"
-        if may_read and isinstance(images, ImageDataset) and images.cache is None:
-            evidence.shrinks = shrink.speedup(images)
+        if verdict.kind == "decode" and engine.status == "completed":
+            evidence.shrinks = shrink.speedup(self.splits.train)
         copied = shrink.Copy.at(Path(self.splits.root)) if self.splits.root else None
         evaluated: dict[str, Any] = {}
         if engine.evaluation is not None:
@@ -161,6 +159,7 @@ class Reporter:
             tuning=self.tuning and self.tuning(),
             cache=cache and cache.stats(),
             copy_of=copied and asdict(copied),
+            decoded_without_pillow=libraries.in_use(),
             run={"name": engine.folder.name, "overrides": list(self.overridden)},
             **evaluated,
         )

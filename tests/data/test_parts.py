@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import io
 import random
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import samples
 import simplejpeg
-from pictures import photo
+import torch
+from pictures import encoded, photo
 from PIL import Image
 
-from harness.config import DataConfig
+from harness.config import Config, DataConfig, LoaderConfig
 from harness.data import libraries
-from harness.data.datasets import ImageDataset
+from harness.data.datasets import ImageDataset, Splits
 from harness.data.decode import decode
 from harness.data.storage import FolderSource
 from harness.data.transforms import CropTransform
 from harness.data.whole import checksum, open_whole
+from harness.feed.base import THREADS
+from harness.feed.feeds import Feeds
+from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample
 
 pytestmark = pytest.mark.skipif(
@@ -26,13 +32,14 @@ pytestmark = pytest.mark.skipif(
 )
 OPTIONS = DataConfig(exif_orientation=True)
 WIDTH, HEIGHT = 333, 251
+CPU = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 def jpeg(subsampling: str = "420", **options: object) -> bytes:
     image = photo(WIDTH, HEIGHT)
     if options:
         buffer = io.BytesIO()
-        image.save(buffer, "JPEG", quality=90, **options)
+        image.save(buffer, "JPEG", **{"quality": 90, **options})
         return buffer.getvalue()
     pixels = np.ascontiguousarray(image)
     if subsampling == "Gray":
@@ -59,18 +66,16 @@ def test_a_part_has_the_pixels_of_the_whole(subsampling: str) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [jpeg(progressive=True), simplejpeg.encode_jpeg(np.zeros((99, 99, 3), np.uint8))],
-    ids=["progressive", "small"],
+    [jpeg(progressive=True), encoded(photo(99, 99)), jpeg()[:100], b""],
+    ids=["progressive", "small", "header alone", "empty"],
 )
 def test_other_images_are_left_whole(data: bytes) -> None:
     assert libraries.decode_jpeg_part(data, pytest.fail) is None
 
 
-@pytest.mark.parametrize("length", [0, 100, 9000])
-def test_after_an_error_other_images_are_decoded(length: int) -> None:
+def test_what_is_above_the_part_must_be_whole() -> None:
     with pytest.raises(ValueError, match="libjpeg-turbo"):
-        libraries.decode_jpeg_part(jpeg()[:length], lambda width, height: (0, 0, width, height))
-    test_a_part_has_the_pixels_of_the_whole("420")
+        libraries.decode_jpeg_part(jpeg()[:9000], lambda width, height: (0, 0, width, height))
 
 
 def folder(root: Path, *files: bytes) -> FolderSource:
@@ -125,3 +130,28 @@ def test_a_file_that_changed_is_decoded_whole(tmp_path: Path) -> None:
     for epoch in (1, 2):
         with pytest.raises(BadSample, match="damaged"):
             filled(source, epoch)
+
+
+def test_probes_decode_parts_and_the_same_pixels(tmp_path: Path) -> None:
+    """Tuning measures what loading costs from the second epoch on."""
+    source = folder(tmp_path, *[jpeg(quality=90 - i) for i in range(8)])
+    known = open_whole(source, OPTIONS)
+    images = ImageDataset(source, CropTransform(64), OPTIONS, 64, 5, whole=known)
+    config = Config(loader=LoaderConfig(batch_size=4))
+    feeds = Feeds(Splits(images, images, ("a",), "x", ""), config, CPU)
+    settings = samples.settings(2, backend=THREADS)
+    with closing(feeds.probe(settings)) as feed:
+        probed = next(iter(feed))
+    # nothing was decoded whole for it
+    assert known is not None and not any(
+        known.has(i, checksum(source.read(i)[0])) for i in range(8)
+    )
+    with closing(feeds.train(settings)) as feed:
+        trained = {
+            int(i): image
+            for batch in feed
+            for i, image in zip(batch.indices, batch.images, strict=True)
+        }
+    assert all(known.has(i, checksum(source.read(i)[0])) for i in range(8))
+    for i, image in zip(probed.indices, probed.images, strict=True):
+        assert torch.equal(image, trained[int(i)])
