@@ -214,13 +214,6 @@ class DataConfig:
         _POSITIVE,
         no_effect_with="data.cache=none",
     )
-    cache_max_side: int | None = setting(
-        None,
-        "Longer side of a cached image in pixels, larger ones are shrunk, which changes crops; "
-        "null: as they are.",
-        ge=32,
-        no_effect_with="data.cache=none",
-    )
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 
 
