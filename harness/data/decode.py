@@ -16,7 +16,6 @@ from contextlib import suppress
 import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageChops
-from PIL.AvifImagePlugin import AvifImageFile
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
@@ -29,6 +28,11 @@ from PIL.WebPImagePlugin import WebPImageFile
 from ..config import DataConfig
 from .libraries import decode_png, decode_webp
 
+try:
+    from PIL.AvifImagePlugin import AvifImageFile
+except ImportError:
+    # before Pillow 11.3
+    AvifImageFile = None  # type: ignore[assignment, misc]
 try:
     # of the extra heif
     from pillow_heif import HeifImageFile
@@ -104,7 +108,7 @@ def reader(head: bytes) -> type[ImageFile] | None:
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return WebPImageFile
     if head[4:8] == b"ftyp" and re.search(b"avi[fs]", head[:HEAD_BYTES]):
-        return AvifImageFile
+        return AvifImageFile  # None where this Pillow has no reader of it
     if foreign(head) == "HEIC" and HeifImageFile is not None:
         found: type[ImageFile] = HeifImageFile
         return found
