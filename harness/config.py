@@ -114,6 +114,22 @@ class GenerateConfig:
 
 
 @dataclass(slots=True)
+class ColumnsConfig:
+    """Columns of data.table by name, or by number from 1 where the table has no header."""
+
+    image: str | None = setting(None, "The images' paths below data.root; null: found by its name.")
+    label: str | None = setting(None, "The names of the classes; null: found by its name.")
+    split: str | None = setting(
+        None, "train, val or test for each image; null: the column split, if there is one."
+    )
+    group: str | None = setting(
+        None,
+        "What may not be torn apart by split_fraction or fold, such as a patient; null: the column "
+        "group, if there is one.",
+    )
+
+
+@dataclass(slots=True)
 class DataConfig:
     """The data set."""
 
@@ -156,10 +172,24 @@ class DataConfig:
         "Standard deviation of each channel, as fractions of 255.",
         _PART,
     )
+    table: str | None = setting(
+        None,
+        "Table of the images (data=table only), in root or from here: CSV, TSV, JSONL or Parquet.",
+    )
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     split_fraction: float | None = setting(
         None,
-        "Share of the images kept for validation where root has no train and val folders.",
+        "Share of the images kept for validation where root or table has no train and val sets.",
         _INNER,
+    )
+    fold: int | None = setting(
+        None,
+        "Part of the images kept for validation instead, from 0: -m data.fold=0,1,2,3,4 is a "
+        "cross-validation.",
+        _NATURAL,
+    )
+    folds: int = setting(
+        5, "Number of these parts, which are alike by class.", ge=2, no_effect_with="data.fold=null"
     )
     evaluate: Evaluate = setting(
         Evaluate.val,
@@ -761,6 +791,8 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
             f"optim.class_weights=balanced: data.balance={c.data.balance:g} evens out the same "
             "classes already; use one of the two, or a list of weights"
         )
+    if c.data.fold is not None and c.data.fold >= c.data.folds:
+        yield f"data.fold={c.data.fold}: there are {c.data.folds} folds, from 0; raise data.folds"
     if c.schedule.warmup_epochs > c.trainer.epochs:
         yield (
             f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than "

@@ -26,7 +26,7 @@ from . import compose, job
 
 _COMMANDS = {
     "watch": "hooks.__main__", "page": "report.page.__main__", "compare": "report.compare.__main__",
-    "shrink": "data.shrink",
+    "shrink": "data.shrink", "table": "data.table",
 }  # fmt: skip
 # of the jobs in this process
 _failed: list[BaseException] = []
@@ -37,8 +37,8 @@ _only_run: list[tuple[schema.Config, str]] = []
 def command() -> NoReturn:
     """Does what the command line says, and ends this process.
 
-    It says ``page``, ``compare``, ``watch``, ``shrink`` or ``--version``; anything else is a run or
-    a sweep.
+    It says ``page``, ``compare``, ``watch``, ``shrink``, ``table`` or ``--version``.
+    Anything else is a run or a sweep.
     """
     for name in ("stdin", "stdout", "stderr"):
         # closed: a file of the run would get its place
@@ -56,7 +56,7 @@ def command() -> NoReturn:
         sys.exit()
     for name, module in _COMMANDS.items():
         if arguments[:1] == [name]:
-            if name in ("page", "compare"):
+            if name in ("page", "compare", "table"):
                 # whoever reads may stop, as head does
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             sys.exit(import_module(f"..{module}", __package__).main(arguments[1:]))

@@ -30,7 +30,7 @@ from ..runtime import limits
 from ..runtime.files import open_regular
 from ..runtime.folder import log
 from .mapped import MappedFile, checksum, memory, path_of, reserve
-from .storage import FolderSource, Source, Subset, cache_root
+from .storage import FileSource, Source, Subset, cache_root
 
 # every rank's value in the order of the ranks, on every rank
 Gathered = Callable[[Any], list[Any]]
@@ -190,7 +190,7 @@ def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
     if isinstance(source, Subset):
         folder, digest = _listed(source.source, data)
         return folder, hashlib.sha256(digest + source.indices.tobytes()).digest()
-    if isinstance(source, FolderSource):
+    if isinstance(source, FileSource):
         return source.root, source.index.digest()
     raise ConfigError(
         f"data.cache={data.cache.name}: has no effect with data={data.name}, whose pixels need no "

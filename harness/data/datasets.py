@@ -34,11 +34,12 @@ from ..runtime.seeding import SampleRng
 from . import cifar, shapes
 from .cache import Gathered, PixelCache, open_caches
 from .decode import DecodeError, decoded
+from .folds import Fold
 from .libraries import decode_jpeg_part
 from .own import OwnDataset, open_own
 from .storage import (
     ArraySource,
-    FolderSource,
+    FileSource,
     Source,
     Subset,
     evenly_spaced,
@@ -47,6 +48,7 @@ from .storage import (
     part,
     split,
 )
+from .table import TableSource, open_evaluated_table, open_table_splits
 from .transforms import Box, CropTransform
 from .whole import Whole, checksum, open_whole
 
@@ -250,7 +252,7 @@ class Splits:
             whole = whole.source
         # Names alone would miss a file that was rewritten.
         digest = hashlib.sha256(os.fsencode("\n".join(source.classes)))
-        if isinstance(whole, FolderSource):
+        if isinstance(whole, FileSource):
             digest.update(whole.index.digest())
             for path in map(source.where, evenly_spaced(len(source), _LOOKED_AT)):
                 state = None
@@ -299,7 +301,25 @@ def open_folders(data: DataConfig) -> tuple[Source, Source]:
     Raises:
         ConfigError: ``data.root`` is not set.
     """
-    return open_folder_splits(_root(data), data.split_fraction, _SPLIT_SEED)
+    return open_folder_splits(_root(data), _held_out(data), _SPLIT_SEED)
+
+
+def open_tables(data: DataConfig) -> tuple[Source, Source]:
+    """Opens the images that a table of the user's lists.
+
+    Raises:
+        ConfigError: ``data.root`` or ``data.table`` is not set, or names something else.
+        DataError: ``TableSource`` refuses the table, or a set is empty.
+    """
+    return open_table_splits(TableSource(_root(data), data), _held_out(data), _SPLIT_SEED)
+
+
+def _held_out(data: DataConfig) -> float | Fold | None:
+    if data.fold is None:
+        return data.split_fraction
+    if data.split_fraction is not None:
+        raise ConfigError(f"data.fold={data.fold}: set it or data.split_fraction to null")
+    return Fold(data.fold, data.folds)
 
 
 def _root(data: DataConfig) -> str:
@@ -317,20 +337,23 @@ DATASETS: dict[str, Callable[[DataConfig], tuple[Source, Source]]] = {
     "cifar100": cifar.open_cifar,
     "imagefolder": open_folders,
     "imagenet": open_folders,
+    "table": open_tables,
 }
 # has no source: load makes it
 FAKE = "fake"
 
 # The settings that have an effect for some of our data sets alone.
 _FILES = "root background cache cache_gb exif_orientation max_pixels"
+_HELD_OUT = "split_fraction fold folds evaluate"
 _CIFAR = "root download md5 mirror"
 _SETTINGS = {
     "shapes": f"{_FILES} generate download",
     "digits": "",
     "cifar10": _CIFAR,
     "cifar100": _CIFAR,
-    "imagefolder": f"{_FILES} split_fraction evaluate",
-    "imagenet": f"{_FILES} split_fraction evaluate",
+    "imagefolder": f"{_FILES} {_HELD_OUT}",
+    "imagenet": f"{_FILES} {_HELD_OUT}",
+    "table": f"{_FILES} {_HELD_OUT} table columns",
     FAKE: "generate",
 }
 
@@ -398,14 +421,17 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
     Raises:
         ConfigError, DataError: as ``load``.
     """
-    if DATASETS.get(data.name) is not open_folders:
+    opened = DATASETS.get(data.name)
+    if opened not in (open_folders, open_tables):
         splits = load(data, AugmentConfig(), seed)
         val_name = "test images" if data.evaluate is Evaluate.test else splits.val_name
         return replace(splits, train=splits.val, val_name=val_name, trains=False)
     _check_settings(data)
-    source, name = open_evaluated(
-        _root(data), data.evaluate, data.split_fraction, _SPLIT_SEED, classes
-    )
+    how = data.evaluate, _held_out(data), _SPLIT_SEED, classes
+    if opened is open_folders:
+        source, name = open_evaluated(_root(data), *how)
+    else:
+        source, name = open_evaluated_table(TableSource(_root(data), data), *how)
     skips = data.on_error is OnError.skip
     images = ImageDataset(source, as_evaluated(data), data, data.image_size, seed, skips=skips)
     return Splits(images, images, source.classes, data.name, str(data.root), name, False)

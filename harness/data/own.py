@@ -23,7 +23,7 @@ from ..runtime.errors import BadSample, is_out_of_memory
 from ..runtime.folder import log
 from ..runtime.seeding import seeded
 from .decode import decode_opened
-from .storage import ArraySource, FolderSource, Source, Subset
+from .storage import ArraySource, FileSource, Source, Subset
 
 
 class OwnSource:
@@ -199,9 +199,7 @@ def open_own(
     if all(are_sources):
         train, val = (
             # sources of ours are known to the arrays and the cache
-            part
-            if isinstance(part, ArraySource | FolderSource | Subset)
-            else OwnSource(part, where)
+            part if isinstance(part, ArraySource | FileSource | Subset) else OwnSource(part, where)
             for part, where in zip(pair, wheres, strict=True)
         )
         return train, val

@@ -21,10 +21,12 @@ from ..runtime.folder import log
 from ..runtime.seeding import order_rng
 from ..suggestions import shell_word, typed
 from .decode import way_to_read
-from .folder_index import listing, open_index
+from .folder_index import Index, listing, open_index
+from .folds import Fold, dealt
 
 # of one file; larger ones are no images, and would take the run's memory
 _MOST_BYTES = 1 << 30
+TEST_KEPT = "test is kept apart; evaluate it by mode=evaluate resume=RUN data.evaluate=test"
 
 
 class Source(Protocol):
@@ -45,55 +47,20 @@ class Source(Protocol):
         """Returns where sample ``i`` lies, for messages."""
 
 
-class FolderSource:
-    """The images below ``root``, by name, with one folder for each class: ``root/class/**/file``.
+class FileSource:
+    """The image files below ``root`` that ``index`` lists."""
 
-    If ``flat``, the images lie anywhere below ``root``, or ``root`` is an image itself. They belong
-    to one class, which has no name.
+    # names the column of a table that has the images' paths
+    key = "path"
 
-    Links are followed. Hidden entries and other litter, broken links and loops of links, folders
-    named like images and everything that is not an image are left out, and counted by reason. The
-    list of names is remembered (``Index``).
-
-    Raises:
-        DataError: ``root`` is missing, has no images, a class without images, or something that may
-            not be read.
-    """
-
-    def __init__(self, root: str | os.PathLike[str], flat: bool = False) -> None:
-        self.root = os.path.abspath(root)
-        is_file = flat and os.path.isfile(self.root)
-        if not is_file:
-            _check_folder(self.root)
-        if flat:
-            index = listing(os.fsencode(self.root))
-        else:
-            index = open_index(os.fsencode(self.root), cache_root() / "index")
-        if is_file:
-            self.root = os.path.dirname(self.root)
+    def __init__(self, root: str, index: Index) -> None:
+        self.root = root
         self.index = index
         self.classes = tuple(map(os.fsdecode, index.folders))
-        left_out = ", ".join(
-            f"{count} {reason} ({', '.join(index.examples[reason])}{', ...' * (count > 3)})"
-            for reason, count in index.skipped.most_common()
-        )
-        # formats are the reasons in capitals
-        if advice := way_to_read([reason for reason in index.skipped if reason.isupper()]):
-            left_out += f"; {advice}"
-        if left_out:
-            log.warning("%s: left out: %s", printable(self.root), left_out)
-        filled = {self.classes[label] for label in np.unique(self.labels)}
-        empty = [name for name in self.classes if name not in filled]
-        if empty or not filled:
-            what = f"no images in {listed(empty)}" if any(empty) else "no images"
-            raise DataError(
-                f"{self.root}: {what} (left out: {left_out or 'nothing'}); a data set has one "
-                "folder for each class, with its images; images to predict lie anywhere"
-            )
 
     @property
     def labels(self) -> np.ndarray:
-        """The places of the images' folders in ``classes``, int64 ``[N]``, mapped."""
+        """The places of the images' classes in ``classes``, int64 ``[N]``, mapped."""
         return self.index.labels
 
     def __len__(self) -> int:
@@ -101,10 +68,7 @@ class FolderSource:
 
     def where(self, i: int) -> str:
         """Returns the path; bytes that are not UTF-8 are escaped as by ``os.fsdecode``."""
-        index = self.index
-        begin = index.ends[i - 1] if i else 0
-        name = os.fsdecode(index.names[begin : index.ends[i]].tobytes())
-        return os.path.join(self.root, self.classes[index.labels[i]], name)
+        return os.path.join(self.root, self.index.name(i))
 
     def name(self, i: int) -> str:
         """Returns the path below ``root``, with the same escapes."""
@@ -124,7 +88,53 @@ class FolderSource:
             raise BadSample(self.where(i), f"cannot be read: {error.strerror or error}") from error
 
 
-def _check_folder(path: str) -> None:
+class FolderSource(FileSource):
+    """The images below ``root``, by name, with one folder for each class: ``root/class/**/file``.
+
+    If ``flat``, the images lie anywhere below ``root``, or ``root`` is an image itself. They belong
+    to one class, which has no name.
+
+    Links are followed. Hidden entries and other litter, broken links and loops of links, folders
+    named like images and everything that is not an image are left out, and counted by reason. The
+    list of names is remembered (``Index``).
+
+    Raises:
+        DataError: ``root`` is missing, has no images, a class without images, or something that may
+            not be read.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], flat: bool = False) -> None:
+        root = os.path.abspath(root)
+        is_file = flat and os.path.isfile(root)
+        if not is_file:
+            check_folder(root)
+        if flat:
+            index = listing(os.fsencode(root))
+        else:
+            index = open_index(os.fsencode(root), cache_root() / "index")
+        super().__init__(os.path.dirname(root) if is_file else root, index)
+        left_out = index.left_out()
+        # formats are the reasons in capitals
+        if advice := way_to_read([reason for reason in index.skipped if reason.isupper()]):
+            left_out += f"; {advice}"
+        if left_out:
+            log.warning("%s: left out: %s", printable(self.root), left_out)
+        filled = {self.classes[label] for label in np.unique(self.labels)}
+        empty = [name for name in self.classes if name not in filled]
+        if empty or not filled:
+            what = f"no images in {listed(empty)}" if any(empty) else "no images"
+            raise DataError(
+                f"{self.root}: {what} (left out: {left_out or 'nothing'}); a data set has one "
+                "folder for each class, with its images; images to predict lie anywhere"
+            )
+
+    def where(self, i: int) -> str:
+        """Returns the path; bytes that are not UTF-8 are escaped as by ``os.fsdecode``."""
+        return os.path.join(self.root, self.classes[self.labels[i]], self.index.name(i))
+
+
+def check_folder(path: str) -> None:
+    """Raises DataError if ``data.root`` is no folder."""
     if not os.path.isdir(path):
         raise DataError(
             f"data.root={path}: no such folder; set it to the folder that holds the data set"
@@ -187,7 +197,9 @@ class Subset:
         self.labels = source.labels[indices]
         self.classes = classes or source.classes
         if classes is not None:
-            self.labels = np.array([classes.index(name) for name in source.classes])[self.labels]
+            places = {name: place for place, name in enumerate(classes)}
+            # a class of other parts of the source may be none of these
+            self.labels = np.array([places.get(name, -1) for name in source.classes])[self.labels]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -207,22 +219,40 @@ def by_class(labels: np.ndarray, classes: int = 0) -> list[np.ndarray]:
     return np.split(np.argsort(labels, kind="stable"), counts.cumsum()[:-1])
 
 
-def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
-    """Splits ``source`` in two by ``seed``; the second part has ``fraction`` of every class.
+def split(
+    source: Source, held_out: float | Fold, seed: int, groups: np.ndarray | None = None
+) -> tuple[Subset, Subset]:
+    """Splits ``source`` in two by ``seed``.
+
+    The second part has the share or fold ``held_out`` of every class. Images of the same number in
+    ``groups``, int64 ``[N]``, stay together.
 
     Raises:
-        DataError: a class has a single image, which cannot be in both.
+        DataError: a class cannot be in both.
     """
-    rng = random.Random(seed)
-    chosen = np.zeros(len(source), dtype=bool)
-    places = by_class(source.labels, len(source.classes))
+    labels = source.labels
+    places = by_class(labels, len(source.classes))
     for name, members in zip(source.classes, places, strict=True):
-        if len(members) < 2:
+        apart = len(members) if groups is None else len(np.unique(groups[members]))
+        if apart < 2:
+            of = "" if groups is None else f" in {apart} groups"
             raise DataError(
-                f"class {name} has {len(members)} images: too few to split for validation"
+                f"class {name} has {len(members)} images{of}: too few to split for validation"
             )
-        count = min(max(1, round(len(members) * fraction)), len(members) - 1)
-        chosen[members[rng.sample(range(len(members)), count)]] = True
+    if isinstance(held_out, float) and groups is None:
+        rng = random.Random(seed)
+        chosen = np.zeros(len(source), dtype=bool)
+        for members in places:
+            count = min(max(1, round(len(members) * held_out)), len(members) - 1)
+            chosen[members[rng.sample(range(len(members)), count)]] = True
+    else:
+        if groups is None:
+            groups = np.arange(len(labels))
+        if isinstance(held_out, float):
+            chosen = dealt(labels, groups, np.array([1 - held_out, held_out]), seed) == 1
+        else:
+            fold, folds = held_out
+            chosen = dealt(labels, groups, np.full(folds, 1 / folds), seed) == fold
     return Subset(source, np.flatnonzero(~chosen)), Subset(source, np.flatnonzero(chosen))
 
 
@@ -242,45 +272,45 @@ def evenly_spaced(length: int, most: int) -> list[int]:
 
 
 def open_folder_splits(
-    root: str | os.PathLike[str], split_fraction: float | None, seed: int
+    root: str | os.PathLike[str], held_out: float | Fold | None, seed: int
 ) -> tuple[Source, Source]:
     """Returns the training and the validation set below ``root``.
 
     Either ``root/train`` or ``training`` with one of ``val``, ``valid`` or ``validation`` (without
     any of them ``test`` or ``testing``), in capitals too, or one tree of class folders, of which
-    ``split_fraction`` (0..1) is kept for validation, as ``seed`` chooses.
+    ``held_out``, a share (0..1) or a fold, is kept for validation, as ``seed`` chooses.
 
     Raises:
         DataError: a folder is missing, ambiguous or refused by ``FolderSource``, or the classes
             differ.
-        ConfigError: ``split_fraction`` is given, and ``root`` has both folders.
+        ConfigError: ``held_out`` is given, and ``root`` has both folders.
     """
-    base, sets = _sets(root, split_fraction)
+    base, sets = find_sets(root, held_out)
     kept = sets.get("train")
-    held_out = sets.get("val", sets.get("test"))
+    validates = sets.get("val", sets.get("test"))
     # without a set to validate, Train may be a class
-    if not kept or not (held_out or kept.name == "train"):
+    if not kept or not (validates or kept.name == "train"):
         found = sorted(base.glob("[!.]*/"))
-        _refuse_level(base, found, split_fraction)
+        _refuse_level(base, found, held_out)
         whole = FolderSource(base)
         _refuse_splits(whole)
-        if split_fraction is None:
+        if held_out is None:
             raise DataError(
                 f"{base}: no train folder in it (found: {listed([path.name for path in found])}); "
                 "for one tree of class folders set data.split_fraction=0.1"
             )
         _look_at_classes(whole)
-        return split(whole, split_fraction, seed)
+        return split(whole, held_out, seed)
     instead = (
         f"keep a part of {kept.name} for it: {typed('data.root', kept)} data.split_fraction=0.1"
     )
-    if not held_out:
+    if not validates:
         raise DataError(f"{base}: no val folder beside {kept.name}; add it, or {instead}")
-    if "test" in sets and held_out != sets["test"]:
-        say("test is kept apart; evaluate it by mode=evaluate resume=RUN data.evaluate=test")
+    if "test" in sets and validates != sets["test"]:
+        say(TEST_KEPT)
     train = FolderSource(kept)
     try:
-        val = FolderSource(held_out)
+        val = FolderSource(validates)
     except DataError as error:
         raise DataError(f"{error}, or {instead}") from error
     if len(train.classes) == 1:
@@ -298,21 +328,21 @@ def open_folder_splits(
     return train, val
 
 
-def _refuse_level(base: Path, folders: list[Path], fraction: float | None) -> None:
+def _refuse_level(base: Path, folders: list[Path], held_out: float | Fold | None) -> None:
     """Refuses a folder whose sets lie in one of its ``folders``, or beside it or its class folder.
 
     Raises:
         DataError: there are such sets.
     """
     # a part of a training set may be wanted
-    above = base.parents[:2] if fraction is None else ()
+    above = base.parents[:2] if held_out is None else ()
     for place in (*folders, *above):
         sets: dict[str, Path] = {}
         with suppress(DataError):
-            sets = _sets(place, None)[1]
+            sets = find_sets(place, None)[1]
         if "train" in sets and len(sets) > 1:
             found = " and ".join(path.name for path in sets.values())
-            unset = "" if fraction is None else " data.split_fraction=null"
+            unset = f" {_setting(held_out).partition('=')[0]}=null" if held_out else ""
             raise DataError(
                 f"{base}: no train folder in it, and {place} has {found}; set "
                 f"{typed('data.root', place)}{unset}"
@@ -330,13 +360,19 @@ def _told_apart(names: Iterable[str], others: Iterable[str]) -> str:
     return listed([ascii(name) if seen(name) in twins else repr(name) for name in ordered])
 
 
-def _look_at_classes(source: FolderSource) -> None:
+def check_classes(source: Source, where: object) -> None:
     """Says which of the classes of ``source`` may not be those that the user means."""
     classes = source.classes
     if len(classes) == 1:
-        log.warning("%s: only one class, %r: any prediction is correct", source.root, classes[0])
+        log.warning("%s: only one class, %r: any prediction is correct", where, classes[0])
     if sorted(classes, key=natural) != [*classes]:
         say(f"classes are sorted as text, not as numbers: {listed(classes)}")
+
+
+def _look_at_classes(source: FolderSource) -> None:
+    """Says which of the classes of ``source`` may not be those that the user means."""
+    check_classes(source, source.root)
+    classes = source.classes
     for path in source.index.watched:
         own, *inner = os.path.relpath(path, source.root).split(os.sep)
         if own in classes and (others := {*inner} & {*classes} - {own}):
@@ -352,15 +388,32 @@ def _look_at_classes(source: FolderSource) -> None:
             )
 
 
-def _sets(root: str | os.PathLike[str], fraction: float | None) -> tuple[Path, dict[str, Path]]:
+def _setting(held_out: float | Fold) -> str:
+    """Returns the setting that holds images out, as it is typed."""
+    if isinstance(held_out, float):
+        return f"data.split_fraction={held_out:g}"
+    return f"data.fold={held_out.fold}"
+
+
+def check_unsplit(held_out: float | Fold | None, sets: Iterable[str], where: object) -> None:
+    """Raises ConfigError if ``held_out`` has no effect, as ``where`` has ``sets`` of its own."""
+    if held_out is not None:
+        raise ConfigError(
+            f"{_setting(held_out)} has no effect: {where} has {' and '.join(sets)}; set it to null"
+        )
+
+
+def find_sets(
+    root: str | os.PathLike[str], held_out: float | Fold | None
+) -> tuple[Path, dict[str, Path]]:
     """Returns ``root`` as a path, and the folders in it by the set that they hold.
 
     Raises:
         DataError: ``root`` is missing, or two folders may hold one set.
-        ConfigError: the ``fraction`` to split off has no effect.
+        ConfigError: ``held_out`` has no effect.
     """
     base = Path(root).expanduser().absolute()
-    _check_folder(str(base))
+    check_folder(str(base))
     folders = {path.name.lower(): path for path in sorted(base.glob("[!.]*/"))}
     sets: dict[str, Path] = {}
     for names in (("train", "training"), ("val", "valid", "validation"), ("test", "testing")):
@@ -370,33 +423,30 @@ def _sets(root: str | os.PathLike[str], fraction: float | None) -> tuple[Path, d
             raise DataError(f"{base}: {both} may both be the {names[-1]} set; keep one of them")
         if present:
             sets[names[0]] = present[0]
-    if fraction is not None and "train" in sets and len(sets) > 1:
-        raise ConfigError(
-            f"data.split_fraction={fraction:g} has no effect: {base} has "
-            f"{' and '.join(path.name for path in sets.values())}; set it to null"
-        )
+    if "train" in sets and len(sets) > 1:
+        check_unsplit(held_out, (path.name for path in sets.values()), base)
     return base, sets
 
 
 def open_evaluated(
     root: str | os.PathLike[str],
     evaluate: Evaluate,
-    split_fraction: float | None,
+    held_out: float | Fold | None,
     seed: int,
     classes: tuple[str, ...],
 ) -> tuple[Source, str]:
     """Returns the images below ``root`` that ``mode=evaluate`` uses, and what to call them.
 
     That is the ``test`` or the ``validation`` set, or, if ``root`` holds class folders instead, all
-    images; of these ``split_fraction``, as ``seed`` chooses, is the
-    validation set of a run that split them. Labels are places in ``classes``, those of a network,
+    images; of these ``held_out``, as ``seed`` chooses, is the validation
+    set of a run that split them. Labels are places in ``classes``, those of a network,
     by name; an empty tuple stands for the folders' own.
 
     Raises:
         DataError: a folder is missing, ambiguous, refused by ``FolderSource`` or of no class.
-        ConfigError: ``split_fraction`` has no effect.
+        ConfigError: ``held_out`` has no effect.
     """
-    base, sets = _sets(root, split_fraction)
+    base, sets = find_sets(root, held_out)
     folder = sets.get(evaluate.name, sets.get("test"))
     name = "validation images"
     source: Source
@@ -409,21 +459,31 @@ def open_evaluated(
             f"data.evaluate=test: {base} has no folder test; name the folder of the test images "
             "with data.root=FOLDER"
         )
-    elif split_fraction is not None:
-        source = split(FolderSource(base), split_fraction, seed)[1]
+    elif held_out is not None:
+        source = split(FolderSource(base), held_out, seed)[1]
     else:
         source = FolderSource(base)
         name = "images"
-    if classes and source.classes != classes:
-        if unknown := sorted({*source.classes} - {*classes}):
-            raise DataError(
-                f"{folder or base}: the network has no class {_told_apart(unknown, classes)}; its "
-                f"classes are {listed(classes)}. Rename or remove the folder"
-            )
-        if absent := sorted({*classes} - {*source.classes}):
-            say(f"no images of {len(absent)} of {len(classes)} classes: {listed(absent)}")
-        source = Subset(source, np.arange(len(source)), classes)
-    return source, name
+    return in_classes(source, classes, folder or base), name
+
+
+def in_classes(source: Source, classes: tuple[str, ...], where: object) -> Source:
+    """Returns ``source`` with labels that are places in ``classes``, a network's, unless empty.
+
+    Raises:
+        DataError: the source has another class.
+    """
+    if not classes or source.classes == classes:
+        return source
+    present = {source.classes[label] for label in np.unique(source.labels)}
+    if unknown := sorted(present - {*classes}):
+        raise DataError(
+            f"{where}: the network has no class {_told_apart(unknown, classes)}; its "
+            f"classes are {listed(classes)}. Rename or remove it"
+        )
+    if absent := sorted({*classes} - present):
+        say(f"no images of {len(absent)} of {len(classes)} classes: {listed(absent)}")
+    return Subset(source, np.arange(len(source)), classes)
 
 
 def _refuse_splits(source: FolderSource) -> None:

@@ -30,7 +30,7 @@ from ..config import Config, ConfigError
 from ..data import shrink
 from ..data.datasets import ImageDataset
 from ..data.decode import reader
-from ..data.storage import FolderSource, Source, Subset, evenly_spaced
+from ..data.storage import FileSource, Source, Subset, evenly_spaced
 from ..feed.base import Backend, FeedSettings
 from ..feed.feeds import Feeds
 from ..monitor.console import AddRow, aligned, live_table
@@ -90,7 +90,7 @@ def files_of(source: Source) -> list[str]:
     whole = source
     while isinstance(whole, Subset):
         whole = whole.source
-    if not isinstance(whole, FolderSource):
+    if not isinstance(whole, FileSource):
         return []
     count = len(source)
     return [source.where(i) for i in random.Random().sample(range(count), min(count, 20_000))]

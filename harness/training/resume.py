@@ -39,7 +39,10 @@ _COMMANDS = {"data.on_error", "data.max_bad_fraction"}
 # of data.*, what a network expects of its images
 PIXELS = {*models.EXPECTED, "data.exif_orientation", "data.background"}
 # of data.*, which images a run evaluated
-_IMAGES = ("data.name", "data.root", "data.md5", "data.split_fraction", "data.generate.")
+_IMAGES = (
+    "data.name", "data.root", "data.md5", "data.table", "data.columns.", "data.split_fraction",
+    "data.fold", "data.generate.",
+)  # fmt: skip
 
 
 def find(config: Config, folder: Path) -> Saved | None:
@@ -154,7 +157,7 @@ def _applied(
     roots = {Path(str(each.data.root)).expanduser().resolve() for each in (config, trained)}
     if "data.root" in kept and len(roots) > 1:
         # nothing of another tree was trained on
-        kept.add("data.split_fraction")
+        kept |= {"data.split_fraction", "data.fold", "data.folds"}
 
     used = adopted(config, theirs, kept, "the checkpoint", tell)
     typed_data = {"data", "data.name", "data.root", "experiment"} & kept

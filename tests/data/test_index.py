@@ -159,8 +159,8 @@ def test_a_folder_of_many_targets_is_asked_once(
     """A tree of links, as git-annex makes it, has as many links to a folder as images."""
     (root / "b/5.jpg").symlink_to(root.parent / "store/4.jpg")
     asked: list[bytes] = []
-    real = module._folder_state
-    monkeypatch.setattr(module, "_folder_state", lambda path: asked.append(path) or real(path))
+    real = module.path_state
+    monkeypatch.setattr(module, "path_state", lambda path: asked.append(path) or real(path))
     assert len(opened(root).labels) == 5
     assert asked.count(os.fsencode(root.parent / "store")) == 1
 
@@ -224,9 +224,9 @@ def test_an_index_need_not_be_kept(root: Path) -> None:
 
 def test_a_folder_that_vanishes_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gone between two looks, or too deep for a path, it is one line."""
-    real = module._folder_state
+    real = module.path_state
     monkeypatch.setattr(
-        module, "_folder_state", lambda path: real(path + b"/gone" * path.endswith(b"/x"))
+        module, "path_state", lambda path: real(path + b"/gone" * path.endswith(b"/x"))
     )
     with pytest.raises(DataError, match=r"^cannot read \S+/a/x: mend"):
         opened(root)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.cli import app
-from harness.data.storage import FolderSource
+from harness.data.storage import FileSource
 from harness.runtime import signals
 from scripts.bench.tuner.slept import LARGE, READ, STEP, since_s, sleep
 
-_read = FolderSource.read
+_read = FileSource.read
 
 
 @cache
@@ -28,7 +28,7 @@ def large_files() -> list[Path]:
     return sorted(Path(os.environ[LARGE].rpartition("@")[0]).rglob("*.jpg"))
 
 
-def read(self: FolderSource, i: int) -> Any:
+def read(self: FileSource, i: int) -> Any:
     """Returns the file's bytes and its label, after the wait."""
     sleep(READ)
     data, label = _read(self, i)
@@ -40,7 +40,7 @@ def read(self: FolderSource, i: int) -> Any:
 
 # at each import: workers import this file too
 if READ in os.environ or LARGE in os.environ:
-    FolderSource.read = read  # type: ignore[method-assign]
+    FileSource.read = read  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     if STEP in os.environ:

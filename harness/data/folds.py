@@ -1,0 +1,60 @@
+"""Deals images into parts that are alike by class, with whole groups together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..runtime.seeding import order_rng
+
+
+class Fold(NamedTuple):
+    """One of several parts of a data set, each of which validates once."""
+
+    fold: int
+    folds: int
+
+
+def dealt(labels: np.ndarray, groups: np.ndarray, shares: np.ndarray, seed: int) -> np.ndarray:
+    """Returns the part of each image, int64 ``[N]``, as ``seed`` chooses.
+
+    Each part gets about its share of every class, and at least one image if there are enough.
+    Groups of several images are dealt first, the largest before the others, each to the part where
+    the squared differences from the shares grow least. Single images then fill each class up.
+
+    Args:
+        labels: int64 ``[N]``.
+        groups: int64 ``[N]``, from 0: images of the same number stay together.
+        shares: float ``[parts]``, of 1 in all.
+        seed: chooses among equals.
+    """
+    sizes, totals = np.bincount(groups), np.bincount(labels)
+    # images that each part should have of each class, and those that it has
+    wanted = np.maximum(np.outer(shares, totals), 1)
+    wanted *= totals / wanted.sum(0)
+    counts = np.zeros_like(wanted)
+    part_of = np.zeros(len(sizes), np.int64)
+    pairs, images = np.unique(groups * len(totals) + labels, return_counts=True)
+    group_of, label_of = np.divmod(pairs, len(totals))
+    begins = np.searchsorted(group_of, np.arange(len(sizes) + 1))
+    order = order_rng(seed, 0).permutation(len(sizes))
+    order = order[np.argsort(-sizes[order], kind="stable")]
+    several = np.count_nonzero(sizes > 1)
+    for group in order[:several]:
+        own = slice(begins[group], begins[group + 1])
+        of, more = label_of[own], images[own]
+        cost = ((2 * counts[:, of] + more) * more / wanted[:, of] / totals[of]).sum(1)
+        # rounded: equal costs differ in their last digits
+        part_of[group] = part = np.lexsort((counts.sum(1) / shares, cost.round(9)))[0]
+        counts[part, of] += more
+    singles = order[several:]
+    for label in range(len(totals)):
+        members = singles[label_of[begins[singles]] == label]
+        filled = (counts[:, label, None] + np.arange(len(members)) + 0.5) / wanted[:, label, None]
+        fuller = np.broadcast_to((counts.sum(1) / shares)[:, None], filled.shape)
+        first = np.lexsort((fuller.ravel(), filled.ravel().round(9)))[: len(members)]
+        part_of[members] = parts = first // max(1, len(members))
+        counts[:, label] += np.bincount(parts, minlength=len(shares))
+    found: np.ndarray = part_of[groups]
+    return found

@@ -1,0 +1,99 @@
+"""Reads the rows of a table: CSV, TSV and other text in columns, JSONL, Parquet."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ..runtime.errors import DataError
+from ..suggestions import shell_word
+
+# the first bytes of .xlsx and .ods, and of .xls
+_WORKBOOKS = b"PK\3\4", b"\xd0\xcf\x11\xe0"
+_UTF16 = b"\xff\xfe", b"\xfe\xff"
+
+
+def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Yields the number of each row with its values; the first has the names of the columns.
+
+    Text has its names in row 1, as a spreadsheet shows it; JSONL and Parquet have them in no row.
+
+    Raises:
+        DataError: the table cannot be read; it names the row.
+    """
+    word = shell_word(path)
+    number = 0
+    try:
+        with open(path, "rb") as file:
+            head = file.readline(1 << 16)
+        if head.startswith(_WORKBOOKS):
+            raise DataError(
+                f"{path}: workbooks are not read; save the sheet as CSV UTF-8, by Save As or "
+                f"libreoffice --convert-to csv {word}, and set data.table to that file"
+            )
+        with open(path, encoding="utf-8-sig", newline="") as lines:
+            first = head.decode("utf-8-sig", "replace")
+            rows: Iterable[tuple[int, Sequence[Any]]]
+            if head.startswith(b"PAR1"):
+                parquet = importlib.import_module("pyarrow.parquet")
+                rows = _named(parquet.read_table(path).to_pylist())
+            elif first.lstrip().startswith(("{", "[")):
+                rows = _named(map(json.loads, filter(str.strip, lines)))
+            else:
+                rows = enumerate(csv.reader(lines, **_dialect(first)), 1)
+            for number, row in rows:
+                yield number, row
+    except ImportError as error:
+        raise DataError(
+            f"{path}: Parquet needs pyarrow: pip install pyarrow; or save the table as CSV"
+        ) from error
+    except UnicodeDecodeError as error:
+        name = "UTF-16" if head.startswith(_UTF16) else "WINDOWS-1252"
+        raise DataError(
+            f"{path}: row {_undecodable(path)} is not UTF-8; if it is {name}: iconv -f {name} "
+            f"-t UTF-8 {word} > {word}.csv, and set data.table to that file"
+        ) from error
+    except (csv.Error, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{path}: row {number + 1} cannot be read: {error}; a quote may be missing, and JSONL "
+            f"has an object in each line, as jq -c '.[]' {word} makes them of a list"
+        ) from error
+
+
+def text(value: Any) -> str:
+    """Returns a value of a table as text; nothing for one that is missing."""
+    if value is None or value != value:
+        return ""
+    # of a column of whole numbers with gaps
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _dialect(first: str) -> dict[str, Any]:
+    """Returns how ``csv`` reads a text with this ``first`` line."""
+    widths = {
+        each: len(next(csv.reader([first], delimiter=each, skipinitialspace=True), []))
+        for each in "\t,;|"
+    }
+    best = max(widths, key=widths.__getitem__)
+    delimiter = best if widths[best] > 1 else " "
+    return {"delimiter": delimiter, "skipinitialspace": True, "strict": True}
+
+
+def _named(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Sequence[Any]]]:
+    names: list[str] = []
+    for number, row in enumerate(rows, 1):
+        if not names:
+            names = [*row.keys()]
+            yield 0, names
+        yield number, [*map(row.get, names)]
+
+
+def _undecodable(path: str) -> int:
+    with open(path, "rb") as file:
+        rows = enumerate(file, 1)
+        return next(
+            number for number, line in rows if line.decode(errors="ignore").encode() != line
+        )

@@ -1,0 +1,359 @@
+"""Opens images whose labels are in a table, and writes the table of a folder: ``wellfed table``.
+
+    wellfed table /data/photos > labels.csv
+
+The table has a row for each image of a folder that ``data=imagefolder`` opens: its path, its label
+and, if the folder has several sets, its split. Exit codes: 0; 3: there is no such folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from functools import cached_property
+from itertools import chain
+from operator import itemgetter
+from sys import intern
+
+import numpy as np
+
+from ..config import ConfigError, DataConfig, Evaluate, OnError
+from ..monitor.console import say
+from ..runtime.errors import DataError, listed, printable, tell
+from ..runtime.folder import log
+from ..suggestions import shell_word
+from .folder_index import SUFFIXES, Index, pack, path_state, remembered
+from .folds import Fold
+from .records import records, text
+from .storage import (
+    TEST_KEPT,
+    FileSource,
+    FolderSource,
+    Source,
+    Subset,
+    cache_root,
+    check_classes,
+    check_folder,
+    check_unsplit,
+    find_sets,
+    in_classes,
+    split,
+)
+
+# The usual names of each column in their order, in small letters without other signs.
+_NAMES = {
+    "image": "path file image filename filepath imagepath imagefile img imgpath imgname imageid "
+    "imagename fname name id",
+    "label": "label class target labels classname labelname category species diagnosis y",
+    "split": "split set subset partition",
+    "group": "group groupid patient patientid subject subjectid",
+}
+_SPLITS = ("train", "val", "test")
+_SPELLINGS = {
+    "train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1,
+    "test": 2, "testing": 2,
+}  # fmt: skip
+_ABSENT = "images not found"
+
+
+class TableSource(FileSource):
+    """The images below ``root`` that the table ``data.table`` lists, by class and path.
+
+    The table is remembered (``Index``) until it or a folder of its images changes. Without labels,
+    ``labelled=False``, every image belongs to one class, which has no name.
+
+    Raises:
+        ConfigError: there is no such table or column, or no name says which column to use.
+        DataError: the table cannot be read, has no images, or rows that name no image or label.
+            ``data.on_error=skip`` leaves these rows out.
+    """
+
+    def __init__(self, root: str, data: DataConfig, labelled: bool = True) -> None:
+        root = os.path.abspath(os.path.expanduser(root))
+        check_folder(root)
+        table = _Table(root, data, labelled)
+        self.table = table.path
+        self.key = table.header[table.places["image"]]
+        asked = "table", os.path.realpath(self.table), root, astuple(data.columns), labelled
+        index = remembered(cache_root() / "index", repr(asked).encode(), table.read)
+        super().__init__(root, index)
+        say(f"{self.table}: {table}")
+        if left_out := index.left_out():
+            left_out = f"{self.table}: {left_out}"
+            if data.on_error is not OnError.skip:
+                raise DataError(
+                    f"{left_out}; correct these rows, or leave them out with data.on_error=skip"
+                )
+            log.warning("%s; left out", printable(left_out))
+        if not len(self):
+            raise DataError(f"{self.table}: no images{left_out and f' ({left_out})'}; add rows")
+
+    def where(self, i: int) -> str:
+        """Returns the path."""
+        return os.path.join(self.root, self.index.name(i).rpartition("\0")[2])
+
+    def name(self, i: int) -> str:
+        """Returns what the table calls the image."""
+        return self.index.name(i).partition("\0")[0]
+
+    def sets(self, held_out: float | Fold | None, seed: int) -> dict[str, Subset]:
+        """Returns the sets that the table has, by name, with ``held_out`` of ``train`` as ``val``.
+
+        Raises:
+            ConfigError: the table has a validation set already.
+            DataError: a class cannot be in both.
+        """
+        splits, *groups = self.index.more
+        places = [np.flatnonzero(splits == split) for split in range(len(_SPLITS))]
+        found = {
+            name: Subset(self, own) for name, own in zip(_SPLITS, places, strict=True) if len(own)
+        }
+        if held_out is not None and "train" in found:
+            if "val" in found:
+                check_unsplit(held_out, found, self.table)
+            of_train = groups[0][places[0]] if groups else None
+            found["train"], found["val"] = split(found["train"], held_out, seed, of_train)
+        return found
+
+
+def open_table_splits(
+    source: TableSource, held_out: float | Fold | None, seed: int
+) -> tuple[Source, Source]:
+    """Returns the training and the validation set, which is the test set if there is no other.
+
+    Raises:
+        ConfigError: ``held_out`` has no effect.
+        DataError: a set or the training images of a class are missing.
+    """
+    sets = source.sets(held_out, seed)
+    train = sets.get("train")
+    val = sets.get("val", sets.get("test"))
+    if train is None or val is None:
+        raise DataError(
+            f"{source.table}: no {'training' if train is None else 'validation'} images; write "
+            "train and val into a column split, or set data.split_fraction=0.1 for rows without it"
+        )
+    if "test" in sets and val is not sets["test"]:
+        say(TEST_KEPT)
+    untrained = np.bincount(train.labels, minlength=len(train.classes)) == 0
+    if untrained.any():
+        names = listed([train.classes[label] for label in np.flatnonzero(untrained)])
+        raise DataError(f"{source.table}: no training images of {names}; add or remove their rows")
+    check_classes(train, source.table)
+    return train, val
+
+
+def open_evaluated_table(
+    source: TableSource,
+    evaluate: Evaluate,
+    held_out: float | Fold | None,
+    seed: int,
+    classes: tuple[str, ...],
+) -> tuple[Source, str]:
+    """Returns the images that ``mode=evaluate`` uses, and what to call them; as for folders.
+
+    Raises:
+        DataError: there is no such set, or a class that the network does not have.
+    """
+    sets = source.sets(held_out, seed)
+    name = evaluate.name if evaluate.name in sets else "test"
+    if evaluate is Evaluate.test and name not in sets:
+        raise DataError(
+            f"data.evaluate=test: {source.table} has no test images; write test into a column "
+            "split, or name another table with data.table=FILE"
+        )
+    called = {"val": "validation images", "test": "test images"}[name]
+    chosen: Source = sets.get(name, source)
+    return in_classes(chosen, classes, source.table), called if name in sets else "images"
+
+
+class _Table:
+    """One pass over a table.
+
+    Attributes:
+        path: its file.
+        header: the columns' names, or their numbers from 1 if the first row names an image.
+        places: where the columns of ``_NAMES`` stand, those that there are.
+
+    Raises:
+        ConfigError: there is no such file, or a column is missing.
+        DataError: it cannot be read.
+    """
+
+    def __init__(self, root: str, data: DataConfig, labelled: bool) -> None:
+        if data.table is None:
+            raise ConfigError("data.table: data=table needs it, for example data.table=labels.csv")
+        inside = os.path.join(root, os.path.expanduser(data.table))
+        self.path = inside if os.path.exists(inside) else os.path.abspath(data.table)
+        if not os.path.isfile(self.path):
+            raise ConfigError(f"data.table={data.table}: no such file in {root} or {os.getcwd()}")
+        self._images = _Images(root)
+        self._labelled = labelled
+        self._state = path_state(os.fsencode(self.path))
+        self._rows = records(self.path)
+        number, first = next(self._rows, (0, ()))
+        if not first:
+            raise DataError(
+                f"{self.path}: row 1 is empty; it names the columns, such as path,label"
+            )
+        self.header = [text(name).strip() for name in first]
+        needed = ["image", "label"][: 1 + labelled]
+        wanted = {name: getattr(data.columns, name) for name in _NAMES}
+        self.places = self._places(wanted)
+        files = [len(self._images.find(name)) == 1 for name in self.header]
+        if "image" not in self.places and any(files):
+            self._rows = chain([(number, first)], self._rows)
+            self.header = [str(place) for place in range(1, len(first) + 1)]
+            self.places = {"image": files.index(True), **self._places(wanted)}
+        free = {*range(len(first))} - {*self.places.values()}
+        missing = [name for name in _NAMES if wanted[name] or name in needed]
+        missing = [name for name in missing if name not in self.places]
+        if len(first) == 2 and len(free) == 1 and missing and not wanted[missing[0]]:
+            self.places[missing[0]] = free.pop()
+        elif missing:
+            example = ", ".join(f"{name}: {self.header[min(free, default=0)]}" for name in missing)
+            raise ConfigError(
+                f"{self.path}: no column {' and '.join(missing)} among {listed(self.header)}; name "
+                f"it, such as {shell_word(f'data.columns={{{example}}}')}"
+            )
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={self.header[place]}" for name, place in self.places.items())
+
+    def _places(self, wanted: Mapping[str, str | None]) -> dict[str, int]:
+        plain = ["".join(filter(str.isalnum, name.casefold())) for name in self.header]
+        found = {}
+        for name, given in wanted.items():
+            among = self.header if given else plain
+            for usual in reversed([given] if given else _NAMES[name].split()):
+                if usual in among:
+                    found[name] = among.index(usual)
+        return found
+
+    def read(self) -> tuple[Index, bool]:
+        """Returns the index, and whether changes will show."""
+        left_out: defaultdict[str, list[str]] = defaultdict(list)
+        # by path: label, split, group, what the table calls the image, row
+        rows: dict[str, tuple[str, int, str, str, int]] = {}
+        repeated = set()
+        for number, values in filter(itemgetter(1), self._rows):
+            cells = dict.fromkeys(_NAMES, "")
+            with suppress(IndexError):
+                cells |= {name: text(values[place]) for name, place in self.places.items()}
+            image, label, part, group = cells["image"], *map(str.strip, [*cells.values()][1:])
+            found = self._images.find(image) or [image] * (not self._labelled)
+            split = _SPELLINGS.get(part.lower()) if "split" in self.places else 0
+            if len(found) != 1:
+                reason = "names of several images" if found else _ABSENT
+                left_out[reason].append(f"{image} in row {number}")
+            elif self._labelled and not label:
+                left_out["rows without a label"].append(f"row {number}")
+            elif split is None and self._labelled:
+                left_out["splits other than train, val and test"].append(f"{part} in row {number}")
+            elif found[0] in rows:
+                repeated.add(found[0])
+                row = rows[found[0]][-1]
+                left_out["images listed twice"].append(f"{image} in rows {row} and {number}")
+            else:
+                rows[found[0]] = intern(label), split or 0, group or found[0], image, number
+        # which of its rows is right is not known
+        for name in repeated:
+            del rows[name]
+        return self._index(rows, left_out), _ABSENT not in left_out
+
+    def _index(
+        self,
+        rows: Mapping[str, tuple[str, int, str, str, int]],
+        left_out: Mapping[str, Sequence[str]],
+    ) -> Index:
+        # by label: classes and groups are numbered as they come
+        names = sorted(rows, key=lambda name: (rows[name][0], name))
+        columns = [*zip(*map(rows.get, names), strict=True)] or [()] * 5
+        labels, splits, groups, images, _ = columns
+        folders = {os.path.dirname(os.path.join(self._images.root, name)) for name in names}
+        watched = {os.fsencode(path): path_state(os.fsencode(path)) for path in folders}
+        return pack(
+            [*map(os.fsencode, dict.fromkeys(labels))],
+            [_numbered(labels), splits, *[_numbered(groups)] * ("group" in self.places)],
+            [os.fsencode(f"{image}\0{name}") for image, name in zip(images, names, strict=True)],
+            left_out,
+            {**watched, os.fsencode(self.path): self._state},
+        )
+
+
+def _numbered(values: Iterable[str]) -> list[int]:
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
+
+
+class _Images:
+    """Finds the image files below ``root`` by what a table calls them."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def find(self, name: str) -> list[str]:
+        """Returns the path below ``root`` of the file that ``name`` means; several: it is unclear.
+
+        A name may lack its suffix or its first folders, have folders of another machine before it,
+        and backslashes between them.
+        """
+        path = os.path.normpath(name.replace("\\", "/"))
+        place = os.path.join(self.root, path)
+        if os.path.isfile(place):
+            return [os.path.relpath(place, self.root) if path.startswith(("/", "..")) else path]
+        found = defaultdict(list)
+        last = os.path.basename(path)
+        for each in self._below[last]:
+            bare = each if each.endswith(last) else os.path.splitext(each)[0]
+            ends = sorted((f"/{bare}", f"/{path}"), key=len)
+            if ends[1].endswith(ends[0]):
+                found[len(ends[0])].append(each)
+        return found[max(found, default=0)]
+
+    @cached_property
+    def _below(self) -> defaultdict[str, list[str]]:
+        """The paths of all files by name, and of images by their name without suffix too."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for folder, folders, files in os.walk(self.root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            below = os.path.relpath(folder, self.root)
+            for file in files:
+                stem, suffix = os.path.splitext(file)
+                path = os.path.normpath(os.path.join(below, file))
+                found[file].append(path)
+                if os.fsencode(suffix.lower()) in SUFFIXES:
+                    found[stem].append(path)
+        return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the table of a folder; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="wellfed table", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("folder", help="class folders, or train, val and test with class folders")
+    try:
+        base, sets = find_sets(parser.parse_args(arguments).folder, None)
+        if len(sets) < 2:
+            sets = {"": base}
+        sources = {name: FolderSource(path) for name, path in sets.items()}
+    except DataError as error:
+        return tell([error])
+    columns = slice(2 + ("" not in sources))
+    # a name that is not UTF-8 keeps its bytes
+    sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    table.writerow(["path", "label", "split"][columns])
+    for name, source in sources.items():
+        for i, label in enumerate(source.labels):
+            path = os.path.relpath(source.where(i), base)
+            table.writerow([path, source.classes[label], name][columns])
+    return 0
