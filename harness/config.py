@@ -176,7 +176,6 @@ class DataConfig:
         None,
         "Table of the images (data=table only), in root or from here: CSV, TSV, JSONL or Parquet.",
     )
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     split_fraction: float | None = setting(
         None,
         "Share of the images kept for validation where root or table has no train and val sets.",
@@ -244,6 +243,7 @@ class DataConfig:
         _POSITIVE,
         no_effect_with="data.cache=none",
     )
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 
 

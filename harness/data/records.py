@@ -24,41 +24,43 @@ def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
     Raises:
         DataError: the table cannot be read; it names the row.
     """
-    word = shell_word(path)
     number = 0
+    word = shell_word(path)
+    rows: Iterable[tuple[int, Sequence[Any]]]
     try:
         with open(path, "rb") as file:
             head = file.readline(1 << 16)
-        if head.startswith(_WORKBOOKS):
-            raise DataError(
-                f"{path}: workbooks are not read; save the sheet as CSV UTF-8, by Save As or "
-                f"libreoffice --convert-to csv {word}, and set data.table to that file"
-            )
-        with open(path, encoding="utf-8-sig", newline="") as lines:
-            first = head.decode("utf-8-sig", "replace")
-            rows: Iterable[tuple[int, Sequence[Any]]]
+            file.seek(3 * head.startswith(b"\xef\xbb\xbf"))
+            lines = map(bytes.decode, file)
+            if head.startswith(_WORKBOOKS):
+                raise DataError(
+                    f"{path}: workbooks are not read; save the sheet as CSV UTF-8, or type "
+                    f"libreoffice --convert-to csv {word}, and set data.table to that file"
+                )
             if head.startswith(b"PAR1"):
                 parquet = importlib.import_module("pyarrow.parquet")
                 rows = _named(parquet.read_table(path).to_pylist())
-            elif first.lstrip().startswith(("{", "[")):
-                rows = _named(map(json.loads, filter(str.strip, lines)))
+            elif head.lstrip(b"\xef\xbb\xbf ").startswith((b"{", b"[")):
+                rows = _named(map(json.loads, lines))
             else:
-                rows = enumerate(csv.reader(lines, **_dialect(first)), 1)
+                rows = enumerate(csv.reader(lines, **_dialect(head.decode(errors="ignore"))), 1)
             for number, row in rows:
                 yield number, row
+        if not number:
+            raise DataError(f"{path}: is empty; write path,label and a row for each image")
     except ImportError as error:
         raise DataError(
-            f"{path}: Parquet needs pyarrow: pip install pyarrow; or save the table as CSV"
+            f"{path}: Parquet needs pyarrow: pip install pyarrow; or save it as CSV"
         ) from error
     except UnicodeDecodeError as error:
         name = "UTF-16" if head.startswith(_UTF16) else "WINDOWS-1252"
         raise DataError(
-            f"{path}: row {_undecodable(path)} is not UTF-8; if it is {name}: iconv -f {name} "
+            f"{path}: row {number + 1} is not UTF-8; if it is {name}, type iconv -f {name} "
             f"-t UTF-8 {word} > {word}.csv, and set data.table to that file"
         ) from error
     except (csv.Error, ValueError, AttributeError) as error:
         raise DataError(
-            f"{path}: row {number + 1} cannot be read: {error}; a quote may be missing, and JSONL "
+            f"{path}: row {number + 1} cannot be read: {error}; CSV may lack a quote, and JSONL "
             f"has an object in each line, as jq -c '.[]' {word} makes them of a list"
         ) from error
 
@@ -89,11 +91,3 @@ def _named(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Sequence[Any]]
             names = [*row.keys()]
             yield 0, names
         yield number, [*map(row.get, names)]
-
-
-def _undecodable(path: str) -> int:
-    with open(path, "rb") as file:
-        rows = enumerate(file, 1)
-        return next(
-            number for number, line in rows if line.decode(errors="ignore").encode() != line
-        )

@@ -13,7 +13,7 @@ import csv
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from functools import cached_property
@@ -28,7 +28,7 @@ from ..monitor.console import say
 from ..runtime.errors import DataError, listed, printable, tell
 from ..runtime.folder import log
 from ..suggestions import shell_word
-from .folder_index import SUFFIXES, Index, pack, path_state, remembered
+from .folder_index import Index, listing, pack, path_state, remembered
 from .folds import Fold
 from .records import records, text
 from .storage import (
@@ -187,150 +187,119 @@ class _Table:
     """
 
     def __init__(self, root: str, data: DataConfig, labelled: bool) -> None:
-        if data.table is None:
-            raise ConfigError("data.table: data=table needs it, for example data.table=labels.csv")
-        inside = os.path.join(root, os.path.expanduser(data.table))
-        self.path = inside if os.path.exists(inside) else os.path.abspath(data.table)
+        table = os.path.expanduser(str(data.table))
+        inside = os.path.join(root, table)
+        self.path = inside if os.path.exists(inside) else os.path.abspath(table)
         if not os.path.isfile(self.path):
             raise ConfigError(f"data.table={data.table}: no such file in {root} or {os.getcwd()}")
-        self._images = _Images(root)
+        self._root = root
         self._labelled = labelled
         self._state = path_state(os.fsencode(self.path))
         self._rows = records(self.path)
-        number, first = next(self._rows, (0, ()))
-        if not first:
-            raise DataError(
-                f"{self.path}: row 1 is empty; it names the columns, such as path,label"
-            )
-        self.header = [text(name).strip() for name in first]
-        needed = ["image", "label"][: 1 + labelled]
-        wanted = {name: getattr(data.columns, name) for name in _NAMES}
-        self.places = self._places(wanted)
-        files = [len(self._images.find(name)) == 1 for name in self.header]
-        if "image" not in self.places and any(files):
-            self._rows = chain([(number, first)], self._rows)
-            self.header = [str(place) for place in range(1, len(first) + 1)]
-            self.places = {"image": files.index(True), **self._places(wanted)}
-        free = {*range(len(first))} - {*self.places.values()}
-        missing = [name for name in _NAMES if wanted[name] or name in needed]
-        missing = [name for name in missing if name not in self.places]
-        if len(first) == 2 and len(free) == 1 and missing and not wanted[missing[0]]:
-            self.places[missing[0]] = free.pop()
-        elif missing:
-            example = ", ".join(f"{name}: {self.header[min(free, default=0)]}" for name in missing)
+        first = next(self._rows, (0, ()))
+        self.header = [text(name).strip() for name in first[1]]
+        self._find_columns(data)
+        images = [len(self._find(name)) == 1 for name in self.header]
+        if "image" not in self.places and any(images):
+            self._rows = chain([first], self._rows)
+            self.header = [str(place) for place, _ in enumerate(images, 1)]
+            self._find_columns(data)
+            self.places.setdefault("image", images.index(True))
+        free = [place for place, _ in enumerate(images) if place not in self.places.values()]
+        if len(free) == 1:
+            self.places.setdefault("label", free[0])
+        wanted = {name for name in _NAMES if getattr(data.columns, name)}
+        wanted |= {"image", "label"} if labelled else {"image"}
+        if missing := sorted(wanted - {*self.places}):
+            other = self.header[free[0]] if free else "NAME"
+            example = f"data.columns={{{', '.join(f'{name}: {other}' for name in missing)}}}"
             raise ConfigError(
                 f"{self.path}: no column {' and '.join(missing)} among {listed(self.header)}; name "
-                f"it, such as {shell_word(f'data.columns={{{example}}}')}"
+                f"it, such as {shell_word(example)}"
             )
 
     def __str__(self) -> str:
         return " ".join(f"{name}={self.header[place]}" for name, place in self.places.items())
 
-    def _places(self, wanted: Mapping[str, str | None]) -> dict[str, int]:
+    def _find_columns(self, data: DataConfig) -> None:
         plain = ["".join(filter(str.isalnum, name.casefold())) for name in self.header]
-        found = {}
-        for name, given in wanted.items():
+        self.places: dict[str, int] = {}
+        for name, usual in _NAMES.items():
+            given = getattr(data.columns, name)
             among = self.header if given else plain
-            for usual in reversed([given] if given else _NAMES[name].split()):
-                if usual in among:
-                    found[name] = among.index(usual)
-        return found
+            for each in [given] if given else usual.split():
+                if each in among:
+                    self.places.setdefault(name, among.index(each))
 
     def read(self) -> tuple[Index, bool]:
         """Returns the index, and whether changes will show."""
         left_out: defaultdict[str, list[str]] = defaultdict(list)
-        # by path: label, split, group, what the table calls the image, row
-        rows: dict[str, tuple[str, int, str, str, int]] = {}
+        # by path: label, path, split, group, what the table calls the image, row
+        rows: dict[str, tuple[str, str, int, str, str, int]] = {}
         repeated = set()
         for number, values in filter(itemgetter(1), self._rows):
             cells = dict.fromkeys(_NAMES, "")
             with suppress(IndexError):
                 cells |= {name: text(values[place]) for name, place in self.places.items()}
             image, label, part, group = cells["image"], *map(str.strip, [*cells.values()][1:])
-            found = self._images.find(image) or [image] * (not self._labelled)
-            split = _SPELLINGS.get(part.lower()) if "split" in self.places else 0
-            if len(found) != 1:
-                reason = "names of several images" if found else _ABSENT
-                left_out[reason].append(f"{image} in row {number}")
+            split = _SPELLINGS.get(part.lower(), -("split" in self.places))
+            found = self._find(image) or [image][self._labelled :]
+            where = f"{image} in row {number}"
+            if not found:
+                left_out[_ABSENT].append(where)
+            elif len(found) > 1:
+                left_out["names of several images"].append(where)
             elif self._labelled and not label:
-                left_out["rows without a label"].append(f"row {number}")
-            elif split is None and self._labelled:
-                left_out["splits other than train, val and test"].append(f"{part} in row {number}")
-            elif found[0] in rows:
-                repeated.add(found[0])
-                row = rows[found[0]][-1]
-                left_out["images listed twice"].append(f"{image} in rows {row} and {number}")
+                left_out["images without a label"].append(where)
+            elif self._labelled and split < 0:
+                left_out["images in no split of train, val or test"].append(where)
+            elif (name := found[0]) in rows:
+                repeated.add(name)
+                left_out["images listed twice"].append(f"{where} and {rows[name][-1]}")
             else:
-                rows[found[0]] = intern(label), split or 0, group or found[0], image, number
+                rows[name] = intern(label), name, split, group or name, image, number
         # which of its rows is right is not known
-        for name in repeated:
-            del rows[name]
-        return self._index(rows, left_out), _ABSENT not in left_out
-
-    def _index(
-        self,
-        rows: Mapping[str, tuple[str, int, str, str, int]],
-        left_out: Mapping[str, Sequence[str]],
-    ) -> Index:
-        # by label: classes and groups are numbered as they come
-        names = sorted(rows, key=lambda name: (rows[name][0], name))
-        columns = [*zip(*map(rows.get, names), strict=True)] or [()] * 5
-        labels, splits, groups, images, _ = columns
-        folders = {os.path.dirname(os.path.join(self._images.root, name)) for name in names}
+        kept = sorted(row for name, row in rows.items() if name not in repeated)
+        labels, names, splits, groups, images, _ = zip(*kept, strict=True) if kept else [()] * 6
+        folders = {os.path.dirname(os.path.join(self._root, name)) for name in names}
         watched = {os.fsencode(path): path_state(os.fsencode(path)) for path in folders}
-        return pack(
-            [*map(os.fsencode, dict.fromkeys(labels))],
-            [_numbered(labels), splits, *[_numbered(groups)] * ("group" in self.places)],
-            [os.fsencode(f"{image}\0{name}") for image, name in zip(images, names, strict=True)],
-            left_out,
-            {**watched, os.fsencode(self.path): self._state},
-        )
+        watched[os.fsencode(self.path)] = self._state
+        columns = [_numbered(labels), splits, _numbered(groups)][: 2 + ("group" in self.places)]
+        called = [os.fsencode("\0".join(pair)) for pair in zip(images, names, strict=True)]
+        classes = [*map(os.fsencode, dict.fromkeys(labels))]
+        return pack(classes, columns, called, left_out, watched), _ABSENT not in left_out
 
-
-def _numbered(values: Iterable[str]) -> list[int]:
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(value, len(numbers)) for value in values]
-
-
-class _Images:
-    """Finds the image files below ``root`` by what a table calls them."""
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-
-    def find(self, name: str) -> list[str]:
+    def _find(self, name: str) -> list[str]:
         """Returns the path below ``root`` of the file that ``name`` means; several: it is unclear.
 
         A name may lack its suffix or its first folders, have folders of another machine before it,
         and backslashes between them.
         """
         path = os.path.normpath(name.replace("\\", "/"))
-        place = os.path.join(self.root, path)
-        if os.path.isfile(place):
-            return [os.path.relpath(place, self.root) if path.startswith(("/", "..")) else path]
+        if os.path.isfile(os.path.join(self._root, path)):
+            return [path]
         found = defaultdict(list)
-        last = os.path.basename(path)
-        for each in self._below[last]:
-            bare = each if each.endswith(last) else os.path.splitext(each)[0]
-            ends = sorted((f"/{bare}", f"/{path}"), key=len)
-            if ends[1].endswith(ends[0]):
-                found[len(ends[0])].append(each)
+        for plain, image in self._below[os.path.basename(path)]:
+            short, long = sorted((f"/{plain}", f"/{path}"), key=len)
+            if long.endswith(short):
+                found[len(short)].append(image)
         return found[max(found, default=0)]
 
     @cached_property
-    def _below(self) -> defaultdict[str, list[str]]:
-        """The paths of all files by name, and of images by their name without suffix too."""
-        found: defaultdict[str, list[str]] = defaultdict(list)
-        for folder, folders, files in os.walk(self.root):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            below = os.path.relpath(folder, self.root)
-            for file in files:
-                stem, suffix = os.path.splitext(file)
-                path = os.path.normpath(os.path.join(below, file))
-                found[file].append(path)
-                if os.fsencode(suffix.lower()) in SUFFIXES:
-                    found[stem].append(path)
+    def _below(self) -> defaultdict[str, list[tuple[str, str]]]:
+        """All images by file name, with and without suffix: the path as named, and the path."""
+        found = defaultdict(list)
+        index = listing(os.fsencode(self._root))
+        for path in map(index.name, range(len(index.labels))):
+            for plain in {path, os.path.splitext(path)[0]}:
+                found[os.path.basename(plain)].append((plain, path))
         return found
+
+
+def _numbered(values: Iterable[str]) -> list[int]:
+    """Returns a number for each of ``values``, from 0 as they come."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data.datasets import ImageDataset, Splits, as_evaluated
-from ..data.storage import FolderSource
+from ..data.storage import FileSource, FolderSource
+from ..data.table import TableSource
 from ..feed.base import Failure
 from ..feed.feeds import Feeds
 from ..monitor.console import progress, say
@@ -29,7 +30,7 @@ from .loaded import network
 
 
 def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
-    """Predicts the images in ``data.root`` with the network in ``saved``.
+    """Predicts the images in ``data.root``, or of ``data.table``, with the network in ``saved``.
 
     Every rank calls this, and predicts its share. At the end the first rank writes into ``folder``:
     ``predictions.csv``, ``predictions.jsonl`` and the list of images that cannot be read.
@@ -40,7 +41,11 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
         Interrupted: a signal was heard.
     """
     model, classes = network(saved, config)
-    source = FolderSource(Path(str(config.data.root)).expanduser(), flat=True)
+    root = os.path.expanduser(str(config.data.root))
+    if config.data.name == "table":
+        source: FileSource = TableSource(root, config.data, labelled=False)
+    else:
+        source = FolderSource(root, flat=True)
     if len({*world.gathered(source.index.digest())}) > 1:
         raise DataError(f"data.root={config.data.root}: the ranks see different files there")
     data = config.data
@@ -108,12 +113,12 @@ def _share(
 
 
 def _write(
-    folder: Path, source: FolderSource, classes: tuple[str, ...], rows: np.ndarray, bad: set[int]
+    folder: Path, source: FileSource, classes: tuple[str, ...], rows: np.ndarray, bad: set[int]
 ) -> None:
     """Writes ``rows``, one for each image of ``source``, but for the ``bad`` ones."""
     ranks = range(1, rows.shape[1] // 2 + 1)
     heads = [f"{name}_{i}" for name in ("class", "probability") for i in ranks]
-    table: list[list[Any]] = [["path", *heads]]
+    table: list[list[Any]] = [[source.key, *heads]]
     lines = []
     for place, row in enumerate(rows):
         if place in bad:
@@ -124,7 +129,9 @@ def _write(
         # the fewest digits that give the same float32
         shown = plain([float(str(value)) for value in values])
         table.append([path, *names, *shown])
-        lines.append(json.dumps({"path": path, "classes": names, "probabilities": shown}) + "\n")
+        lines.append(
+            json.dumps({source.key: path, "classes": names, "probabilities": shown}) + "\n"
+        )
     for form, content in (("csv", sheet(table)), ("jsonl", "".join(lines))):
         # names that are not UTF-8 keep their bytes
         write_whole(folder / f"predictions.{form}", content.encode("utf-8", "surrogateescape"))

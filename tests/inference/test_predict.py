@@ -84,6 +84,22 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
+def test_a_table_is_answered_with_its_keys(
+    first: tuple[Path, dict[str, Any]], tree: Path, tmp_path: Path, composed: Composed
+) -> None:
+    """Each image is called what the table calls it; one that is not there is a bad sample."""
+    (tree / "new.csv").write_text("ID,note\n3,a\n25,b\n99,c\n")
+    typed = ("mode=predict", f"resume={first[0]}", "data=table", f"data.root={tree}")
+    typed += ("data.table=new.csv", "data.columns={image: ID}", "device=cpu")
+    run(composed(*typed), tmp_path / "out", *typed)
+    with open(tmp_path / "out/predictions.csv", newline="") as file:
+        table = [*csv.DictReader(file)]
+    assert [(row["ID"], row["class_1"]) for row in table] == [("25", "b"), ("3", "a")]
+    [bad] = (tmp_path / "out/bad_samples.jsonl").read_text().splitlines()
+    assert json.loads(bad)["path"].endswith("/99")
+
+
 def rows(folder: Path) -> list[dict[str, Any]]:
     """The lines of ``predictions.jsonl``, of which the table has the same."""
     lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]

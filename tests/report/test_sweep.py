@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,24 @@ def test_a_sweep_ends_with_a_table_of_its_jobs(
         ["12", "", "-", "-", "-", "-"],
     ]
     assert "optim=adamw" in (tmp_path / "report.html").read_text()
+
+
+def test_folds_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Mean, deviation and range of each cross-validation, at the end and on the page."""
+    for place, (fold, lr, top1) in enumerate(
+        [(0, 0.1, 0.5), (1, 0.1, 0.7), (0, 0.2, 0.25), (1, 0.2, 0.25)]
+    ):
+        job(tmp_path / str(place), f"data.fold={fold}", f"optim.lr={lr}", top1=top1)
+    job(tmp_path / "9", "data.fold=0", "optim.lr=0.3", top1=0.5)
+    conclude(SimpleNamespace(dir=str(tmp_path)))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "folds  top-1" in line]
+    figures = [re.findall(r"\d\.?\d*", line) for line in lines]
+    assert figures == [
+        ["2", "1", "0.6000", "0.1414", "0.5000", "0.7000", "0.1"],
+        ["2", "1", "0.2500", "0.0000", "0.2500", "0.2500", "0.2"],
+    ]
+    page = (tmp_path / "report.html").read_text()
+    assert "0.6000" in page and "0.1414" in page
 
 
 def test_a_failed_start_hides_no_earlier_run(tmp_path: Path) -> None:

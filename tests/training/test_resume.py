@@ -153,7 +153,8 @@ def test_what_is_typed_is_used_and_printed(
     expected = TRAINED | COMMANDS | {path: value}
     if path == "data.root":
         # nothing of this tree was trained on, and the command may fill it
-        expected |= {"data.split_fraction": None, "data.download": True}
+        expected |= {"data.split_fraction": None, "data.fold": None, "data.folds": 5}
+        expected |= {"data.download": True}
     assert {key: found[key] for key in TRAINED} == expected
     assert f"checkpoint: {line}\n" in capsys.readouterr().out
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from ...runtime.files import known, natural, number, read_inside, read_written
@@ -44,6 +46,23 @@ def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
             status = (folder / name).stat()
             found.append((status.st_mtime_ns, status.st_size))
     return tuple(found)
+
+
+def folds(folders: Mapping[str, Path]) -> list[str]:
+    """Returns a line for each cross-validation among the runs: mean and spread over its folds."""
+    found: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for folder in folders.values():
+        with suppress(OSError, ValueError):
+            report = read_written(folder / REPORT_JSON)
+            typed = report["run"]["overrides"]
+            [fold] = [each for each in typed if each.startswith("data.fold=")]
+            found[tuple(sorted({*typed} - {fold}))][fold] = report["top1"]
+    return [
+        f"{len(top1)} folds  top-1 {mean(top1.values()):.4f} ± {stdev(top1.values()):.4f} "
+        f"({min(top1.values()):.4f} to {max(top1.values()):.4f})  {' '.join(typed)}"
+        for typed, top1 in found.items()
+        if len(top1) > 1
+    ]
 
 
 def map_runs(
