@@ -167,8 +167,10 @@ def _verify(world: World, job: Job) -> None:
 
     config = job.config
     signals.set_grace(config.checkpoint.grace_s)
-    # opening it must not end at the first bad sample
-    data = replace(config.data, on_error=OnError.skip)
+    data = config.data
+    if user_code.is_own(data.name):
+        # opening it must not end at the first bad sample
+        data = replace(data, on_error=OnError.skip)
     splits = datasets.load(data, config.augment, config.seed, world.gathered)
     feeds = Feeds(splits, config, world)
     verify(feeds, feeds.settings(limits.measure(world.local_size)), job.folder)

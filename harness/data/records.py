@@ -66,8 +66,8 @@ def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
 
 
 def text(value: Any) -> str:
-    """Returns a value of a table as text; nothing for one that is missing."""
-    if value is None or value != value:
+    """Returns a value of a table as text; nothing for one that is missing, or that is several."""
+    if value is None or value != value or isinstance(value, list | dict):
         return ""
     # of a column of whole numbers with gaps
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
