@@ -14,7 +14,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import astuple
 from functools import cached_property
 from itertools import chain
@@ -211,11 +211,11 @@ class _Table:
         wanted = {name for name in _NAMES if getattr(data.columns, name)}
         wanted |= {"image", "label"} if labelled else {"image"}
         if missing := sorted(wanted - {*self.places}):
-            other = self.header[free[0]] if free else "NAME"
-            example = f"data.columns={{{', '.join(f'{name}: {other}' for name in missing)}}}"
+            others = [self.header[place] for place in free]
+            example = ", ".join(map(": ".join, zip(missing, others, strict=False)))
             raise ConfigError(
                 f"{self.path}: no column {' and '.join(missing)} among {listed(self.header)}; name "
-                f"it, such as {shell_word(example)}"
+                f"it, such as {shell_word(f'data.columns={{{example}}}')}"
             )
 
     def __str__(self) -> str:
@@ -248,7 +248,7 @@ class _Table:
             if not found:
                 left_out[_ABSENT].append(where)
             elif len(found) > 1:
-                left_out["names of several images"].append(where)
+                left_out["names of several images"].append(f"{where}: {' or '.join(found)}")
             elif self._labelled and not label:
                 left_out["images without a label"].append(where)
             elif self._labelled and split < 0:
@@ -313,7 +313,9 @@ def main(arguments: Sequence[str]) -> int:
         base, sets = find_sets(parser.parse_args(arguments).folder, None)
         if len(sets) < 2:
             sets = {"": base}
-        sources = {name: FolderSource(path) for name, path in sets.items()}
+        # its warnings are no part of the table
+        with redirect_stdout(sys.stderr):
+            sources = {name: FolderSource(path) for name, path in sets.items()}
     except DataError as error:
         return tell([error])
     columns = slice(2 + ("" not in sources))
