@@ -265,7 +265,9 @@ class _Table:
         watched = {os.fsencode(path): path_state(os.fsencode(path)) for path in folders}
         watched[os.fsencode(self.path)] = self._state
         columns = [_numbered(labels), splits, _numbered(groups)][: 2 + ("group" in self.places)]
-        called = [os.fsencode("\0".join(pair)) for pair in zip(images, names, strict=True)]
+        # once where both are the same
+        both = map(dict.fromkeys, zip(images, names, strict=True))
+        called = [*map(os.fsencode, map("\0".join, both))]
         classes = [*map(os.fsencode, dict.fromkeys(labels))]
         return pack(classes, columns, called, left_out, watched), _ABSENT not in left_out
 
