@@ -243,6 +243,13 @@ class DataConfig:
         _POSITIVE,
         no_effect_with="data.cache=none",
     )
+    cache_max_side: int | None = setting(
+        None,
+        "Longer side of a cached image in pixels, larger ones are shrunk, which changes crops; "
+        "null: as they are.",
+        ge=32,
+        no_effect_with="data.cache=none",
+    )
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 

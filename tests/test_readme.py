@@ -156,7 +156,7 @@ def test_every_command_composes(composed: Callable[..., Config], command: str) -
         # they take folders, and no settings
         return
     overrides = [
-        re.sub(r",(?![^[]*\]).*", "", text)
+        re.sub(r",(?![^[{]*[]}]).*", "", text)
         for text in arguments
         if not text.startswith("-") and text != "job"
     ]

@@ -31,12 +31,13 @@ from ..runtime.files import open_regular
 from ..runtime.folder import log
 from .mapped import MappedFile, checksum, memory, path_of, reserve
 from .storage import FileSource, Source, Subset, cache_root
+from .transforms import resized
 
 # every rank's value in the order of the ranks, on every rank
 Gathered = Callable[[Any], list[Any]]
 
 # raise it when the file's layout changes, or what ``decode`` makes of the same bytes
-_FORMAT = 6
+_FORMAT = 5
 _HEAD = np.dtype([("key", "S64"), ("used", "<i8"), ("limit", "<i8")])
 # Place (0: nowhere), height, width, and a checksum of pixels and source, all int64.
 _COLUMN_BYTES = 32
@@ -54,6 +55,10 @@ class PixelCache:
     first: int
     # a folder's files, or a part of them
     source: Source
+    # most pixels of an image's longer side, larger ones are shrunk; None: any
+    max_side: int | None
+    # the filter that shrinks them
+    interpolation: str
 
     def __post_init__(self) -> None:
         self._head = np.frombuffer(self.file.map, _HEAD, 1)[0]
@@ -92,7 +97,9 @@ class PixelCache:
         return None
 
     def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
-        """Keeps ``pixels`` while there is room; returns them."""
+        """Keeps ``pixels``, shrunk if they are too large, while there is room; returns them."""
+        if self.max_side is not None:
+            pixels = shrunk(pixels, self.max_side, self.interpolation)
         if self._places[i] or not self.file.writable:
             return pixels
         content = np.ascontiguousarray(pixels)
@@ -153,6 +160,14 @@ class PixelCache:
         return f"{images} of {samples} images, {used / 1e9:.1f} of at most {limit / 1e9:.1f} GB"
 
 
+def shrunk(pixels: np.ndarray, max_side: int, interpolation: str) -> np.ndarray:
+    """Returns ``pixels``, uint8 ``[H, W, 3]``, with a longer side of at most ``max_side``."""
+    height, width, _ = pixels.shape
+    factor = min(1.0, max_side / max(height, width))
+    sides = max(1, round(width * factor)), max(1, round(height * factor))
+    return resized(pixels, *sides, interpolation)
+
+
 def open_caches(
     sources: tuple[Source, Source], data: DataConfig, gathered: Gathered
 ) -> tuple[PixelCache, PixelCache]:
@@ -163,10 +178,11 @@ def open_caches(
     Raises:
         ConfigError: there are no files to decode, or the cache cannot be written.
     """
-    # what the pixels of a file depend on, besides its own bytes
-    software = list(map(version, ("pillow", "simplejpeg")))
+    # what the pixels of a file depend on, besides its own bytes; torch makes large ones smaller
+    software = list(map(version, ("pillow", "simplejpeg", "torch")))
+    how: tuple[int | None, str] = data.cache_max_side, data.interpolation.name
     pixels = data.exif_orientation, data.background, data.max_pixels
-    made_by = _FORMAT, pixels, software
+    made_by = _FORMAT, pixels, data.cache_max_side and how, software
     key = hashlib.sha256(json.dumps(made_by).encode())
     name = hashlib.sha256()
     for source in sources:
@@ -179,10 +195,10 @@ def open_caches(
     count = sum(map(len, sources))
     file, checked = _shared(lambda: _opened(path, data, key.hexdigest(), count), gathered)
     train, val = sources
-    first = PixelCache(file, checked, 0, train)
+    first = PixelCache(file, checked, 0, train, *how)
     where = "in memory" if data.cache is DataCache.ram else path.parent
     say(f"decoded cache: {first.summary()} ({where})")
-    return first, PixelCache(file, checked, len(train), val)
+    return first, PixelCache(file, checked, len(train), val, *how)
 
 
 def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:

@@ -28,6 +28,7 @@ from ..config import (
     OnError,
     OptimConfig,
 )
+from ..monitor.console import say
 from ..runtime import user_code
 from ..runtime.errors import BadSample, DataError, is_out_of_memory
 from ..runtime.seeding import SampleRng
@@ -343,7 +344,7 @@ DATASETS: dict[str, Callable[[DataConfig], tuple[Source, Source]]] = {
 FAKE = "fake"
 
 # The settings that have an effect for some of our data sets alone.
-_FILES = "root background cache cache_gb exif_orientation max_pixels"
+_FILES = "root background cache cache_gb cache_max_side exif_orientation max_pixels"
 _HELD_OUT = "split_fraction fold folds evaluate"
 _CIFAR = "root download md5 mirror"
 _SETTINGS = {
@@ -409,6 +410,11 @@ def load(
         whole = open_whole(first, data)
     images = ImageDataset(first, transform, data, size, seed, kept, skips, whole=whole)
     val_images = ImageDataset(second, as_evaluated(data), data, size, seed, val_kept, skips)
+    if data.cache_max_side is not None:
+        say(
+            f"data.cache_max_side={data.cache_max_side}: crops of some training images change by "
+            f"{crop_error(images):.2f} grey levels a pixel"
+        )
     return Splits(images, val_images, first.classes, data.name, root)
 
 
@@ -440,6 +446,23 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
 def as_evaluated(data: DataConfig) -> CropTransform:
     """Returns what a decoded image goes through in evaluation."""
     return CropTransform.from_config(AugmentConfig(Crop.center, hflip=0.0), data)
+
+
+def crop_error(images: ImageDataset) -> float:
+    """Returns how far crops change by what the cache keeps, in grey levels a pixel.
+
+    Measured on at most 16 images, larger than ``data.cache_max_side`` or not.
+    """
+    plain = replace(images, cache=None)
+    crops = np.empty((2, 3, images.image_size, images.image_size), np.uint8)
+    errors = []
+    for i in evenly_spaced(len(images), 16):
+        # A bad sample is told when it is loaded.
+        with suppress(BadSample):
+            for dataset, crop in zip((plain, images), crops, strict=True):
+                dataset.fill(0, i, crop)
+            errors.append(np.abs(np.diff(crops.astype(np.int16), axis=0)).mean())
+    return float(sum(errors) / max(1, len(errors)))
 
 
 def _check_settings(data: DataConfig) -> None:

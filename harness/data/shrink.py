@@ -31,10 +31,10 @@ from ..runtime import limits
 from ..runtime.errors import DataError, listed, tell
 from ..runtime.files import read_json, write_whole
 from ..runtime.seeding import SampleRng
+from .cache import shrunk
 from .datasets import AnyDataset, ImageDataset
 from .decode import HEAD_BYTES, DecodeError, decode, reader
 from .storage import evenly_spaced
-from .transforms import resized
 
 # in the copy: what it was made of
 RECORD = ".wellfed-shrink.json"
@@ -196,10 +196,7 @@ def reduced(data: bytes, max_side: int, quality: int) -> bytes:
     pixels = decode(data, _OPTIONS)
     if max(pixels.shape) <= max_side:
         return data
-    height, width, _ = pixels.shape
-    factor = max_side / max(height, width)
-    sides = max(1, round(width * factor)), max(1, round(height * factor))
-    pixels = resized(pixels, *sides, _FILTER)
+    pixels = np.ascontiguousarray(shrunk(pixels, max_side, _FILTER))
     plugin = reader(data)
     assert plugin is not None
     buffer = io.BytesIO()

@@ -57,6 +57,7 @@ _SETTINGS = {
     "data.exif_orientation",
     "data.cache",
     "data.cache_gb",
+    "data.cache_max_side",
     "loader.backend",
     "loader.batch_size",
     "loader.start_method",

@@ -54,6 +54,16 @@ def test_any_strides_are_kept(source: FolderSource) -> None:
     assert right(kept, COUNT) == [0]
 
 
+def test_large_images_are_shrunk_at_once(source: FolderSource) -> None:
+    """With a longest side, the first epoch has the same pixels as later ones."""
+    kept = cache_of(source, max_side=100)
+    small = pixels_of(1)[:5, :100]
+    shrunk = kept.put(0, pixels_of(0))
+    assert shrunk.shape == (2, 100, 3)
+    assert np.array_equal(kept.get(0), shrunk)  # type: ignore[arg-type]
+    assert kept.put(1, small) is small
+
+
 def rewrite(path: Path) -> None:
     before = path.stat()
     path.write_bytes(b"\xff\xd8\xff and more")

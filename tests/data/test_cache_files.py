@@ -17,10 +17,10 @@ import pytest
 from oddities import Plant
 from PIL import Image
 
-from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
+from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig, Interpolation
 from harness.data import cache
 from harness.data.cache import PixelCache, open_caches
-from harness.data.datasets import ImageDataset, Splits, load
+from harness.data.datasets import ImageDataset, Splits, crop_error, load
 from harness.data.storage import ArraySource
 from harness.runtime import limits
 
@@ -161,6 +161,7 @@ def add(root: Path) -> dict[str, Any]:
         pytest.param(lambda root: {"exif_orientation": True}, id="exif"),
         pytest.param(lambda root: {"background": (0, 0, 0)}, id="background"),
         pytest.param(lambda root: {"max_pixels": 10_000}, id="limit"),
+        pytest.param(lambda root: {"cache_max_side": 50}, id="longest side"),
         pytest.param(add, id="another file"),
     ],
 )
@@ -174,13 +175,14 @@ def test_other_pixels_take_the_place_of_the_first(
     changes = change(root)
     changed = loaded(root, DISK, **changes)
     assert "made again" in caplog.text
-    assert images(changed) == 0
+    # with a longest side, the training images have been looked at
+    assert images(changed) == (6 if "cache_max_side" in changes else 0)
     assert len(list((root.parent / "cache/decoded").iterdir())) == 1
 
 
 def test_a_second_run_only_reads(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It uses all images that the first run has written, and those written meanwhile; with other
-    settings, it decodes all itself.
+    settings, it decodes all itself, and still shrinks.
     """
     first = loaded(root, DISK)
     batch(first.val, 0)
@@ -192,9 +194,11 @@ def test_a_second_run_only_reads(root: Path, caplog: pytest.LogCaptureFixture) -
     plain = batch(loaded(root, DataCache.none).train, 0)
     assert kept is not None and all(kept.get(i) is not None for i in range(6))
     assert np.array_equal(batch(second.train, 0), plain)
-    other = loaded(root, DISK, background=(0, 0, 0))
-    batch(other.train, 0)
-    assert images(other) == 0
+    smaller = loaded(root, DISK, cache_max_side=50)
+    batch(smaller.train, 0)
+    assert images(smaller) == 0
+    in_memory = loaded(root, RAM, cache_max_side=50)
+    assert np.array_equal(batch(smaller.train, 0), batch(in_memory.train, 0))
     # a reader changes nothing, and does not keep the next run from writing
     del first
     assert images(loaded(root, DISK)) == 8
@@ -317,6 +321,52 @@ def test_what_one_rank_is_refused_all_are(root: Path, machine: str | None) -> No
     (cache_root / "decoded").unlink()
     with pytest.raises(ConfigError, match=r"^data\.cache=disk: "):
         loaded(root, DISK, ranks.second)
+
+
+def test_shrunk_images_say_how_far_they_change(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The change by a longest side is measured and told; later epochs are equal."""
+    kept = loaded(root, RAM, cache_max_side=32)
+    out = capsys.readouterr().out
+    assert isinstance(kept.train, ImageDataset)
+    error = crop_error(kept.train)
+    assert (
+        "data.cache_max_side=32: crops of some training images change by "
+        f"{error:.2f} grey levels a pixel"
+    ) in out
+    plain = loaded(root, DataCache.none)
+    assert 1 < error < 80
+    first = batch(kept.train, 0)
+    assert images(kept) == 6
+    assert np.array_equal(batch(kept.train, 0), first)
+    assert not np.array_equal(first, batch(plain.train, 0))
+
+
+def test_only_shrunk_images_depend_on_the_filter(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another data.interpolation finds what is kept whole, and makes shrunk images again."""
+    bicubic = Interpolation.bicubic
+    first = loaded(root, DISK)
+    batch(first.train, 0)
+    del first
+    assert images(loaded(root, DISK, interpolation=bicubic)) == 6
+    small = loaded(root, DISK, cache_max_side=32)
+    pixels = batch(small.train, 0)
+    del small
+    other = loaded(root, DISK, cache_max_side=32, interpolation=bicubic)
+    assert "made again" in caplog.text
+    assert not np.array_equal(batch(other.train, 0), pixels)
+    assert images(other) == 6
+
+
+def test_images_that_are_small_enough_do_not_change(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A longest side that no image exceeds changes nothing."""
+    loaded(root, RAM, cache_max_side=64)
+    assert "crops of some training images change by 0.00 grey" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(60)

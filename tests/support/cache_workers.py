@@ -31,15 +31,17 @@ def pixels_of(i: int, change: int = 0) -> np.ndarray:
     return rng.integers(0, 256, (5 + i % 11, 300 + i % 13, 3), dtype=np.uint8)
 
 
-def cache_of(source: Source, budget_bytes: int = 1 << 22) -> PixelCache:
+def cache_of(
+    source: Source, budget_bytes: int = 1 << 22, max_side: int | None = None
+) -> PixelCache:
     """An empty cache in memory."""
-    return over(cache._filled(memory(0), KEY, len(source), budget_bytes), source)
+    return over(cache._filled(memory(0), KEY, len(source), budget_bytes), source, max_side)
 
 
-def over(file: MappedFile, source: Source) -> PixelCache:
+def over(file: MappedFile, source: Source, max_side: int | None = None) -> PixelCache:
     """What a run that begins now has of ``file``."""
     checked = MappedFile(memory(len(source)), writable=True)
-    return PixelCache(file, checked, 0, source)
+    return PixelCache(file, checked, 0, source, max_side, "bilinear")
 
 
 def put_all(kept: PixelCache, indices: Sequence[int]) -> None:

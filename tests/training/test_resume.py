@@ -51,6 +51,7 @@ TRAINED: dict[str, Any] = {
     "data.max_pixels": 4321,
     "data.cache": DataCache.ram,
     "data.cache_gb": 1.5,
+    "data.cache_max_side": 99,
     "data.generate.classes": 7,
     "data.generate.train_images": 70,
     "data.generate.val_images": 71,
@@ -72,6 +73,7 @@ COMMANDS = {
     "data.max_pixels": 50_000_000,
     "data.cache": DataCache.none,
     "data.cache_gb": None,
+    "data.cache_max_side": None,
 }
 
 

@@ -277,7 +277,8 @@ def timed(
         pytest.param(2**-7, 8.0, 5, 20, 3, id="short: groups of 25 ms"),
         pytest.param(2**-4, 8.0, 5, 20, 1, id="a step is a group"),
         pytest.param(2**-4, 1.0, 5, 12, 1, id="the limit ends it"),
-        pytest.param(2.0, 1.0, 2, 2, 1, id="long: two at least"),
+        pytest.param(0.75, 1.0, 2, 2, 1, id="long: two at least"),
+        pytest.param(2.0, 1.0, 1, 1, 1, id="longer than the limit: the second step alone"),
     ],
 )
 def test_demand_is_groups_of_steps(

@@ -150,7 +150,7 @@ def decoded(place: Path) -> Reader:
         file = cache._on_disk(path, data_config, _FACTS, len(source))
         assert file is not None
         checked = MappedFile(memory(len(source)), writable=True)
-        return PixelCache(file, checked, 0, source)
+        return PixelCache(file, checked, 0, source, None, "bilinear")
 
     def read(data: bytes) -> str:
         path.unlink(missing_ok=True)
