@@ -41,8 +41,9 @@ RECORD = ".wellfed-shrink.json"
 _FILTER = "bicubic"
 MAX_SIDE = 500
 QUALITY = 90
-# images that tell what a copy would save
+# what tells how much faster a copy is: so many images, for so many seconds
 _TRIED = 64
+_TRIED_S = 2.0
 _OPTIONS = DataConfig(exif_orientation=True)
 
 
@@ -207,14 +208,18 @@ def reduced(data: bytes, max_side: int, quality: int) -> bytes:
 def speedup(images: AnyDataset) -> float | None:
     """Returns how many times as fast samples are made from a copy as ``wellfed shrink`` makes it.
 
-    Some of the files are shrunk in memory and decoded, cut and resized both ways, by the processor
-    time of this thread. None: they are no files, or decoded ones are kept.
+    At most 64 files, within two seconds or little more, are shrunk in memory; then both forms are
+    decoded, cut and resized, and this thread's processor time is compared. None: they are no files,
+    or decoded ones are kept.
     """
     if not isinstance(images, ImageDataset) or images.cache is not None:
         return None
     out = np.empty((3, images.image_size, images.image_size), np.uint8)
     spent_s = np.zeros(2)
+    until_s = time.monotonic() + _TRIED_S
     for i in evenly_spaced(len(images), _TRIED):
+        if time.monotonic() > until_s:
+            break
         # a bad sample is told when it is loaded
         with suppress(DecodeError, OSError, ValueError):
             content, _ = images.source.read(i)

@@ -136,7 +136,7 @@ class Reporter:
         # a run that is asked to end reads no more images
         if verdict.kind == "decode" and engine.status == "completed":
             evidence.shrinks = shrink.speedup(self.splits.train)
-        copied = shrink.Copy.at(Path(self.splits.root)) if self.splits.root else None
+        copied = shrink.Copy.at(Path(self.splits.root).expanduser()) if self.splits.root else None
         evaluated: dict[str, Any] = {}
         if engine.evaluation is not None:
             result = engine.evaluation._asdict()

@@ -103,10 +103,8 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> S
     reason = verdict.why or (r.late.part if kind == "rank" and r.late else kind)
     other = _WAYS.get(reason, _WAYS.get(kind))
     if kind == "decode" and (r.shrinks or 0.0) >= 1 + HARM:
-        other = (
-            f"wellfed shrink, whose smaller copy of the images makes a sample {r.shrinks:.1f} "
-            "times as fast, or add cores"
-        )
+        faster = f"its samples are made {r.shrinks:.1f} times as fast"
+        other = f"train on a smaller copy (wellfed shrink FOLDER OUT): {faster}, or add cores"
     ways = [way for way in (next_step, other) if way]
     sentences = [headline, *_facts(verdict), *_gain(verdict)]
     if ways:

@@ -88,7 +88,7 @@ class StepBenchmark(ABC):
         """Times some 20 groups of steps on ``batch``, warmed up; at least two.
 
         A group has as many steps as last 25 ms. ``limit_s`` counts from the end of the first step,
-        which may compile. Of an update of one step that takes longer, the second step tells all.
+        which may compile. Where a step is an update and takes longer, only the second one is timed.
         """
         groups: list[tuple[float, float]] = []
         with closing(self.repeated(batch)) as batches:
