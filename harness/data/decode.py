@@ -1,4 +1,4 @@
-"""Decodes images to eight-bit RGB, by Pillow where the format's own library is not quicker.
+"""Decodes images to eight-bit RGB: usual JPEG, PNG and WebP by their libraries, others by Pillow.
 
 ``decode`` serves data sets and ``wellfed.load``, ``decode_jpeg`` ``wellfed.faster`` too. The bytes
 decide what an image is, never the name of its file. Whatever is wrong with them ends as

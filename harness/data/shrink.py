@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--max-side must be at least 1, and --quality 1 to 100")
     try:
         shrink(typed.folder, typed.out, typed.max_side, typed.quality)
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, OSError, KeyboardInterrupt) as error:
         return tell([error])
     return 0
 

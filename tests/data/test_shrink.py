@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_an_unreadable_image_is_listed_and_copied(
     after = contents(tmp_path / "out")
     assert after["train/a cat/bad.jpg"] == bad.read_bytes()
     assert len(after["val/a cat/large.jpg"]) < 9000
+
+
+def test_a_full_disk_ends_with_its_code(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main([str(tree), str(tmp_path / "out")]) == 7
 
 
 def test_folders_in_each_other_and_other_copies_are_refused(tree: Path, tmp_path: Path) -> None:
