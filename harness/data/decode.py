@@ -50,6 +50,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _LOSS = re.compile(
     r"premature end|bad \w+ code|of RST|progression|marker 0x(c4|d[0-8a])", re.IGNORECASE
 )
+_USUAL_COLOURS = ("Gray", "YCbCr", "RGB")
 # Arithmetic coding, which never warns of a bad code: what it leaves over are pixels.
 _ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 
@@ -204,7 +205,16 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
             raise DecodeError(f"damaged: the decoder reported missing data ({error})") from error
         return None
     # Decoding showed that the data is whole. Pillow turns other colours into RGB differently.
-    return pixels if colours in ("Gray", "YCbCr", "RGB") else None
+    return pixels if colours in _USUAL_COLOURS else None
+
+
+def jpeg_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
+    """Returns width and height of a JPEG that ``decode_jpeg`` may decode; None: ask Pillow."""
+    with suppress(ValueError, KeyError, RuntimeError):
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        if colours in _USUAL_COLOURS and width * height <= max_pixels:
+            return width, height
+    return None
 
 
 def _usual_png(data: bytes, max_pixels: int) -> np.ndarray | None:

@@ -15,7 +15,7 @@ import xxhash
 
 from ..config import DataConfig
 from .libraries import decodes_parts
-from .mapped import MappedFile, memory, reserve
+from .mapped import MappedFile, memory, path_of, reserve
 from .storage import FileSource, Source, Subset, cache_root
 
 # raise it if decoding becomes stricter
@@ -47,6 +47,39 @@ class Whole:
         """Remembers that image ``i`` was decoded whole."""
         if self.file is not None:
             self._sums[i] = checksum
+
+
+class Seen:
+    """The checksums of images that this run decoded whole, most of them, by their own value.
+
+    Workers share it. A newer image takes the place of an older one whose checksum falls on it.
+    """
+
+    # 32 MiB of addresses; memory, where it is written
+    _SLOTS = 1 << 22
+
+    def __init__(self, file: MappedFile | None = None) -> None:
+        self.file = file or MappedFile(memory(8 * self._SLOTS), writable=True)
+        self._sums = np.frombuffer(self.file.map, np.uint64)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _seen, (path_of(self.file.fd),)
+
+    def has(self, checksum: int) -> bool:
+        """Returns whether an image of this checksum was decoded whole; it may be forgotten."""
+        return int(self._sums[checksum % self._SLOTS]) == checksum
+
+    def add(self, checksum: int) -> None:
+        """Remembers that an image was decoded whole."""
+        self._sums[checksum % self._SLOTS] = checksum
+
+
+def _seen(path: str) -> Seen:
+    """Returns the checksums in a process's file; new ones where that process has ended."""
+    try:
+        return Seen(MappedFile(os.open(path, os.O_RDWR | os.O_CLOEXEC), writable=True))
+    except OSError:
+        return Seen()
 
 
 def checksum(data: bytes) -> int:

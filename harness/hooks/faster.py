@@ -6,7 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from random import choice
 from typing import Any, TypeVar
@@ -14,12 +14,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from PIL import Image
-from torchvision import transforms
+from PIL.ImageFile import ImageFile
+from torchvision import transforms, tv_tensors
 from torchvision.datasets import folder
 from torchvision.transforms import v2
 
-from ..data.decode import DecodeError, decode_jpeg
+from ..data.decode import DecodeError, decode_jpeg, jpeg_size
+from ..data.libraries import decode_jpeg_part
 from ..data.transforms import Box, CropTransform, resize_into
+from ..data.whole import Seen, checksum
 from ..runtime.files import read_regular
 
 _Set = TypeVar("_Set")
@@ -32,9 +35,12 @@ _TO_TENSOR = (transforms.PILToTensor, v2.PILToTensor, v2.ToImage)
 def faster(dataset: _Set) -> _Set:
     """Returns the data set with JPEGs decoded, cut, resized and mirrored by this project.
 
-    Random numbers are drawn as before and in the same order: crops and flips stay. Other formats
-    and damaged files are left to the loader of the data set. Pixels differ by less than one grey
-    level on average, by the resizing. What follows the mirroring stays, and gets a PIL image.
+    Random numbers are drawn as before and in the same order: crops and flips stay. Pillow reads
+    other formats and damaged files. Pixels differ by less than one grey level on average, by the
+    resizing. A conversion to float32 and ``Normalize`` that follow are done in one pass. All later
+    transforms stay.
+
+    Of a JPEG that was decoded whole before, only the part of the crop is decoded.
 
     Args:
         dataset: torchvision's ``ImageFolder``, or a kin of it, with its own loader; timm's
@@ -51,12 +57,12 @@ def faster(dataset: _Set) -> _Set:
     if loader in (folder.default_loader, folder.pil_loader):
         found: Any = copy.copy(given)
         # what torchvision calls; the attribute of the same name is for people
-        found.transform, takes_arrays = _transform(found.transform)
-        found.loader = partial(_load, loader, takes_arrays)
+        found.transform = _transform(found.transform)
+        found.loader = partial(_load, loader)
     elif hasattr(given, "reader") and hasattr(given, "input_img_mode"):
         found = _of_timm(given)
     elif callable(given) and _inside(given) is not None:
-        found = _transform(given)[0]
+        found = _transform(given)
     else:
         raise ValueError(
             "dataset: neither torchvision's ImageFolder with its own loader, nor timm's "
@@ -67,13 +73,14 @@ def faster(dataset: _Set) -> _Set:
 
 
 def load_image(path: str) -> Image.Image:
-    """Returns an image file's pixels in RGB, for the loader of a data set of one's own.
+    """Returns an image file in RGB, for the loader of a data set of one's own.
+
+    As with ``Image.open``, a JPEG is decoded when its pixels are asked for.
 
     Raises:
         OSError: it cannot be read; as Pillow's are, with the path.
     """
-    found: Image.Image = _load(folder.pil_loader, False, path)
-    return found
+    return _load(folder.pil_loader, path)
 
 
 def _inside(transform: Any) -> str | None:
@@ -85,19 +92,18 @@ def _inside(transform: Any) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def _transform(transform: Any) -> tuple[Any, bool]:
-    """Returns a faster transform, and whether it takes arrays too.
+def _transform(transform: Any) -> Any:
+    """Returns a faster transform.
 
     Raises:
         ValueError: it has no ``Compose``, or begins otherwise.
     """
     name = _inside(transform)
     if not name:
-        return _fast([*_steps(transform)]), True
+        return _fast([*_steps(transform)])
     found = copy.copy(transform)
     setattr(found, name, _fast([*_steps(getattr(transform, name))]))
-    # its own code comes first
-    return found, False
+    return found
 
 
 def _steps(transform: Any) -> Iterator[Any]:
@@ -106,28 +112,92 @@ def _steps(transform: Any) -> Iterator[Any]:
         yield from _steps(step) if isinstance(step, _COMPOSES) else (step,)
 
 
-def _load(loader: Callable[[str], Any], as_array: bool, path: str) -> Any:
-    """Returns the pixels that ``loader`` gives, of an intact JPEG without Pillow."""
+def _load(loader: Callable[[str], Image.Image], path: str) -> Image.Image:
+    """Returns the image that ``loader`` gives; a JPEG is not decoded yet."""
     try:
-        pixels = _decoded(read_regular(path))
-        if pixels is None:
-            pixels = np.asarray(loader(path))
-        return pixels if as_array else Image.fromarray(pixels)
+        held = _held(read_regular(path), path)
+        return loader(path) if held is None else _Jpeg(held)
     except Exception as error:
         error.args = (f"{path}: {error}",)
         raise
 
 
-def _decoded(data: bytes) -> np.ndarray | None:
-    """Returns the pixels of an intact JPEG; None: it is something else."""
-    with suppress(DecodeError):
-        # of a larger image Pillow warns
-        return decode_jpeg(data, Image.MAX_IMAGE_PIXELS or 2**40)
-    return None
+class _Held(io.BytesIO):
+    """A JPEG for ``Image.open``, whose bytes only ``_Jpeg`` reads."""
+
+    mark = b"wellfed holds it"
+    data: bytes
+    # width and height
+    size: tuple[int, int]
+    path: str
+
+
+def _held(data: bytes, path: str = "") -> _Held | None:
+    """Returns a JPEG to be decoded later; None: something else, or larger than Pillow allows."""
+    size = jpeg_size(data, Image.MAX_IMAGE_PIXELS or 2**40)
+    if size is None:
+        return None
+    held = _Held(_Held.mark)
+    held.data, held.size, held.path = data, size, path
+    return held
+
+
+class _Jpeg(ImageFile):
+    """A JPEG in RGB that is decoded when its pixels are asked for."""
+
+    format = "JPEG"
+    _held: _Held | None
+
+    def _open(self) -> None:
+        self._held = self.fp  # type: ignore[assignment]
+        assert self._held is not None
+        self._size, self._mode = self._held.size, "RGB"
+
+    def convert(self, mode: str | None = None, *more: Any, **named: Any) -> Image.Image:
+        if mode == "RGB" and self._held is not None:
+            return self
+        return super().convert(mode, *more, **named)
+
+    def load(self) -> Any:
+        if self._held is not None:
+            self.im = Image.fromarray(self._whole(self._held)).im
+            self._held = None
+        return super().load()
+
+    def part(self, box: Box, seen: Seen) -> tuple[np.ndarray, Box]:
+        """Returns pixels, uint8 ``[H, W, 3]``, and the place of ``box`` among them."""
+        if self._held is None:
+            return np.asarray(self), box
+        data = self._held.data
+        digest = checksum(data)
+        with suppress(ValueError):
+            if seen.has(digest) and (found := decode_jpeg_part(data, lambda *_: box)):
+                return found
+        pixels = self._whole(self._held, lambda: seen.add(digest))
+        return pixels, box
+
+    @staticmethod
+    def _whole(held: _Held, intact: Callable[[], None] = lambda: None) -> np.ndarray:
+        """Returns all pixels; calls ``intact`` if nothing is missing."""
+        with suppress(DecodeError):
+            width, height = held.size
+            if (pixels := decode_jpeg(held.data, width * height)) is not None:
+                intact()
+                return pixels
+        try:
+            return np.asarray(Image.open(io.BytesIO(held.data)).convert("RGB"))
+        except Exception as error:
+            if held.path:
+                error.args = (f"{held.path}: {error}",)
+            raise
+
+
+# after all of Pillow's own, which are asked first
+Image.register_open("WELLFED", _Jpeg, lambda prefix: prefix == _Held.mark)
 
 
 class _Reader:
-    """A reader of timm's whose intact JPEGs are decoded, in a form that Pillow only copies."""
+    """A reader of timm's whose JPEGs are decoded later."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
@@ -142,14 +212,12 @@ class _Reader:
 
     def __getitem__(self, index: int) -> Any:
         file, *rest = self._reader[index]
-        pixels = _decoded(file.read())
-        if pixels is None:
+        held = _held(file.read())
+        if held is None:
             file.seek(0)
-        else:
-            file.close()
-            height, width, _ = pixels.shape
-            file = io.BytesIO(b"P6 %d %d 255\n" % (width, height) + pixels.tobytes())
-        return (file, *rest)
+            return (file, *rest)
+        file.close()
+        return (held, *rest)
 
 
 def _of_timm(dataset: Any) -> Any:
@@ -158,7 +226,7 @@ def _of_timm(dataset: Any) -> Any:
     if dataset.load_bytes:
         raise ValueError("dataset: load_bytes=True gives bytes, and no images")
     if state["transform"] is not None:
-        state["transform"] = _transform(state["transform"])[0]
+        state["transform"] = _transform(state["transform"])
     state["reader"] = _Reader(state["reader"])
     return _remade(type(dataset), state)
 
@@ -169,7 +237,7 @@ def _remade(kind: type, state: dict[str, Any]) -> Any:
     def assign(self: Any, name: str, value: Any) -> None:
         # as timm's create_loader does, and whoever has it made faster already
         if name == "transform" and value is not None and not isinstance(value, _Fast):
-            value = _transform(value)[0]
+            value = _transform(value)
         object.__setattr__(self, name, value)
 
     def reduce(self: Any) -> tuple[Any, ...]:
@@ -209,6 +277,8 @@ class _Fast:
         random: draws what is cut; None: the centre.
         short: the shorter side that the centre is cut from.
         flip: how often it mirrors; None: never, and nothing is drawn.
+        rest: the later transforms.
+        seen: the JPEGs that were decoded whole.
     """
 
     size: int
@@ -217,10 +287,10 @@ class _Fast:
     short: int = 0
     flip: float | None = None
     rest: Any = None
+    seen: Seen = field(default_factory=Seen)
 
-    def __call__(self, image: Any) -> Any:
-        pixels = np.asarray(image if isinstance(image, np.ndarray) else image.convert("RGB"))
-        height, width, _ = pixels.shape
+    def __call__(self, image: Image.Image) -> Any:
+        width, height = image.size
         box: Box = (0, 0, width, height)
         new_size = None
         if self.random is not None:
@@ -232,9 +302,14 @@ class _Fast:
             new_size = CropTransform(self.size, resize=self.short).whole_size(width, height)
         name = self.filter if isinstance(self.filter, str) else choice(self.filter)
         mirrored = self.flip is not None and bool(torch.rand(1) < self.flip)
+        if isinstance(image, _Jpeg):
+            pixels, box = image.part(box, self.seen)
+        else:
+            pixels = np.asarray(image.convert("RGB"))
         out = np.empty((self.size, self.size, 3), np.uint8)
         resize_into(pixels, box, out.transpose(2, 0, 1), mirrored, new_size, name)
-        return self.rest(Image.fromarray(out))
+        to_float = isinstance(next(iter(self.rest.transforms), None), ToFloat)
+        return self.rest(out if to_float else Image.fromarray(out))
 
 
 def _fast(steps: Sequence[Any]) -> _Fast:
@@ -265,8 +340,56 @@ def _fast(steps: Sequence[Any]) -> _Fast:
         case [transforms.RandomHorizontalFlip() | v2.RandomHorizontalFlip() as flip, *rest]:
             found.flip = flip.p
     # watched, each of its transforms is a stage
-    found.rest = transforms.Compose([*first, *rest])
+    found.rest = transforms.Compose(_normalizing([*first, *rest]))
     return found
+
+
+def _normalizing(steps: list[Any]) -> list[Any]:
+    """Returns transforms of an image; those to normalized float32 are one, of an array."""
+    image = v2.ToImage in map(type, steps[:1])
+    match steps:
+        case [transforms.ToTensor(), *rest]:
+            pass
+        case [
+            transforms.PILToTensor() | v2.PILToTensor() | v2.ToImage(),
+            transforms.ConvertImageDtype(dtype=torch.float32)
+            | v2.ToDtype(dtype=torch.float32, scale=True),
+            *rest,
+        ]:
+            pass
+        case _:
+            return steps
+    mean: Sequence[float] = (0.0,)
+    std: Sequence[float] = (1.0,)
+    match rest:
+        case [transforms.Normalize() | v2.Normalize() as normalize, *rest]:
+            mean, std = normalize.mean, normalize.std
+    by_channel = [np.array(each, np.float32).reshape(-1, 1, 1) for each in (mean, std)]
+    return [ToFloat(by_channel[0], by_channel[1], image), *rest]
+
+
+@dataclass
+class ToFloat:
+    """Turns uint8 ``[H, W, 3]`` into a normalized float32 tensor ``[3, H, W]`` in one pass.
+
+    Attributes:
+        mean: is taken from each channel of 0 to 1.
+        std: divides what remains.
+        image: whether it becomes version 2's ``Image``.
+    """
+
+    mean: np.ndarray
+    std: np.ndarray
+    image: bool
+
+    def __call__(self, image: np.ndarray) -> torch.Tensor:
+        """Returns the tensor of an image."""
+        pixels = image.transpose(2, 0, 1)
+        out = np.empty(pixels.shape, np.float32)
+        np.multiply(pixels, 1 / (255 * self.std), out=out)
+        out -= self.mean / self.std
+        tensor = torch.from_numpy(out)
+        return tv_tensors.Image(tensor) if self.image else tensor
 
 
 def _cuts(step: Any) -> bool:

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFile
+from torch.utils.data import DataLoader
 from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from harness.data.libraries import decodes_parts
 from harness.feed.base import FeedSettings
 from harness.hooks.faster import faster, load_image
 from harness.hooks.loops import WatchedLoader
@@ -117,6 +119,40 @@ def test_draws_stay_and_pixels_nearly(root: Path, transform: Any) -> None:
         normalized = isinstance(transform, T.Compose) and NORMALIZE in transform.transforms
         scale = 255 * (0.2 if normalized else 1.0)
         assert scale * float((one - other).abs().mean()) < 1.0
+
+
+def test_later_epochs_decode_parts_to_the_same_pixels(tmp_path: Path) -> None:
+    """Workers share which JPEGs are intact; a file that was cut since is an error again."""
+    if not decodes_parts():
+        pytest.skip("no library decodes parts of a JPEG")
+    rng = np.random.default_rng(0)
+    (tmp_path / "a").mkdir()
+    for number in range(4):
+        small = rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+        image = Image.fromarray(small).resize((400, 320), Image.Resampling.BICUBIC)
+        image.save(tmp_path / "a" / f"{number}.jpg", quality=90)
+    transform = T.Compose([T.RandomResizedCrop(48, (0.05, 0.2)), T.ToTensor(), NORMALIZE])
+    dataset = faster(ImageFolder(str(tmp_path), transform))
+
+    def drawn() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        return [dataset[index][0] for index in range(4)]
+
+    def remembered() -> int:
+        return int(np.count_nonzero(np.frombuffer(dataset.transform.seen.file.map, np.uint64)))
+
+    assert remembered() == 0
+    loader = DataLoader(dataset, 2, num_workers=2, multiprocessing_context="fork")
+    assert sum(len(labels) for _, labels in loader) == 4
+    dataset = pickle.loads(pickle.dumps(dataset))
+    assert remembered() == 4
+    parts = drawn()
+    np.frombuffer(dataset.transform.seen.file.map, np.uint64)[:] = 0
+    assert all(torch.equal(one, other) for one, other in zip(parts, drawn(), strict=True))
+    path = tmp_path / "a" / "0.jpg"
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(OSError, match=re.escape(str(path))):
+        drawn()
 
 
 def test_a_data_set_of_ones_own_takes_the_parts(root: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 _OWN = str(Path(__file__).parents[2] / "harness")
 _ABSENT = (
     "memfd_create", "sched_getaffinity", "sched_setaffinity", "posix_fadvise", "pidfd_open",
-    "eventfd", "splice",
+    "eventfd", "splice", "posix_fallocate",
 )  # fmt: skip
 _LINUX = re.compile(r"/(proc(?!/\d+/fd/)|sys)(/|$)")
 
