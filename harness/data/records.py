@@ -14,6 +14,11 @@ from ..suggestions import shell_word
 # the first bytes of .xlsx and .ods, and of .xls
 _WORKBOOKS = b"PK\3\4", b"\xd0\xcf\x11\xe0"
 _UTF16 = b"\xff\xfe", b"\xfe\xff"
+# prints path and label of each image
+_FROM_COCO = (
+    "INDEX(.images[]; .id) as $images | .annotations[] | "
+    '[$images["\\(.image_id)"].file_name, .category_id] | @csv'
+)
 
 
 def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
@@ -45,6 +50,11 @@ def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
             else:
                 rows = enumerate(csv.reader(lines, **_dialect(head.decode(errors="ignore"))), 1)
             for number, row in rows:
+                if not number and "annotations" in row:
+                    raise DataError(
+                        f"{path}: COCO's lists are not read; make a table of them, and set "
+                        f"data.table to it: jq -r {shell_word(_FROM_COCO)} {word} > {word}.csv"
+                    )
                 yield number, row
         if not number:
             raise DataError(f"{path}: is empty; write path,label and a row for each image")

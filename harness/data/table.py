@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import astuple
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from sys import intern
 
@@ -27,7 +27,7 @@ from ..config import ConfigError, DataConfig, Evaluate, OnError
 from ..monitor.console import say
 from ..runtime.errors import DataError, listed, printable, tell
 from ..runtime.folder import log
-from ..suggestions import shell_word
+from ..suggestions import shell_word, typed
 from .folder_index import Index, listing, pack, path_state, remembered
 from .folds import Fold
 from .records import records, text
@@ -50,16 +50,19 @@ from .storage import (
 _NAMES = {
     "image": "path file image filename filepath imagepath imagefile img imgpath imgname imageid "
     "imagename fname name id",
-    "label": "label class target labels classname labelname category species diagnosis y",
+    "label": "label class target labels classname labelname category species breed diagnosis dx y",
     "split": "split set subset partition",
     "group": "group groupid patient patientid subject subjectid",
 }
 _SPLITS = ("train", "val", "test")
 _SPELLINGS = {
-    "train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1,
-    "test": 2, "testing": 2,
+    "train": 0, "training": 0, "0": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "1": 1,
+    "test": 2, "testing": 2, "2": 2,
 }  # fmt: skip
 _ABSENT = "images not found"
+# rows of a table without the columns that are needed
+_LOOKED_AT = 1000
+_FLAGS = {"0", "1", "0.0", "1.0"}
 
 
 class TableSource(FileSource):
@@ -211,11 +214,9 @@ class _Table:
         wanted = {name for name in _NAMES if getattr(data.columns, name)}
         wanted |= {"image", "label"} if labelled else {"image"}
         if missing := sorted(wanted - {*self.places}):
-            others = [self.header[place] for place in free]
-            example = ", ".join(map(": ".join, zip(missing, others, strict=False)))
             raise ConfigError(
-                f"{self.path}: no column {' and '.join(missing)} among {listed(self.header)}; name "
-                f"it, such as {shell_word(f'data.columns={{{example}}}')}"
+                f"{self.path}: no column {' and '.join(missing)} among {listed(self.header)}; "
+                f"{self._advice(missing, free)}"
             )
 
     def __str__(self) -> str:
@@ -231,12 +232,39 @@ class _Table:
                 if each in among:
                     self.places.setdefault(name, among.index(each))
 
+    def _advice(self, missing: Sequence[str], free: Iterable[int]) -> str:
+        """Returns what to do about ``missing`` columns, which may be among the ``free`` ones."""
+        rows = [[*map(text, values)] for _, values in islice(self._rows, _LOOKED_AT) if values]
+        columns = {place: [row[place] for row in rows if place < len(row)] for place in free}
+        flags = [place for place, values in columns.items() if {*values} <= _FLAGS]
+        ones = [
+            row.count("1") + row.count("1.0")
+            for row in zip(*(columns[place] for place in flags), strict=False)
+        ]
+        if len(flags) > 1 and {*ones} == {1} and "label" in missing:
+            return (
+                f"{listed([self.header[place] for place in flags])} are 1 in one column a row; add "
+                "a column label with the name of that column"
+            )
+        guess: dict[str, int] = {}
+        for place, values in columns.items():
+            kinds = {*values}
+            if any(map(self._find, values[:1])):
+                guess.setdefault("image", place)
+            elif 1 < len(kinds) <= len(values) / 2:
+                guess.setdefault("label", place)
+        example = ", ".join(
+            f"{name}: {self.header[guess[name]] if name in guess else 'COLUMN'}" for name in missing
+        )
+        return f"name it: {shell_word(f'data.columns={{{example}}}')}"
+
     def read(self) -> tuple[Index, bool]:
         """Returns the index, and whether changes will show."""
         left_out: defaultdict[str, list[str]] = defaultdict(list)
         # by path: label, path, split, group, what the table calls the image, row
         rows: dict[str, tuple[str, str, int, str, str, int]] = {}
-        repeated = set()
+        conflicting = set()
+        several = "names of several images"
         for number, values in filter(itemgetter(1), self._rows):
             cells = dict.fromkeys(_NAMES, "")
             with suppress(IndexError):
@@ -248,18 +276,26 @@ class _Table:
             if not found:
                 left_out[_ABSENT].append(where)
             elif len(found) > 1:
-                left_out["names of several images"].append(f"{where}: {' or '.join(found)}")
+                if several not in left_out:
+                    one = min(found, key=lambda path: "train" not in path)
+                    folder = os.path.join(self._root, os.path.dirname(one))
+                    several += (
+                        f", but not with {typed('data.root', folder)} "
+                        f"{typed('data.table', self.path)}"
+                    )
+                left_out[several].append(f"{where}: {' or '.join(found)}")
             elif self._labelled and not label:
                 left_out["images without a label"].append(where)
             elif self._labelled and split < 0:
                 left_out["images in no split of train, val or test"].append(where)
             elif (name := found[0]) in rows:
-                repeated.add(name)
+                if (label, split) != rows[name][::2][:2]:
+                    conflicting.add(name)
                 left_out["images listed twice"].append(f"{where} and {rows[name][-1]}")
             else:
                 rows[name] = intern(label), name, split, group or name, image, number
         # which of its rows is right is not known
-        kept = sorted(row for name, row in rows.items() if name not in repeated)
+        kept = sorted(row for name, row in rows.items() if name not in conflicting)
         labels, names, splits, groups, images, _ = zip(*kept, strict=True) if kept else [()] * 6
         folders = {os.path.dirname(os.path.join(self._root, name)) for name in names}
         watched = {os.fsencode(path): path_state(os.fsencode(path)) for path in folders}

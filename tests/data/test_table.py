@@ -115,8 +115,27 @@ def test_images_are_found_in_folders_that_the_table_leaves_out(tmp_path: Path) -
     names = {"part_1/a.jpg": "x", "part_2/b.JPG": "y", "part_2/c.png": "y"}
     assert found(opened(root)) == names
     plant(root, ["part_3/a.png"])
-    with pytest.raises(DataError, match=r"1 names of several images \(a in row 2: "):
+    with pytest.raises(DataError, match=r"1 names of several images\b.*\(a in row 2: "):
         opened(root)
+
+
+def test_the_way_out_of_names_in_train_and_test_works(tmp_path: Path) -> None:
+    """As in archives whose test images are numbered as the training images are."""
+    root = plant(tmp_path, [f"{part}/{i}.jpg" for part in ("test", "train") for i in range(4)])
+    (root / "labels.csv").write_text("id,label\n0,a\n1,b\n")
+    with pytest.raises(DataError) as raised:
+        opened(root)
+    typed = dict(re.findall(r"data\.(root|table)=(\S+)", str(raised.value)))
+    source = opened(Path(typed["root"]), typed["table"])
+    assert [source.where(i) for i in range(2)] == [f"{root}/train/{i}.jpg" for i in range(2)]
+
+
+def test_splits_may_be_numbered(root: Path) -> None:
+    """0, 1 and 2 are train, val and test, as CelebA has them."""
+    rows = "".join(f"{a},{b},{i % 3}\n" for i, (a, b) in enumerate(ROWS))
+    (root / "labels.csv").write_text(f"image_id,label,partition\n{rows}")
+    found = opened(root).sets(None, 0)
+    assert {name: len(own) for name, own in found.items()} == {"train": 4, "val": 4, "test": 4}
 
 
 # what a row is, and which rows are left out
@@ -124,7 +143,7 @@ BROKEN = {
     "absent": ("gone.jpg,cat", 1),
     "no label": ("cat/5.jpg,", 1),
     "too short": ("cat/5.jpg", 1),
-    "twice": ("cat/4.jpg,cat", 2),
+    "twice": ("cat/4.jpg,cat", 1),
     "twice, other label": ("cat/4.jpg,dog", 2),
 }
 
@@ -148,7 +167,9 @@ REFUSED: dict[str, tuple[bytes, type[Exception]]] = {
     "UTF-16": ("path,label\ncat/0.jpg,cat\n".encode("utf-16"), DataError),
     "open quote": (b'path,label\n"cat/0.jpg,cat\ncat/1.jpg,cat\n', DataError),
     "list of objects": (b'[\n{"path": "cat/0.jpg", "label": "cat"}\n]', DataError),
-    "no label": (b"path,n,dx\ncat/0.jpg,1,cat\n", ConfigError),
+    "no label": (b"path,n,kind\ncat/0.jpg,1,cat\n", ConfigError),
+    "a column a class": (b"path,cat,dog\ncat/0.jpg,1,0\ndog/0.jpg,0,1\n", ConfigError),
+    "COCO": (b'{"images": [{"id": 1}], "annotations": [{"image_id": 1}]}', DataError),
     "a header alone": (b"path,label\n", DataError),
 }
 
@@ -164,8 +185,9 @@ def test_what_is_no_table_is_refused(root: Path, kind: str) -> None:
 
 
 def test_the_way_out_of_a_missing_column_works(root: Path) -> None:
-    """What the message says to type is what a shell and Hydra read."""
-    (root / "labels.csv").write_text("path,my dx,n\n" + "".join(f"{a},{b},1\n" for a, b in ROWS))
+    """What the message says to type is what a shell and Hydra read; a label repeats."""
+    rows = "".join(f"{i},{a},{b},1\n" for i, (a, b) in enumerate(ROWS))
+    (root / "labels.csv").write_text(f"lesion,path,my kind,n\n{rows}")
     with pytest.raises(ConfigError) as raised:
         opened(root)
     [word] = shlex.split(re.search(r"'data\.columns=.*'$", str(raised.value))[0])  # type: ignore[index]
