@@ -49,8 +49,10 @@ def dealt(labels: np.ndarray, groups: np.ndarray, shares: np.ndarray, seed: int)
         part_of[group] = part = np.lexsort((counts.sum(1) / shares, cost.round(9)))[0]
         counts[part, of] += more
     singles = order[several:]
-    for label in range(len(totals)):
-        members = singles[label_of[begins[singles]] == label]
+    labels_of = label_of[begins[singles]]
+    ends = np.bincount(labels_of, minlength=len(totals)).cumsum()
+    by_label = np.split(singles[np.argsort(labels_of, kind="stable")], ends[:-1])
+    for label, members in enumerate(by_label):
         filled = (counts[:, label, None] + np.arange(len(members)) + 0.5) / wanted[:, label, None]
         fuller = np.broadcast_to((counts.sum(1) / shares)[:, None], filled.shape)
         first = np.lexsort((fuller.ravel(), filled.ravel().round(9)))[: len(members)]

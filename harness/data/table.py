@@ -202,13 +202,14 @@ class _Table:
         first = next(self._rows, (0, ()))
         self.header = [text(name).strip() for name in first[1]]
         self._find_columns(data)
-        images = [len(self._find(name)) == 1 for name in self.header]
-        if "image" not in self.places and any(images):
+        # a first row that names an image is no header; looking for one may take a listing
+        images = (place for place, name in enumerate(self.header) if len(self._find(name)) == 1)
+        if "image" not in self.places and (image := next(images, None)) is not None:
             self._rows = chain([first], self._rows)
-            self.header = [str(place) for place, _ in enumerate(images, 1)]
+            self.header = [str(place + 1) for place in range(len(self.header))]
             self._find_columns(data)
-            self.places.setdefault("image", images.index(True))
-        free = [place for place, _ in enumerate(images) if place not in self.places.values()]
+            self.places.setdefault("image", image)
+        free = [place for place in range(len(self.header)) if place not in self.places.values()]
         if len(free) == 1:
             self.places.setdefault("label", free[0])
         wanted = {name for name in _NAMES if getattr(data.columns, name)}
