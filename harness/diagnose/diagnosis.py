@@ -26,7 +26,7 @@ import psutil
 
 from ..clock.figures import Ledger, Tag
 from ..clock.stages import SAMPLE, StageCost, StageMeter, StageTotals, total
-from ..config import Config, ConfigError
+from ..config import Config, ConfigError, Precision
 from ..data import shrink
 from ..data.datasets import ImageDataset
 from ..data.decode import reader
@@ -47,7 +47,7 @@ from ..runtime.folder import log
 from ..runtime.limits import Limits
 from ..tuning.lab import LoaderBenchmark
 from ..tuning.measures import Model, Rate, Trial
-from ..tuning.steps import StepBenchmark
+from ..tuning.training_steps import TrainingBenchmark
 
 _ROUNDS = 3
 _LOADING_S = 1.5
@@ -58,9 +58,15 @@ _FETCH_S = 4.0
 _START_S = 2.0
 _LATE = "no time was left"
 _UNREAD = "no whole batch was read before"
+# of ``Figures``
+_RUNS = (
+    "demand", "in_bf16", "step_cpu_s", "loading", "warm", "delivered", "wait_fraction", "fetch",
+    "copy_per_s",
+)  # fmt: skip
 _WHAT = {
     "": "loading alone, files as they are",
     "G": "steps on a batch that is at hand",
+    "G16": "the same in trainer.precision=bf16",
     "A": "steps on the feed",
     "P": "loading alone, files read before",
     "F": "reading cold files",
@@ -211,6 +217,16 @@ class Session:
             found["copy_per_s"] = len(self.lab.batch.labels) / seconds[settings.pin_memory]
         return found | {"notes": self.notes}
 
+    def in_bf16(self, trainee: TrainingBenchmark) -> Rate | None:
+        """Returns G in bfloat16; None: no time is left."""
+        if self._left_s() < 3 * _DEMAND_S:
+            self._row("G16", None, "", _LATE)
+            return None
+        with trainee.in_bf16():
+            rate, _ = self.lab.demand(_DEMAND_S, Rate.of)
+        self._row("G16", rate)
+        return rate
+
     def _rounds(self, settings: FeedSettings, sample_s: float) -> dict[str, Any]:
         """Returns G and A, of three rounds if time allows; a sample took ``sample_s`` to load.
 
@@ -330,6 +346,7 @@ class Figures:
     Attributes:
         settings: the loader's.
         demand: G, images/s of the step on a batch that is at hand.
+        in_bf16: the same in bfloat16.
         step_cpu_s: processor seconds of the step per image.
         loading: loading alone, the files as they were.
         stages: what the workers spent in it.
@@ -355,6 +372,7 @@ class Figures:
     loading: Trial
     stages: StageTotals
     model: Model
+    in_bf16: Rate | None = None
     warm: Trial | None = None
     delivered: Rate | None = None
     wait_fraction: float | None = None
@@ -479,6 +497,8 @@ def _changes(found: Figures) -> Iterator[tuple[str, Model, int]]:
     """Yields each change in words, with the model and the workers under it."""
     model = found.model
     own = found.settings.num_workers
+    if found.in_bf16:
+        yield "trainer.precision=bf16", replace(model, demand=found.in_bf16.images_per_s), own
     if (workers := found.most_workers) > own:
         yield f"loader.num_workers={workers}", model, workers
     for more in (1, 2, 4):
@@ -518,7 +538,7 @@ def _changes(found: Figures) -> Iterator[tuple[str, Model, int]]:
 
 def diagnose(
     feeds: Feeds,
-    trainee: StepBenchmark,
+    trainee: TrainingBenchmark,
     limits: Limits,
     overridden: Sequence[str],
     writer: RunWriter | None,
@@ -547,8 +567,7 @@ def diagnose(
     verdict = judged(found, trainer=config.trainer, half_precision=half_precision)
     if verdict.kind == "decode":
         verdict.shares.shrinks = shrink.speedup(feeds.splits.train)
-    names = ("demand", "step_cpu_s", "loading", "warm", "delivered", "wait_fraction", "fetch")
-    runs = {name: getattr(found, name) for name in (*names, "copy_per_s")}
+    runs = {name: getattr(found, name) for name in _RUNS}
     diagnosis = {
         "bottleneck": verdict.kind,
         "ceiling": None if verdict.kind in _NO_CEILING else found.ceiling,
@@ -593,7 +612,7 @@ def lines(diagnosis: Mapping[str, Any]) -> list[str]:
     return [*found, diagnosis["sentence"], "next:", diagnosis["command"]]
 
 
-def measure(feeds: Feeds, trainee: StepBenchmark, limits: Limits, ends: float) -> Figures:
+def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: float) -> Figures:
     """Returns what runs until about ``ends`` found; warns of other programs."""
     config = feeds.config
     world = feeds.world
@@ -616,6 +635,13 @@ def measure(feeds: Feeds, trainee: StepBenchmark, limits: Limits, ends: float) -
         # what surrounds the runs takes time, and what is begun in time and ends late
         session = Session(lab, probes, train.source, add_row, ends - 5.0, notes=notes)
         runs = session.run(settings)
+        trainer = config.trainer
+        if (
+            trainer.precision is Precision.fp32
+            and not trainer.compile
+            and accelerator.get(trainee.device).half_precision == "bf16"
+        ):
+            runs["in_bf16"] = session.in_bf16(trainee)
     others = neighbours.look()
     if others is not None:
         log.warning("%s", neighbours.warning(others))
@@ -638,7 +664,7 @@ def measure(feeds: Feeds, trainee: StepBenchmark, limits: Limits, ends: float) -
     )
 
 
-def fitting_batch(feeds: Feeds, trainee: StepBenchmark) -> tuple[int, list[str]]:
+def fitting_batch(feeds: Feeds, trainee: TrainingBenchmark) -> tuple[int, list[str]]:
     """Returns the user's batch size, or one whose step takes 2 s, with a note.
 
     Of longer steps, as on a CPU, a diagnosis would see too few.

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..clock.clock import StepClock
+from ..config import Precision
 from ..feed.base import Backend, HostBatch
-from ..training.step import Step
+from ..training.step import Step, autocast_of
 from .snapshot import Snapshot
 from .steps import Batches, StepBenchmark, StepRun
 
@@ -59,6 +60,16 @@ class TrainingBenchmark(StepBenchmark):
             state.average = average
             # a step that failed may have left figures
             self._step.forget()
+
+    @contextmanager
+    def in_bf16(self) -> Iterator[None]:
+        """A block in which steps compute in bfloat16."""
+        own = self._step.autocast
+        self._step.autocast = autocast_of(Precision.bf16, self.device)
+        try:
+            yield
+        finally:
+            self._step.autocast = own
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         """As in ``StepBenchmark``."""

@@ -21,6 +21,7 @@ from harness.feed.feeds import Feeds
 from harness.monitor.host import Neighbours
 from harness.monitor.writer import RunWriter
 from harness.runtime import seeding
+from harness.runtime.accelerator import Accelerator
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
@@ -75,11 +76,17 @@ def diagnosed(
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.usefixtures("brief", "kept_globals")
 def test_a_folder_of_images(
-    workers: int, photos: Path, tmp_path: Path, composed: Callable[..., Config]
+    workers: int,
+    photos: Path,
+    tmp_path: Path,
+    composed: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Everything is measured and written, the stages are those of image files, and the weights
-    stay.
+    stay; steps in bfloat16 are measured where the processor is fast at it.
     """
+    half = "bf16" if workers else None
+    monkeypatch.setattr(Accelerator, "half_precision", property(lambda _: half))
     config = composed(
         "mode=diagnose",
         "data=imagefolder",
@@ -90,6 +97,9 @@ def test_a_folder_of_images(
         f"loader.num_workers={workers}",
     )
     found, state, before = diagnosed(config, tmp_path)
+    assert ("in_bf16" in found["runs"]) is bool(half)
+    changes = [row["change"] for row in found["what_ifs"]]
+    assert ("trainer.precision=bf16" in changes) is bool(half and changes)
     assert {"delivered", "warm"} <= found["runs"].keys() and (found["ceiling"] or 1) >= 1
     stages = found["stages"]
     assert [stage["name"] for stage in stages][:2] == ["read", "decode"]
