@@ -164,9 +164,14 @@ def resize_into(
     rows = out.transpose(1, 2, 0)
     side = len(rows)
     new_width, new_height = size or (side, side)
+    part = pixels[top : top + height, left : left + width]
+    # the fewer pixels are mirrored, to the same result
+    if flip and size is None and width * height < side * side:
+        part = np.empty_like(part, order="C")
+        mirror_into(pixels[top : top + height, left : left + width], part)
+        flip = False
     # most training crops: straight into the batch
     direct = rows.flags.c_contiguous and not flip and size is None
-    part = pixels[top : top + height, left : left + width]
     result = resized(part, new_width, new_height, interpolation, rows if direct else None)
     if result is rows:
         return
