@@ -77,7 +77,7 @@ def decode_jpeg_part(
     """Decodes a part of a JPEG that was decoded whole before without a fault.
 
     What lies below the part is not read. The pixels are those that the whole image has: blocks are
-    decoded whole, and one more on each side, for colours are interpolated between blocks.
+    decoded whole, and one more beside them if a colour of theirs is interpolated at the edge.
 
     Args:
         data: the file's bytes.
@@ -106,7 +106,9 @@ def decode_jpeg_part(
             return None
         left, top, part_width, part_height = choose(width, height)
         across, down = _BLOCKS[subsampling]
-        x, end_x = _blocks_around(left, left + part_width, across, width)
+        # the next colour to the left and to the right; above and below, the library decodes it
+        colour = across // 8
+        x, end_x = _blocks_around(left - colour, left + part_width + colour, across, width)
         y, end_y = _blocks_around(top, top + part_height, down, height)
         pixels = np.empty((end_y - y, end_x - x, 3), np.uint8)
         region = _Region(x, y, end_x - x, end_y - y)
@@ -134,8 +136,8 @@ class _Region(ctypes.Structure):
 
 
 def _blocks_around(begin: int, end: int, block: int, whole: int) -> tuple[int, int]:
-    """Returns begin and end in whole blocks, with one more on each side."""
-    return max(0, begin // block - 1) * block, min(whole, (-(-end // block) + 1) * block)
+    """Returns begin and end in whole blocks, within the ``whole``."""
+    return max(0, begin // block * block), min(whole, -(-end // block) * block)
 
 
 @cache
