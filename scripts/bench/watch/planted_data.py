@@ -15,7 +15,7 @@ from harness.clock.stages import Lap
 from harness.config import DataConfig
 from harness.data.datasets import ImageDataset, Splits
 from harness.data.storage import ArraySource, FolderSource, Source
-from harness.data.transforms import CropTransform
+from harness.data.transforms import Box, CropTransform
 from harness.runtime.seeding import SampleRng
 
 # of an image in pixels, where its size does not matter
@@ -112,9 +112,14 @@ class Blur:
         self.stages = (*before.stages, "blur")
 
     def __call__(
-        self, image: np.ndarray, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
+        self,
+        image: np.ndarray,
+        rng: SampleRng,
+        out: np.ndarray,
+        lap: Lap | None = None,
+        part: Box | None = None,
     ) -> None:
-        self.before(image, rng, out, lap)
+        self.before(image, rng, out, lap, part)
         time.sleep(self.blur_s)
         if lap is not None:
             lap("blur")
