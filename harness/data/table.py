@@ -244,8 +244,9 @@ class _Table:
         ]
         if len(flags) > 1 and {*ones} == {1} and "label" in missing:
             return (
-                f"{listed([self.header[place] for place in flags])} are 1 in one column a row; add "
-                "a column label with the name of that column"
+                "each row has 1 in one of the columns "
+                f"{listed([self.header[place] for place in flags])}; "
+                "add a column label that names it"
             )
         guess: dict[str, int] = {}
         for place, values in columns.items():

@@ -160,7 +160,7 @@ class _Jpeg(ImageFile):
 
     def load(self) -> Any:
         if self._held is not None:
-            self.im = Image.fromarray(self._whole(self._held)).im
+            self.im = Image.fromarray(_whole(self._held)[0]).im
             self._held = None
         return super().load()
 
@@ -173,23 +173,24 @@ class _Jpeg(ImageFile):
         with suppress(ValueError):
             if seen.has(digest) and (found := decode_jpeg_part(data, lambda *_: box)):
                 return found
-        pixels = self._whole(self._held, lambda: seen.add(digest))
+        pixels, intact = _whole(self._held)
+        if intact:
+            seen.add(digest)
         return pixels, box
 
-    @staticmethod
-    def _whole(held: _Held, intact: Callable[[], None] = lambda: None) -> np.ndarray:
-        """Returns all pixels; calls ``intact`` if nothing is missing."""
-        with suppress(DecodeError):
-            width, height = held.size
-            if (pixels := decode_jpeg(held.data, width * height)) is not None:
-                intact()
-                return pixels
-        try:
-            return np.asarray(Image.open(io.BytesIO(held.data)).convert("RGB"))
-        except Exception as error:
-            if held.path:
-                error.args = (f"{held.path}: {error}",)
-            raise
+
+def _whole(held: _Held) -> tuple[np.ndarray, bool]:
+    """Returns all pixels, and whether the file is intact; Pillow decides about one that is not."""
+    with suppress(DecodeError):
+        width, height = held.size
+        if (pixels := decode_jpeg(held.data, width * height)) is not None:
+            return pixels, True
+    try:
+        return np.asarray(Image.open(io.BytesIO(held.data)).convert("RGB")), False
+    except Exception as error:
+        if held.path:
+            error.args = (f"{held.path}: {error}",)
+        raise
 
 
 # after all of Pillow's own, which are asked first
