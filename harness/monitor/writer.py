@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -98,7 +98,8 @@ class RunWriter:
         flat: dict[str, float] = {}
         for tag, figure in figures.items():
             if isinstance(figure, Spread):
-                flat |= {f"{tag}/{of}": value for of, value in asdict(figure).items()}
+                for name in ("median", "p95", "max"):
+                    flat[f"{tag}/{name}"] = getattr(figure, name)
             elif figure is not None:
                 flat[str(tag)] = figure
         if self._there and step == self._resumed_step:

@@ -403,7 +403,7 @@ class Engine:
         figures = self.step.read()
         # of the last update: the schedule has made the step to the next one
         schedule = self.state.schedule
-        lr = float(schedule.base_lrs[0]) * schedule.lr_lambdas[0](schedule.last_epoch - 1)
+        lr = float(schedule.base_lrs[0]) * schedule.factor(schedule.last_epoch - 1)
         window = clock.close_window()
         self.skipped += figures.skipped
         values: dict[str, Value] = {Tag.LOSS: figures.loss, Tag.LR: lr}

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import Config, Mode, Precision
 from ..monitor.console import say
@@ -23,7 +22,7 @@ from ..runtime.seeding import random_state, restore_random_state
 from . import models
 from .average import Average
 from .checkpoint_read import COUNTS, Saved
-from .optimizer import adopt, frozen_names, lr_factor, make_optimizer
+from .optimizer import Schedule, adopt, frozen_names, lr_factor, make_optimizer
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class TrainState:
     world: World
     network: nn.Module
     optimizer: Optimizer
-    schedule: LambdaLR
+    schedule: Schedule
     scaler: GradScaler
     epoch: int = 0
     step: int = 0
@@ -94,7 +93,6 @@ class TrainState:
                 changed; or no run saves such contents, and the state is of no use any more.
         """
         held = saved.state
-        schedule = self.schedule
         with user_code.explained(f"{saved.where}: cannot be used:", kind=CheckpointError):
             modules: dict[str, nn.Module] = {"model": self.network}
             weights = {"model": held["model"]}
@@ -108,14 +106,12 @@ class TrainState:
             adopt(self.optimizer, held["optimizer"], saved.where)
             for name, module in modules.items():
                 module.load_state_dict(weights[name])
-            schedule.last_epoch = from_json(int, held["schedule"]["last_epoch"])
+            update = from_json(int, held["schedule"]["last_epoch"])
             if held.get("steps_per_epoch", self.steps_per_epoch) != self.steps_per_epoch:
                 # with other batches the schedule goes on by the share of the epochs that is done
                 share = held["samples"] / held["stop"]
-                schedule.last_epoch = round((held["epoch"] + share) * self.steps_per_epoch)
-            factor = schedule.lr_lambdas[0](schedule.last_epoch)
-            for group, base_lr in zip(self.optimizer.param_groups, schedule.base_lrs, strict=True):
-                group["lr"] = base_lr * factor
+                update = round((held["epoch"] + share) * self.steps_per_epoch)
+            self.schedule.go_to(update)
             trained = saved.trained
             if self.scaler.is_enabled() and trained and trained.trainer.precision is Precision.fp16:
                 numbers = self.scaler.state_dict()
@@ -175,7 +171,7 @@ def make_state(
         optim = replace(optim, lr=optim.lr * images / per)
         say(f"learning rate {optim.lr:.4g}: an update has {images} images, optim.lr is for {per}")
     optimizer = make_optimizer(network, optim)
-    schedule = LambdaLR(
+    schedule = Schedule(
         optimizer, lambda step: lr_factor(step, config.schedule, trainer.epochs, steps_per_epoch)
     )
     scaler = GradScaler(world.device.type, enabled=trainer.precision is Precision.fp16)

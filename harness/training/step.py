@@ -167,7 +167,7 @@ class Step:
             smoothing = self.config.optim.label_smoothing
             loss = F.cross_entropy(logits, labels, self._weights, label_smoothing=smoothing)
         with named("backward"):
-            state.scaler.scale(loss / parts).backward()
+            state.scaler.scale(loss / parts if parts > 1 else loss).backward()
         self._losses.append(loss.detach())
         if not last:
             return

@@ -72,7 +72,7 @@ def state_of(composed: Composed, experiment: str) -> tuple[TrainState, int]:
 
 def rates(state: TrainState, updates: Iterable[int]) -> list[float]:
     """The learning rate of every parameter in some updates."""
-    ((base, factor),) = {*zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)}
+    (base,), factor = {*state.schedule.base_lrs}, state.schedule.factor
     return [base * factor(number) for number in updates]
 
 

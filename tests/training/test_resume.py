@@ -471,7 +471,7 @@ def test_the_schedule_goes_on_by_the_share_of_the_epoch(
         320,
         count,
     )
-    assert state.optimizer.param_groups[0]["lr"] == 0.1 * state.schedule.lr_lambdas[0](count)
+    assert state.optimizer.param_groups[0]["lr"] == 0.1 * state.schedule.factor(count)
 
 
 def test_lost_records_are_no_fresh_start(composed: Composed, tmp_path: Path) -> None:
