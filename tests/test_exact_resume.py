@@ -73,6 +73,7 @@ def test_a_run_without_a_checkpoint_begins_its_lines_again(
 
 
 @pytest.mark.usefixtures("kept_globals")
+@pytest.mark.slow
 def test_short_runs_add_up_to_a_long_one(composed: Composed, tmp_path: Path) -> None:
     """trainer.max_steps may end a run anywhere, with accumulated and short batches."""
     common = (

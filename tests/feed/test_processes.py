@@ -244,7 +244,7 @@ def ends_in_time(
 
 @pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
 @pytest.mark.parametrize(
-    ("num_workers", "stopped"), [(1, 1), (2, 1), (2, 2)], ids=["the one", "one of two", "both"]
+    ("num_workers", "stopped"), [(1, 1), (2, 1)], ids=["the one", "one of two"]
 )
 def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
     make_feed: MakeFeed, quick: None, num_workers: int, stopped: int, persistent_workers: bool

@@ -326,7 +326,7 @@ with distributed.joined(0, Config(device={device!r}, dist=dist)):
 @pytest.mark.parametrize(
     ("devices", "named"),
     [
-        ({0: "cpu"}, "rank 1$"),
+        pytest.param({0: "cpu"}, "rank 1$", marks=pytest.mark.slow),
         ({1: "cpu"}, r"rank 0, .*127\.0\.0\.1:\d+$"),
         # which has no such device
         ({0: "cpu", 1: "cuda:7"}, f"rank 1 on {re.escape(socket.gethostname())}$"),
@@ -336,7 +336,7 @@ with distributed.joined(0, Config(device={device!r}, dist=dist)):
 def test_a_rank_that_is_missing_is_named(devices: dict[int, str], named: str) -> None:
     """The rank that waits says for whom, with the host of one that came and left."""
     port = get_free_port()
-    timeout_s = 5.0 if 0 in devices else 12.0
+    timeout_s = 5.0 if 0 in devices else 8.0
     ranks = {
         rank: subprocess.Popen(
             [

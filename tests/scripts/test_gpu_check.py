@@ -145,6 +145,7 @@ def answers(part: str, place: Path) -> list[Row]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", sorted(gpu_parts.PARTS.keys() - {"conformance", "pytest"}))
 def test_a_part_runs_on_an_emulated_gpu(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little: None
