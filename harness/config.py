@@ -31,7 +31,7 @@ class ConfigError(ValueError):
 
 
 Mode = Enum("Mode", "train evaluate diagnose verify predict export")
-Format = Enum("Format", "pt2 onnx")
+Format = Enum("Format", "pt2 onnx timm")
 OnError = Enum("OnError", "raise skip")
 Evaluate = Enum("Evaluate", "val test")
 Crop = Enum("Crop", "random_resized pad center")
@@ -40,8 +40,7 @@ BackendName = Enum("BackendName", "processes threads arrays auto")
 DataCache = Enum("DataCache", "none ram disk")
 StartMethod = Enum("StartMethod", "forkserver spawn fork")
 TunerName = Enum("TunerName", "auto grid")
-OptimName = Enum("OptimName", "sgd adamw")
-ScheduleName = Enum("ScheduleName", "constant step cosine linear")
+ScheduleName = Enum("ScheduleName", "constant step cosine linear exponential onecycle plateau")
 Precision = Enum("Precision", "fp32 fp16 bf16")
 Wandb = Enum("Wandb", "disabled offline online")
 DistName = Enum("DistName", "single spawn torchrun")
@@ -86,7 +85,10 @@ def setting(default: Any, text: str, limits: Mapping[str, float] = _ANY, **more:
             settings, as they are typed, with commas: beside any of these a value other than the
             default is refused).
     """
-    return field(default=default, metadata={"text": text, **limits, **more})
+    metadata = {"text": text, **limits, **more}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(slots=True)
@@ -194,6 +196,14 @@ class DataConfig:
         Evaluate.val,
         "Images that mode=evaluate uses: val, or test, the folder beside train and val. If root "
         "holds class folders instead, all its images are used.",
+    )
+    repeats: int = setting(
+        1,
+        "Times that each image of an epoch is used, augmented differently each time; an epoch "
+        "stays as long and has as many fewer images (repeated augmentation).",
+        ge=1,
+        le=100,
+        no_effect_with="data=fake",
     )
     fraction: float = setting(
         1.0,
@@ -439,13 +449,23 @@ class ModelConfig:
         "null: random; DEFAULT: torchvision's best, or those that timm's name means, and what they "
         "expect of data.*; else the path of a checkpoint, or of timm's model.safetensors.",
     )
+    args: dict[str, Any] = setting(
+        {}, "More arguments of the network's constructor, such as {drop_path_rate:0.1}."
+    )
 
 
 @dataclass(slots=True)
 class OptimConfig:
     """The optimizer."""
 
-    name: OptimName = setting(OptimName.sgd, "Which optimizer.")
+    name: str = setting(
+        "sgd",
+        "sgd, adamw, a class of torch.optim such as RMSprop, one of timm's optimizers such as "
+        "lamb, or a function of your own: my_module:build.",
+    )
+    args: dict[str, Any] = setting(
+        {}, "More arguments of the optimizer, such as {betas:[0.9,0.98]}."
+    )
     lr: float = setting(0.1, "Peak learning rate.", _NOT_NEGATIVE)
     lr_per: int | None = setting(
         None,
@@ -464,6 +484,18 @@ class OptimConfig:
     )
     clip_norm: float | None = setting(
         None, "Largest norm of all gradients together; null: no clipping.", _POSITIVE
+    )
+    loss: str = setting(
+        "ce",
+        "Training loss: ce (cross-entropy), bce (binary cross-entropy of each class), or a "
+        "function of your own: my_module:loss. Evaluation reports cross-entropy.",
+        pattern=(r"ce|bce|.*:.*", "ce, bce or module:function"),
+    )
+    bce_threshold: float | None = setting(
+        None,
+        "Mixed labels above this count as 1, others as 0; null: they stay as they are.",
+        _BELOW_ONE,
+        no_effect_with="optim.loss=ce",
     )
     label_smoothing: float = setting(0.0, "Label smoothing of the training loss.", _BELOW_ONE)
     class_weights: Any = setting(
@@ -509,9 +541,21 @@ class ScheduleConfig:
 
     name: ScheduleName = setting(ScheduleName.cosine, "Which schedule.")
     warmup_epochs: float = setting(
-        0.0, "Epochs of linear warm-up from zero; may be a fraction.", _NOT_NEGATIVE
+        0.0, "Epochs of linear warm-up; may be a fraction.", _NOT_NEGATIVE
     )
-    step_epochs: int = setting(30, "Epochs between two drops (step).", _COUNT)
+    warmup_steps: int | None = setting(
+        None, "Optimizer updates of linear warm-up; null: warmup_epochs.", _COUNT
+    )
+    warmup_start: float = setting(
+        0.0, "Share of the peak at which the warm-up begins; 0: the first of equal steps.", _SHARE
+    )
+    warmup_overlaps: bool = setting(
+        False, "The cosine begins with the first epoch, under the warm-up, as timm's script does."
+    )
+    per_epoch: bool = setting(
+        False, "Change the rate between epochs only, as torchvision's script and timm's do."
+    )
+    step_epochs: int = setting(30, "Epochs between two drops (step, exponential).", _COUNT)
     milestones: Any = setting(
         None,
         "Epochs at whose start the rate drops (step), such as [60,120,160]; null: by step_epochs.",
@@ -519,9 +563,12 @@ class ScheduleConfig:
         pattern=(r"\[\d+(,\d+)*\]", "null, or epochs such as [60,120,160]"),
         increasing=True,
     )
-    gamma: float = setting(0.1, "Factor of each drop (step).", _PART)
+    gamma: float = setting(0.1, "Factor of each drop (step, exponential, plateau).", _PART)
     final_fraction: float = setting(
-        0.0, "Share of the peak that is left at the end (cosine, linear).", _SHARE
+        0.0, "Share of the peak that is left at the end (cosine, linear, onecycle).", _SHARE
+    )
+    patience_epochs: int = setting(
+        10, "Evaluations in a row without a better top-1 before a drop (plateau).", _NATURAL
     )
 
 
@@ -551,6 +598,23 @@ class TrainerConfig:
     compile: bool = setting(
         False,
         "Train by torch.compile; short batches and evaluations run eagerly.",
+    )
+    compile_mode: str = setting(
+        "default",
+        "Mode of torch.compile: default, reduce-overhead, max-autotune or "
+        "max-autotune-no-cudagraphs.",
+        pattern=(
+            "default|reduce-overhead|max-autotune(-no-cudagraphs)?",
+            "default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs",
+        ),
+        no_effect_with="trainer.compile=false",
+    )
+    sync_batch_norm: bool = setting(
+        False, "Batch norms use the images of all ranks together; needs GPUs."
+    )
+    checkpoint_blocks: bool = setting(
+        False,
+        "Recompute the activations of each block in the backward pass: less memory, longer steps.",
     )
     accumulate_steps: int = setting(1, "Batches whose gradients make one optimizer update.", _COUNT)
     eval_every_epochs: int = setting(
@@ -657,7 +721,8 @@ class ExportConfig:
 
     format: Format = setting(
         Format.pt2,
-        "pt2: a program of torch.export; onnx needs the packages of the extra onnx.",
+        "pt2: a program of torch.export; onnx needs the packages of the extra onnx; timm, for "
+        "networks of timm: the folder that timm.create_model('local-dir:FOLDER') reads.",
     )
 
 
@@ -788,6 +853,12 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
     for together, reason in _CONTRADICTIONS.items():
         if held.issuperset(together.split()):
             yield f"{together.split()[0]}: {reason}"
+    if ":" in c.optim.loss and c.optim.class_weights is not None:
+        yield "optim.class_weights: a loss of your own has its weights; set it to null"
+    if ":" in c.optim.loss and c.optim.label_smoothing:
+        yield "optim.label_smoothing: a loss of your own has its smoothing; set it to 0"
+    if c.data.repeats > 1 and c.data.balance > 0:
+        yield f"data.repeats={c.data.repeats}: data.balance repeats images, too; use one of the two"
     jitter = c.augment.color_jitter
     if jitter[3] > 0.5:
         yield (
@@ -898,12 +969,14 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]
 
 
 suggestions.SETTINGS += [path for path, _, _ in walk(Config())]
+# settings whose values are mappings
+MAPPINGS = {path for path, value, _ in walk(Config()) if isinstance(value, dict)}
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every leaf of nested dictionaries: dotted name and value."""
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -949,8 +1022,10 @@ def named_backend(config: Config) -> BackendName | None:
 
 def shown(value: Any) -> str:
     """Returns a setting's value as the command line takes it."""
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{shown(each)}' for key, each in value.items())}}}"
     if isinstance(value, Enum):
         return value.name
     if value is None:

@@ -26,6 +26,7 @@ from omegaconf._utils import get_yaml_loader
 from .. import suggestions
 from ..config import (
     CONF,
+    MAPPINGS,
     Config,
     ConfigError,
     choices,
@@ -162,6 +163,9 @@ def _as_written(text: str, networks: Sequence[str], grammar: str) -> str:
     if value.startswith("~") and name.lstrip("+") in _PATHS:
         # a sweep lists several
         value = ",".join(map(os.path.expanduser, value.split(",")))
+    elif name in MAPPINGS or name.rpartition(".")[0] in MAPPINGS:
+        # any key may be added
+        name = f"++{name}"
     elif name == "model" and not {*value.split(",")} <= {*networks}:
         name = "model.name"
     elif name.lstrip("+") in _TEXTS and not re.search(grammar, value):

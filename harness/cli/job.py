@@ -57,6 +57,8 @@ def check(config: Config) -> None:
     schema.check_names(config)
     user_code.check("model.name", config.model.name)
     user_code.check("data.name", config.data.name)
+    user_code.check("optim.name", config.optim.name)
+    user_code.check("optim.loss", config.optim.loss)
     if config.watch.wandb is not Wandb.disabled:
         schema.installed("wandb", f"watch.wandb={config.watch.wandb.name}")
     resume = config.resume

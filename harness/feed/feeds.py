@@ -463,6 +463,7 @@ class Feeds:
             rank=self.world.rank,
             world_size=self.world.size,
             accumulate_steps=self.config.trainer.accumulate_steps,
+            repeats=self.config.data.repeats,
             balance=balance,
         )
         if len(order) == 0:

@@ -79,6 +79,7 @@ class Order:
         shuffle: a new order each epoch, else 0, 1, 2, ...
         drop_last: leave out the last batches if they do not make a whole update.
         accumulate_steps: global batches of an update.
+        repeats: times that a shuffled epoch has each of its samples, one after the other.
         balance: labels and strength by which a shuffled epoch is ``balanced``; None: it has each
             sample once.
         rest: what is left of one epoch; None: every epoch is whole.
@@ -96,6 +97,7 @@ class Order:
     world_size: int = 1
     rest: EpochRemainder | None = None
     accumulate_steps: int = 1
+    repeats: int = 1
     balance: tuple[np.ndarray, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +138,13 @@ class Order:
             return np.arange(self.length)
         if self.balance is not None:
             return balanced(*self.balance, self.seed, epoch)
-        return order_rng(self.seed, epoch).permutation(self.length)
+        order = order_rng(self.seed, epoch).permutation(self.length)
+        if self.repeats == 1:
+            return order
+        # Hoffer et al. 2020 (arXiv 1901.09335); an epoch stays as long, as in torchvision's script
+        few = order[: -(-self.length // self.repeats), None]
+        again: np.ndarray = few + self.length * np.arange(self.repeats)
+        return again.reshape(-1)[: self.length]
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[np.ndarray]:
         """Iterates over this rank's batches of ``epoch`` from ``first`` on.

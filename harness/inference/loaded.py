@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -16,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ..config import Config, ConfigError, DataConfig, Format, Mode, ModelConfig
+from ..config import TIMM, Config, ConfigError, DataConfig, Format, Mode, ModelConfig
 from ..data.datasets import as_evaluated
 from ..data.decode import decode, decode_opened
 from ..feed.prefetcher import Normalise
@@ -170,9 +171,9 @@ class _Whole(nn.Module):
 
 
 def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
-    """Writes the network in ``saved`` into ``folder``, as ``model.pt2`` or ``model.onnx``.
+    """Writes the network in ``saved`` into ``folder``, as ``export.format`` says.
 
-    The file is there only if it gives the logits of the network itself, on images of noise.
+    It is there only if it gives the logits of the network itself, on images of noise.
 
     Raises:
         CheckpointError: the checkpoint does not fit.
@@ -182,7 +183,6 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
     model, classes = network(saved, config)
     size = config.data.image_size
     images = torch.randint(0, 256, (_CHECKED, 3, size, size), dtype=torch.uint8)
-    program = _program(_Whole(model, config.data).eval(), config)
     facts = {
         "classes": list(classes),
         "input": f"uint8 [N, 3, {size}, {size}], 0..255, RGB; normalisation is inside",
@@ -191,9 +191,16 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
         "eval_resize": as_evaluated(config.data).whole_size(1, 1)[0],
     }
     texts = {name: json.dumps(plain(fact)) for name, fact in facts.items()}
-    data, run = (_onnx if form is Format.onnx else _pt2)(program, texts)
+    normalised = Transform(config.data, images.device).normalise(images)
+    if form is Format.timm:
+        files, run = _timm(model, config, list(classes))
+        images = normalised
+    else:
+        program = _program(_Whole(model, config.data).eval(), config)
+        data, run = (_onnx if form is Format.onnx else _pt2)(program, texts)
+        files = {f"model.{form.name}": data}
     with torch.no_grad():
-        expected = model(Transform(config.data, images.device).normalise(images))
+        expected = model(normalised)
         # an image alone comes first
         given = torch.cat([run(images[:1]), run(images)[1:]])
     error = float((given - expected).abs().max() / expected.abs().max().clamp(min=1.0))
@@ -203,9 +210,13 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
             f"export.format={form.name}: on {_CHECKED} images of noise the logits differ by "
             f"{error:.2g} from the network's, more than {_TOLERANCE:g}; nothing is written"
         )
-    path = folder / f"model.{form.name}"
-    write_whole(path, data)
-    say(f"exported       {os.path.relpath(path)}, in fp32: {facts['input']}")
+    for name, data in files.items():
+        write_whole(folder / name, data)
+    if form is Format.timm:
+        say(f"exported       timm.create_model('local-dir:{folder.absolute()}', pretrained=True)")
+    else:
+        path = os.path.relpath(folder / f"model.{form.name}")
+        say(f"exported       {path}, in fp32: {facts['input']}")
     say(f"checked        on {_CHECKED} images of noise, logits differ by {error:.1g} at most")
 
 
@@ -232,6 +243,51 @@ def _pt2(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
     torch.export.save(program, file, extra_files=texts)
     data = file.getvalue()
     return data, torch.export.load(io.BytesIO(data)).module()
+
+
+def _timm(model: nn.Module, config: Config, classes: list[str]) -> tuple[dict[str, bytes], Any]:
+    """Returns the files of a folder that timm reads, by name, and what runs them.
+
+    Raises:
+        ConfigError: the network is none of timm's.
+    """
+    name = config.model.name
+    if not name.startswith(TIMM):
+        raise ConfigError(
+            f"export.format=timm: model.name={name} is no network of timm; use export.format=pt2"
+        )
+    import timm
+    from safetensors.torch import save
+
+    data = config.data
+    size = data.image_size
+    resize = as_evaluated(data).whole_size(1, 1)[0]
+    facts = {
+        "input_size": [3, size, size],
+        "interpolation": data.interpolation.name,
+        "crop_pct": size / resize,
+        "crop_mode": "squash" if data.eval_squash else "center",
+        "mean": [*data.mean],
+        "std": [*data.std],
+        "num_classes": len(classes),
+    }
+    settings = {
+        "architecture": name.removeprefix(TIMM).partition(".")[0],
+        "num_classes": len(classes),
+        "label_names": classes,
+        "model_args": {**models.sized(name, size), **config.model.args},
+        "pretrained_cfg": facts,
+    }
+    state = {key: value.contiguous() for key, value in model.state_dict().items()}
+    files = {
+        "model.safetensors": save(state),
+        "config.json": json.dumps(settings, indent=1).encode(),
+    }
+    with tempfile.TemporaryDirectory() as place:
+        for file, content in files.items():
+            (Path(place) / file).write_bytes(content)
+        again = timm.create_model(f"local-dir:{place}", pretrained=True)
+    return files, again.eval()
 
 
 def _onnx(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:

@@ -87,7 +87,7 @@ class Reporter:
         columns = ["loader.batch_size", "model.name", "optim.lr", "trainer.precision"]
         columns += map(launch.setting, self.overridden)
         values = {
-            path: shown(value) if isinstance(value, str) else value
+            path: shown(value) if isinstance(value, str | dict) else value
             for path, value, _ in walk(engine.config)
         }
         row = {name: values[name] for name in columns if name in values}

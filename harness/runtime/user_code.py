@@ -8,12 +8,13 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..config import ConfigError
@@ -42,13 +43,19 @@ def check(setting: str, name: str) -> None:
         raise _missing(setting, name, module)
 
 
-def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
-    """Calls the user's function ``name`` with ``given`` and those of ``more`` that it takes.
+def call(
+    setting: str,
+    name: str,
+    *given: Any,
+    args: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
+) -> Any:
+    """Calls the user's function ``name`` with ``given``, ``args``, and those of ``more`` it takes.
 
     Raises:
         ConfigError: there is no such function, or it failed; the line names the ``setting``.
     """
-    function = _found(setting, name)
+    function = found(setting, name)
     taken: dict[str, Any] = {}
     # a function written in C may have no signature
     with suppress(TypeError, ValueError):
@@ -56,7 +63,7 @@ def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         taken = {name: more[name] for name in more if takes_all or name in parameters}
     with explained(f"{setting}={name}: failed with"):
-        return function(*given, **taken)
+        return function(*given, **{**taken, **args})
 
 
 @contextmanager
@@ -95,29 +102,33 @@ def message(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {text}{where}")
 
 
-def _found(setting: str, name: str) -> Any:
-    """Returns the function ``name``, of the environment or the current folder."""
+def found(setting: str, name: str) -> Any:
+    """Returns the function ``name``, of the environment or the current folder.
+
+    Raises:
+        ConfigError: there is none; the line names the ``setting``.
+    """
     module, _, path = name.partition(":")
     begin = f"{setting}={name}:"
     _look_here()
     with explained(f"{begin} importing {module} failed with"):
         try:
-            found = import_module(module)
+            holder = import_module(module)
         except ModuleNotFoundError as error:
             # that module, and none that it imports
             if f"{module}.".startswith(f"{error.name}."):
                 raise _missing(setting, name, str(error.name)) from error
             raise
-    where = getattr(found, "__file__", module)
+    where = getattr(holder, "__file__", module)
     try:
-        found = attrgetter(path)(found)
+        function = attrgetter(path)(holder)
     except AttributeError:
         text = f"{begin} no {path or 'function'} in {where}; write {module}:FUNCTION"
         raise ConfigError(text) from None
-    if not callable(found):
-        kind = type(found).__name__
+    if not callable(function):
+        kind = type(function).__name__
         raise ConfigError(f"{begin} {path} is of type {kind}, not a function ({where})")
-    return found
+    return function
 
 
 def _look_here() -> None:

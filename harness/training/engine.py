@@ -19,7 +19,7 @@ from torch import Tensor
 from ..clock.figures import RankFigures, Tag, by_tag
 from ..clock.spans import named
 from ..clock.stages import StageTotals
-from ..config import Mode, OnError
+from ..config import Mode, OnError, ScheduleName
 from ..feed.base import Backend, Failure
 from ..feed.order import Order
 from ..monitor import device
@@ -215,6 +215,7 @@ class Engine:
             state.stale = 0
         elif state.samples == 0:
             state.stale += 1
+            self._drop_rate()
         self.evaluation = result
         figures = {
             Tag.VAL_TOP1: result.top1,
@@ -230,6 +231,15 @@ class Engine:
         )
         self._list_replaced()
         return result
+
+    def _drop_rate(self) -> None:
+        """Lowers the learning rate, with ``schedule=plateau``, after an evaluation no better."""
+        wanted = self.config.schedule
+        is_due = self.state.stale % (wanted.patience_epochs + 1) == 0
+        if wanted.name is ScheduleName.plateau and is_due:
+            schedule = self.state.schedule
+            schedule.drops += 1
+            schedule.go_to(schedule.last_epoch)
 
     def _note_update(self) -> None:
         """Puts an event behind an update that other ranks have a part in."""
@@ -403,7 +413,7 @@ class Engine:
         figures = self.step.read()
         # of the last update: the schedule has made the step to the next one
         schedule = self.state.schedule
-        lr = float(schedule.base_lrs[0]) * schedule.factor(schedule.last_epoch - 1)
+        lr = float(schedule.base_lrs[0]) * schedule.share(schedule.last_epoch - 1)
         window = clock.close_window()
         self.skipped += figures.skipped
         values: dict[str, Value] = {Tag.LOSS: figures.loss, Tag.LR: lr}

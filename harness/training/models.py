@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchvision import models as zoo
 
-from ..config import OURS, TIMM, ConfigError, ModelConfig, check_model, leaves
+from ..config import OURS, TIMM, ConfigError, ModelConfig, check_model, leaves, shown
 from ..monitor.console import say
 from ..runtime import user_code
 from ..runtime.errors import CheckpointError, listed, printable
@@ -65,9 +65,13 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
     """Returns the network with random weights; what a user's function gave as it is."""
     name = config.name
     if user_code.is_own(name):
-        return user_code.call("model.name", name, num_classes, image_size=image_size)
+        return user_code.call(
+            "model.name", name, num_classes, image_size=image_size, args=config.args
+        )
     if name.startswith(TIMM):
-        return _timm(name, image_size, num_classes=num_classes)
+        return _timm(name, image_size, num_classes=num_classes, **config.args)
+    if name in OURS and config.args:
+        raise ConfigError(f"model.args={shown(config.args)}: {name} takes none")
     if name == "small":
         return small(num_classes)
     if name in OURS:
@@ -83,7 +87,7 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
             "init_weights": True,
             "transform_input": config.weights == "DEFAULT",
         }
-    return zoo.get_model(name, weights=None, num_classes=num_classes, **extra)
+    return zoo.get_model(name, weights=None, num_classes=num_classes, **extra, **config.args)
 
 
 def names() -> list[str]:
@@ -333,11 +337,15 @@ def _timm(name: str, image_size: int, **how: Any) -> nn.Module:
     """Returns timm's network ``name`` for images of ``image_size`` pixels."""
     import timm
 
-    # the others take images of many sizes as they are
-    if _facts(name).fixed_input_size:
-        how["img_size"] = image_size
+    how = {**sized(name, image_size), **how}
     made: nn.Module = timm.create_model(name.removeprefix(TIMM), **how)
     return made
+
+
+def sized(name: str, image_size: int) -> dict[str, Any]:
+    """Returns the arguments that timm's network ``name`` needs for images of ``image_size``."""
+    # the others take images of many sizes as they are
+    return {"img_size": image_size} if _facts(name).fixed_input_size else {}
 
 
 def _published(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import bisect
+import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from ..config import ConfigError, OptimConfig, OptimName, ScheduleConfig, ScheduleName
+from .. import suggestions
+from ..config import ConfigError, OptimConfig, ScheduleConfig, ScheduleName, installed, shown
+from ..runtime import user_code
 from ..runtime.errors import CheckpointError, printable
 from . import models
 
@@ -22,8 +26,11 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
     """Returns the optimizer over ``network``'s parameters, those at the full rate first.
 
     Norms and biases (every parameter with fewer than two dimensions) have no weight decay unless
-    ``optim.decay_norm_and_bias`` says so. The optimizer is always the fused form, which can skip an
+    ``optim.decay_norm_and_bias`` says so. sgd and adamw are the fused forms, which can skip an
     update on the device. What is frozen later has no state as long as it has no gradient.
+
+    Raises:
+        ConfigError: there is no such optimizer, or it refuses its arguments.
     """
     depth = {p: 0 for p in network.parameters() if p.requires_grad}
     if config.layer_decay is not None:
@@ -43,25 +50,80 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
         for number in numbers
         for counts in dimensions
     ]
-    if config.name is OptimName.adamw:
-        return AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
-    return SGD(groups, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+    with user_code.explained(
+        f"optim.name={config.name}: with optim.args={shown(config.args)} it failed with"
+    ):
+        if config.name == "adamw":
+            given = {"betas": config.betas, "eps": config.eps, "fused": True}
+            return AdamW(groups, **{**given, **config.args})
+        if config.name == "sgd":
+            given = {"momentum": config.momentum, "nesterov": config.nesterov, "fused": True}
+            return SGD(groups, **{**given, **config.args})
+        return _named(groups, config)
+
+
+def _named(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
+    """Returns an optimizer of torch's by its class, of timm's by its name, or of the user's."""
+    name, args = config.name, dict(config.args)
+    if user_code.is_own(name):
+        made = user_code.call("optim.name", name, groups, args=args)
+        if not isinstance(made, Optimizer):
+            kind = type(made).__name__
+            raise ConfigError(f"optim.name={name}: returned {kind}, not a torch.optim.Optimizer")
+        return made
+    if name in ("LBFGS", "SparseAdam"):
+        raise ConfigError(
+            f"optim.name={name}: needs a closure or sparse gradients, which this loop does not "
+            "have; use optim.name=Adam"
+        )
+    classes = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    by_name: dict[str, Any] = {each.__name__: each for each in classes if each is not Optimizer}
+    if name in by_name:
+        takes = inspect.signature(by_name[name]).parameters
+        if "weight_decay" not in takes and config.weight_decay:
+            raise ConfigError(f"optim.name={name}: has no weight decay; set optim.weight_decay=0")
+        # the fused form skips an update on the device
+        if "fused" in takes and not {"foreach", "differentiable"} & args.keys():
+            args.setdefault("fused", True)
+        fused: Optimizer = by_name[name](groups, lr=config.lr, **args)
+        return fused
+    known: list[str] = []
+    with suppress(ConfigError):
+        installed("timm", f"optim.name={name}")
+        from timm import optim as timm_optim
+
+        known = timm_optim.list_optimizers()
+    if name not in known:
+        hint = suggestions.nearest(name, ["sgd", "adamw", *by_name, *known])
+        more = "" if known else '; timm has more: pip install -e ".[timm]" or uv sync --extra timm'
+        raise ConfigError(f"optim.name={name}: unknown{hint}{more}")
+    given = config.lr, config.weight_decay
+    timms: Optimizer = timm_optim.create_optimizer_v2(groups, name, *given, **args)
+    return timms
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` leaves an update out by itself if its ``found_inf`` is above 0."""
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    return is_torchs and bool(optimizer.defaults.get("fused"))
 
 
 def fill_momentum(optimizer: Optimizer) -> None:
     """Gives each trained parameter of SGD that has no momentum yet one of zeros."""
     # torch makes the buffers unfilled at the first update, and leaves them so if that is skipped;
     # where some parameters have one and others none, the update ends with an error
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if type(optimizer) is SGD else ():
         for parameter in group["params"] if group.get("momentum") else ():
             if parameter.requires_grad and "momentum_buffer" not in optimizer.state[parameter]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def adopt(optimizer: Optimizer, held: dict[str, Any], where: str) -> None:
-    """Has ``optimizer`` go on with what one like it ``held`` for each parameter, by its number.
+def adopt(
+    optimizer: Optimizer, held: dict[str, Any], where: str, args: Collection[str] = ()
+) -> None:
+    """Has ``optimizer`` continue with what one like it ``held`` for each parameter, by its number.
 
-    Its rates, weight decay and the like stay its own.
+    Its rates, weight decay and the ``args`` that it was given stay its own.
 
     Raises:
         CheckpointError: the one in the file ``where`` is another one.
@@ -70,6 +132,17 @@ def adopt(optimizer: Optimizer, held: dict[str, Any], where: str) -> None:
     ours, theirs = (
         [(group.keys(), group["params"]) for group in each["param_groups"]] for each in (own, held)
     )
+    if not skips_on_device(optimizer):
+        # counts lie in groups too, and what a state holds is known to its class alone
+        counts = [len(names) for _, names in ours], [len(names) for _, names in theirs]
+        if counts[0] == counts[1]:
+            typed = {"params", "lr", "initial_lr", "weight_decay", *args}
+            groups = [
+                {**theirs, **{name: ours[name] for name in ours.keys() & typed}}
+                for ours, theirs in zip(own["param_groups"], held["param_groups"], strict=True)
+            ]
+            optimizer.load_state_dict({"state": held["state"], "param_groups": groups})
+            return
     if ours != theirs:
         raise CheckpointError(
             f"{where}: does not fit this run: the optimizer is of another kind (optim), or its "
@@ -174,13 +247,18 @@ class Schedule:
     Attributes:
         base_lrs: the groups' peak rates.
         factor: the share of them that an update uses, from 0.
+        gamma: factor of each of the ``drops``, which ``schedule=plateau`` has.
         last_epoch: the number of the next update; torch's name.
     """
 
-    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, factor: Callable[[int], float], gamma: float = 1.0
+    ) -> None:
         # whose groups are others once it has loaded a state
         self._optimizer = optimizer
         self.factor = factor
+        self.gamma = gamma
+        self.drops = 0
         # checkpoints hold it
         groups = optimizer.param_groups
         self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in groups]
@@ -193,9 +271,13 @@ class Schedule:
     def go_to(self, update: int) -> None:
         """Goes to the update number ``update``."""
         self.last_epoch = update
-        share = self.factor(update)
+        share = self.share(update)
         for group, base_lr in zip(self._optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base_lr * share
+
+    def share(self, update: int) -> float:
+        """Returns the share of the peak rates that the update of that number uses."""
+        return self.factor(update) * self.gamma**self.drops
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what changes."""
@@ -211,23 +293,46 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
     """Returns the share of ``optim.lr`` that update number ``step`` (from 0) uses.
 
     Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR`` and
-    ``MultiStepLR`` stepped once per epoch; ``cosine`` falls from the end of the warm-up to
-    ``final_fraction`` after the last update (SGDR, arXiv 1608.03983), ``linear`` at it.
+    ``MultiStepLR`` stepped once per epoch, ``exponential`` all the time as ``ExponentialLR``;
+    ``cosine`` falls from the end of the warm-up to ``final_fraction`` after the last update (SGDR,
+    arXiv 1608.03983), ``linear`` at it; ``onecycle`` is torch's ``OneCycleLR``, whose momentum
+    stays.
     """
+    epoch = step // steps_per_epoch
+    total = epochs * steps_per_epoch
+    warmup: float = config.warmup_epochs * steps_per_epoch
+    if config.warmup_steps is not None:
+        warmup = config.warmup_steps
+    if config.per_epoch:
+        step, total, warmup, steps_per_epoch = epoch, epochs, warmup / steps_per_epoch, 1
+    if config.name is ScheduleName.onecycle:
+        # the custom where nothing is said
+        peak = (warmup or 0.3 * total) - 1
+        if step < peak:
+            return _cosine(config.warmup_start, 1.0, step / peak)
+        return _cosine(1.0, config.final_fraction, (step - peak) / max(1.0, total - 1 - peak))
     linear = config.name is ScheduleName.linear
-    warmup = config.warmup_epochs * steps_per_epoch
     if step < warmup:
+        if config.warmup_start:
+            return config.warmup_start + (1 - config.warmup_start) * step / warmup
         return (step + 1) / (warmup + (not linear))
     if config.name is ScheduleName.step:
-        epoch = step // steps_per_epoch
         drops = epoch // config.step_epochs
         if config.milestones:
             drops = bisect.bisect(config.milestones, epoch)
         return float(config.gamma**drops)
-    if config.name is ScheduleName.constant:
+    if config.name is ScheduleName.exponential:
+        return float(config.gamma ** (step / steps_per_epoch / config.step_epochs))
+    if config.name in (ScheduleName.constant, ScheduleName.plateau):
         return 1.0
+    if config.warmup_overlaps:
+        warmup = 0
     # the peak is the last update of a linear warm-up
     after = step + linear - warmup
-    done = min(1.0, after / max(1.0, epochs * steps_per_epoch - warmup))
+    done = min(1.0, after / max(1.0, total - warmup))
     left = 1 - done if linear else (1 + math.cos(math.pi * done)) / 2
     return config.final_fraction + (1 - config.final_fraction) * left
+
+
+def _cosine(start: float, end: float, done: float) -> float:
+    return end + (start - end) / 2 * (1 + math.cos(math.pi * min(1.0, done)))

@@ -19,7 +19,7 @@ from . import checkpoint_read, models
 from .checkpoint_read import NoCheckpoint, Saved
 from .state import TrainState
 
-_NETWORK = ("model.name", "trainer.precision", "trainer.channels_last")
+_NETWORK = ("model.name", "model.args", "trainer.precision", "trainer.channels_last")
 # what training goes on by
 _TRAINS = (
     *_NETWORK,
@@ -238,6 +238,7 @@ def rest(saved: Saved, config: Config, world: World, length: int) -> EpochRemain
         for name, then, now in (
             ("seed", trained.seed, config.seed),
             ("data.balance", trained.data.balance, config.data.balance),
+            ("data.repeats", trained.data.repeats, config.data.repeats),
             ("number of training images", held["length"], length),
         ):
             if then != now:

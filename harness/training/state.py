@@ -21,6 +21,7 @@ from ..runtime.files import from_json
 from ..runtime.seeding import random_state, restore_random_state
 from . import models
 from .average import Average
+from .blocks import checkpoint_blocks, with_synced_norms
 from .checkpoint_read import COUNTS, Saved
 from .optimizer import Schedule, adopt, frozen_names, lr_factor, make_optimizer
 
@@ -76,7 +77,7 @@ class TrainState:
             **{name: getattr(self, name) for name in (*COUNTS, "steps_per_epoch")},
             "model": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": {"last_epoch": self.schedule.last_epoch},
+            "schedule": {"last_epoch": self.schedule.last_epoch, "drops": self.schedule.drops},
             "scaler": self.scaler.state_dict(),
             "random": random_state(self.world.device),
             "num_threads": torch.get_num_threads(),
@@ -103,7 +104,7 @@ class TrainState:
                 weights["ema"] = held.get("ema") or {"n_averaged": torch.tensor(0), **first}
             own = {name: module.state_dict() for name, module in modules.items()}
             models.refuse_misfits(own, weights, saved.where, "this run")
-            adopt(self.optimizer, held["optimizer"], saved.where)
+            adopt(self.optimizer, held["optimizer"], saved.where, self.config.optim.args)
             for name, module in modules.items():
                 module.load_state_dict(weights[name])
             update = from_json(int, held["schedule"]["last_epoch"])
@@ -111,6 +112,7 @@ class TrainState:
                 # with other batches the schedule goes on by the share of the epochs that is done
                 share = held["samples"] / held["stop"]
                 update = round((held["epoch"] + share) * self.steps_per_epoch)
+            self.schedule.drops = from_json(int, held["schedule"].get("drops", 0))
             self.schedule.go_to(update)
             trained = saved.trained
             if self.scaler.is_enabled() and trained and trained.trainer.precision is Precision.fp16:
@@ -164,17 +166,23 @@ def make_state(
         network = network.to(world.device)
         if trainer.channels_last:
             network = network.to(memory_format=torch.channels_last)
+        if trainer.sync_batch_norm and world.size > 1:
+            network = with_synced_norms(network, world.device)
+        if trainer.checkpoint_blocks:
+            checkpoint_blocks(network)
         if trainer.compile:
             # else a second size would make torch serve all sizes by one slower graph
-            network.compile(dynamic=False)
+            network.compile(dynamic=False, mode=trainer.compile_mode)
     if (per := optim.lr_per) is not None:
         optim = replace(optim, lr=optim.lr * images / per)
         say(f"learning rate {optim.lr:.4g}: an update has {images} images, optim.lr is for {per}")
     optimizer = make_optimizer(network, optim)
-    schedule = Schedule(
-        optimizer, lambda step: lr_factor(step, config.schedule, trainer.epochs, steps_per_epoch)
-    )
     scaler = GradScaler(world.device.type, enabled=trainer.precision is Precision.fp16)
+    schedule = Schedule(
+        optimizer,
+        lambda step: lr_factor(step, config.schedule, trainer.epochs, steps_per_epoch),
+        config.schedule.gamma,
+    )
     state = TrainState(
         config, world, network, optimizer, schedule, scaler, steps_per_epoch=steps_per_epoch
     )

@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -28,8 +27,9 @@ from ..feed.prefetcher import DataPrefetcher
 from ..runtime import accelerator
 from ..runtime.errors import listed, words
 from ..runtime.seeding import seeded
+from .losses import make_loss
 from .models import refuse_logits
-from .optimizer import fill_momentum, skip_nonfinite
+from .optimizer import fill_momentum, skip_nonfinite, skips_on_device
 from .state import TrainState
 
 DTYPES = {
@@ -71,9 +71,10 @@ class Step:
         state = self.state
         self.config = config = state.config
         self.world = world = state.world
-        self._weights = None
+        weights = None
         if self.class_weights is not None:
-            self._weights = torch.tensor(self.class_weights, device=world.device)
+            weights = torch.tensor(self.class_weights, device=world.device)
+        self._loss = make_loss(config.optim, weights)
         self._augment = BatchAugment.from_config(config.augment, config.seed)
         self._mix = Mix.from_config(config.augment, self.classes, config.seed)
         self.autocast = autocast_of(config.trainer.precision, world.device)
@@ -92,7 +93,9 @@ class Step:
         self._one = torch.ones((), device=world.device)
         # set for the update by the scaler, or without one by ``skip_nonfinite``: 0.0 or 1.0
         state.optimizer.register_step_pre_hook(self._before_update)
-        self._asks = not own.skips_updates
+        self._asks = not (own.skips_updates and skips_on_device(state.optimizer))
+        # which the scaler would ask for, each time
+        state.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def begin_epoch(self) -> None:
         """Has the network train what its epoch wants; several ranks must do it together.
@@ -160,12 +163,7 @@ class Step:
                 self._refuse_unused(error, where)
                 raise
             refuse_logits(logits, (len(images), self.classes or logits.shape[-1]), where)
-            if self._weights is not None and labels.ndim == 1:
-                # Of weighted labels torch's mean is over the batch's weights, so that an image
-                # counts differently on other ranks. That of shares of classes is over images.
-                labels = F.one_hot(labels, len(self._weights)).float()
-            smoothing = self.config.optim.label_smoothing
-            loss = F.cross_entropy(logits, labels, self._weights, label_smoothing=smoothing)
+            loss = self._loss(logits, labels)
         with named("backward"):
             state.scaler.scale(loss / parts if parts > 1 else loss).backward()
         self._losses.append(loss.detach())
@@ -190,8 +188,11 @@ class Step:
         found = optimizer.found_inf
         self._found_inf.append(found)
         # the host waits for the device; without gradients nothing changes
-        if self._asks and found:
-            optimizer.zero_grad()
+        if self._asks:
+            # which others of torch's refuse
+            optimizer.found_inf = None
+            if found:
+                optimizer.zero_grad()
 
     def _refuse_unused(self, error: RuntimeError, where: str) -> None:
         """Names the parameters whose gradients DDP misses, which its ``error`` numbers.

@@ -63,7 +63,12 @@ _SETTINGS = {
     "loader.start_method",
     "loader.device_prefetch",
     "model.name",
+    "model.args",
     "optim.name",
+    "optim.loss",
+    "trainer.compile_mode",
+    "trainer.sync_batch_norm",
+    "trainer.checkpoint_blocks",
     "optim.freeze",
     "trainer.precision",
     "trainer.channels_last",
@@ -524,7 +529,7 @@ def fingerprint(
     for room in ("data", "feed", "tuning"):
         for path in sorted((package / room).glob("*.py")):
             sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
-    names = (config.data.name, config.model.name)
+    names = (config.data.name, config.model.name, config.optim.name, config.optim.loss)
     return {
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
         "sources": sources.hexdigest(),

@@ -26,6 +26,7 @@ import harness
 from harness.config import Config, ConfigError
 from harness.inference import loaded as module
 from harness.inference.loaded import export
+from harness.training import models
 from harness.training.checkpoint_read import Saved
 from harness.training.models import small
 
@@ -224,3 +225,28 @@ def test_a_fresh_process_runs_the_file(tmp_path: Path, images: Path, form: str) 
         expected = net.model(torch.stack([net.transform(each) for each in pixels]))
         for found in logits:
             assert found.allclose(expected[: len(found)], atol=1e-4)
+
+
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: uv sync --extra timm")
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+def test_timm_reads_an_export(composed: Composed, tmp_path: Path, name: str) -> None:
+    """A fresh network of timm's from that folder gives the logits to 1e-5."""
+    import timm
+
+    config = composed(
+        "mode=export", "resume=x.pt", "data=fake", "data.image_size=48", f"model.name=timm/{name}",
+        "export.format=timm", "++model.args.drop_rate=0.1",
+    )  # fmt: skip
+    network = models.build(config.model, 3, image_size=48).eval()
+    exported(config, network, tmp_path / "run", "a", "b", "c")
+    again = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True).eval()
+    images = torch.randn(4, 3, 48, 48)
+    with torch.no_grad():
+        assert (again(images) - network(images)).abs().max() <= 1e-5
+    assert timm.data.resolve_model_data_config(again)["input_size"] == [3, 48, 48]
+
+
+def test_a_network_that_is_not_timms_has_no_such_form(composed: Composed, tmp_path: Path) -> None:
+    config = composed("mode=export", "resume=x.pt", "data=fake", "export.format=timm")
+    with pytest.raises(ConfigError, match=r"^export\.format=timm"):
+        exported(config, small(2), tmp_path, "a", "b")

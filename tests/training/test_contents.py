@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.config import Config, OptimName, Precision, to_plain
+from harness.config import Config, Precision, to_plain
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.training.checkpoint_read import Saved
@@ -25,7 +25,7 @@ Contents = dict[str, Any]
 
 
 @cache
-def _trained(optimizer: OptimName, precision: Precision) -> tuple[TrainState, Contents]:
+def _trained(optimizer: str, precision: Precision) -> tuple[TrainState, Contents]:
     config = Config()
     config.model.name = "small"
     config.optim.name = optimizer
@@ -47,9 +47,7 @@ def update(state: TrainState) -> None:
     state.step += 1
 
 
-def trained(
-    optimizer: OptimName, precision: Precision = Precision.fp32
-) -> tuple[TrainState, Contents]:
+def trained(optimizer: str, precision: Precision = Precision.fp32) -> tuple[TrainState, Contents]:
     """A state after two updates, to be left alone, and what it saved after one."""
     state, saved = _trained(optimizer, precision)
     return state, copy.deepcopy(saved)
@@ -162,7 +160,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("change", ODD.values(), ids=ODD.keys())
 def test_odd_contents_are_refused(change: Callable[[Contents], None]) -> None:
     """One line names the file and the way out."""
-    state, saved = trained(OptimName.sgd)
+    state, saved = trained("sgd")
     change(saved)
     refused(state, saved)
 
@@ -170,7 +168,7 @@ def test_odd_contents_are_refused(change: Callable[[Contents], None]) -> None:
 @pytest.mark.parametrize("change", SCALER.values(), ids=SCALER.keys())
 def test_an_odd_loss_scale_is_refused(change: Callable[[Contents], None]) -> None:
     """Where the precision is fp16, as it was."""
-    state, saved = trained(OptimName.sgd, Precision.fp16)
+    state, saved = trained("sgd", Precision.fp16)
     change(saved)
     refused(state, saved)
 
@@ -182,14 +180,14 @@ def test_an_odd_loss_scale_is_refused(change: Callable[[Contents], None]) -> Non
 )
 def test_odd_momentum_is_refused(optimizer: str, key: str, value: Any) -> None:
     """What would end the first update, or be misread, is found before it."""
-    state, saved = trained(OptimName[optimizer])
+    state, saved = trained(optimizer)
     put(f"optimizer/state/1/{key}", value)(saved)
     refused(state, saved)
 
 
 def test_a_lost_momentum_is_refused() -> None:
     """A parameter whose state lacks what the others' have would end the first update."""
-    state, saved = trained(OptimName.adamw)
+    state, saved = trained("adamw")
     del saved["optimizer"]["state"][2]["exp_avg"]
     refused(state, saved)
 
@@ -197,7 +195,7 @@ def test_a_lost_momentum_is_refused() -> None:
 @pytest.mark.parametrize(("key", "like"), [("step", "exp_avg"), ("exp_avg", "step")])
 def test_a_shape_that_another_part_has_is_refused(key: str, like: str) -> None:
     """The fused kernels would read beyond a single number."""
-    state, saved = trained(OptimName.adamw)
+    state, saved = trained("adamw")
     held = saved["optimizer"]["state"][1]
     held[key] = held[like]
     refused(state, saved)
@@ -206,7 +204,7 @@ def test_a_shape_that_another_part_has_is_refused(key: str, like: str) -> None:
 @pytest.mark.parametrize("parameter", [0, 2])
 def test_a_momentum_of_some_parameters_is_refused(parameter: int) -> None:
     """An empty state is none that a run saves."""
-    state, saved = trained(OptimName.sgd)
+    state, saved = trained("sgd")
     held = saved["optimizer"]["state"]
     held[parameter] = {}
     refused(state, saved)
@@ -215,7 +213,7 @@ def test_a_momentum_of_some_parameters_is_refused(parameter: int) -> None:
 @pytest.mark.parametrize("lost", [(0,), (2,), (0, 1, 2, 3)], ids=str)
 def test_parameters_without_a_momentum_begin_with_zeros(lost: tuple[int, ...]) -> None:
     """Those that had no gradient, or all after a run without momentum: updates go on."""
-    state, saved = trained(OptimName.sgd)
+    state, saved = trained("sgd")
     _trained.cache_clear()
     held = saved["optimizer"]["state"]
     for number in lost:
@@ -227,8 +225,8 @@ def test_parameters_without_a_momentum_begin_with_zeros(lost: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("precision", Precision)
-@pytest.mark.parametrize("optimizer", OptimName)
-def test_what_a_run_saves_is_taken_over(optimizer: OptimName, precision: Precision) -> None:
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_what_a_run_saves_is_taken_over(optimizer: str, precision: Precision) -> None:
     """A fresh state takes all of it, whatever the optimizer and the precision."""
     _, saved = trained(optimizer, precision)
     _trained.cache_clear()
@@ -239,7 +237,7 @@ def test_what_a_run_saves_is_taken_over(optimizer: OptimName, precision: Precisi
 
 def test_weights_that_are_not_finite_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """They are resumed, with a warning that names the first tensor."""
-    state, saved = trained(OptimName.sgd)
+    state, saved = trained("sgd")
     _trained.cache_clear()
     saved["model"]["0.weight"][0] = math.nan
     state.load(Saved("step-3.pt", saved))

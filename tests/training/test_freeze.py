@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config import Config, ConfigError, DistConfig, DistName, OptimName, to_plain
+from harness.config import Config, ConfigError, DistConfig, DistName, to_plain
 from harness.runtime.distributed import World, launch
 from harness.training import models
 from harness.training.checkpoint_read import Saved
@@ -74,8 +74,8 @@ def changed(step: Step, before: dict[str, Tensor]) -> set[str]:
     return {key for key, value in kept(step).items() if not torch.equal(value, before[key])}
 
 
-@pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
-def test_only_the_head_is_trained(name: OptimName) -> None:
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_only_the_head_is_trained(name: str) -> None:
     """All else, statistics too, stays; without gradients and without state in the optimizer."""
     step = make(settled(name=name))
     before = kept(step)
@@ -110,8 +110,8 @@ def test_what_the_network_froze_itself_stays_frozen() -> None:
 
 
 @pytest.mark.parametrize("stop", [None, 0, 1, 2], ids=str)
-@pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
-def test_a_thaw_is_that_of_a_loop_written_out(name: OptimName, stop: int | None) -> None:
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_thaw_is_that_of_a_loop_written_out(name: str, stop: int | None) -> None:
     """Bitwise, after a resume in any epoch too: the rest begins with fresh optimizer state."""
     config = settled(name=name, freeze_epochs=1, decay_norm_and_bias=True, momentum=0.9)
     config.schedule.name = type(config.schedule.name).constant
@@ -128,7 +128,7 @@ def test_a_thaw_is_that_of_a_loop_written_out(name: OptimName, stop: int | None)
     model = network()
     common = {"lr": 0.05, "weight_decay": 1e-4, "fused": True}
     kind: Any = torch.optim.AdamW
-    if name is OptimName.sgd:
+    if name == "sgd":
         kind = torch.optim.SGD
         common["momentum"] = 0.9
     optimizers = [kind(model[4].parameters(), **common), kind(model[:2].parameters(), **common)]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.config import AugmentConfig, Config, ConfigError, OptimName, Precision
+from harness.config import AugmentConfig, Config, ConfigError, Precision
 from harness.data.augment import BatchAugment, Mix
 from harness.feed.base import HostBatch
 from harness.runtime.accelerator import Accelerator
@@ -210,9 +210,9 @@ def test_a_nonfinite_loss_changes_nothing(precision: Precision) -> None:
     assert not torch.equal(before[0], next(step.state.network.parameters()))
 
 
-@pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_nonfinite_loss_changes_nothing_where_kernels_heed_no_found_inf(
-    name: OptimName, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of Apple's GPUs by torch 2.13: the update is left out before them."""
     monkeypatch.setattr(Accelerator, "skips_updates", False, raising=False)
@@ -231,8 +231,8 @@ def test_a_nonfinite_loss_changes_nothing_where_kernels_heed_no_found_inf(
     assert not torch.equal(before[0], next(step.state.network.parameters()))
 
 
-@pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
-def test_a_first_update_that_is_skipped_does_no_harm(name: OptimName) -> None:
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_first_update_that_is_skipped_does_no_harm(name: str) -> None:
     """After a skipped first update the next is a fresh run's (torch leaves buffers unfilled)."""
     config = Config()
     config.optim.name = name

@@ -16,7 +16,7 @@ import pytest
 import torch
 from oddities import Plant
 
-from harness.config import Config, Crop, OptimName, Precision, StartMethod
+from harness.config import Config, Crop, Precision, StartMethod
 from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
@@ -184,7 +184,7 @@ def test_what_changes_a_cost_changes_the_fingerprint() -> None:
         "loader.batch_size": 32,
         "loader.start_method": StartMethod.spawn,
         "model.name": "resnet18",
-        "optim.name": OptimName.adamw,
+        "optim.name": "adamw",
         "optim.freeze": "all_but_head",
         "trainer.precision": Precision.bf16,
         "trainer.channels_last": True,

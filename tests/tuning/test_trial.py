@@ -13,7 +13,7 @@ from samples import settings
 from torch import Tensor, nn
 
 from harness.clock.clock import StepClock
-from harness.config import AugmentConfig, Config, OptimName, Precision
+from harness.config import AugmentConfig, Config, Precision
 from harness.feed.base import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator, signals
@@ -192,7 +192,7 @@ def addresses(step: Step) -> list[int]:
 
 def settled(name: str = "sgd", precision: str = "fp32", parts: int = 1) -> Config:
     config = Config()
-    config.optim.name = OptimName[name]
+    config.optim.name = name
     config.trainer.precision = Precision[precision]
     config.optim.lr = 0.01
     config.trainer.accumulate_steps = parts

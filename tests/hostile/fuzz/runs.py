@@ -100,7 +100,7 @@ class _Trained(NamedTuple):
 def _trained(name: str) -> _Trained:
     torch.manual_seed(0)
     config = Config()
-    config.optim.name = schema.OptimName[name]
+    config.optim.name = name
     config.resume = "step-0.pt"
     network = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
     state = make_state(config, 2, World(0, 1, 0, 1, torch.device("cpu")), 10, network=network)

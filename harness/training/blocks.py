@@ -1,0 +1,84 @@
+"""Changes how a network's blocks are run: recomputed activations, norms of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from ..config import ConfigError
+from ..runtime import accelerator
+
+
+def with_synced_norms(network: nn.Module, device: torch.device) -> nn.Module:
+    """Returns ``network`` with ``torch.nn.SyncBatchNorm`` in the place of its batch norms.
+
+    Raises:
+        ConfigError: the device is none for which torch has them.
+    """
+    if accelerator.get(device).is_host:
+        raise ConfigError(
+            "trainer.sync_batch_norm=true: torch has synchronized batch norms for GPUs only; set "
+            "it to false"
+        )
+    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    return synced
+
+
+def checkpoint_blocks(network: nn.Module) -> None:
+    """Has ``network`` recompute the activations of each block in the backward pass.
+
+    A block is an item of a list of modules that has modules of its own, such as a residual block or
+    an encoder layer. Keys and values stay: the second pass draws the same random numbers and leaves
+    the running statistics alone.
+
+    Raises:
+        ConfigError: the network has no such block.
+    """
+    blocks = [*_blocks(network)]
+    if not blocks:
+        raise ConfigError(
+            "trainer.checkpoint_blocks=true: the network has no list of blocks; set it to false"
+        )
+    for block in blocks:
+        how = partial(_contexts, block)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=how)
+
+
+def _blocks(network: nn.Module) -> Iterator[nn.Module]:
+    """Yields the outermost modules in lists that have modules of their own, but for lists."""
+    for module in network.children():
+        lists = isinstance(network, nn.Sequential | nn.ModuleList)
+        is_list = isinstance(module, nn.Sequential | nn.ModuleList)
+        if lists and not is_list and any(True for _ in module.children()):
+            yield module
+        else:
+            yield from _blocks(module)
+
+
+def _contexts(
+    block: nn.Module,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), _recomputing(block)
+
+
+@contextmanager
+def _recomputing(block: nn.Module) -> Iterator[None]:
+    """A second forward pass, whose batches the norms' running statistics have seen."""
+    norms = [each for each in block.modules() if isinstance(each, _BatchNorm)]
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, kept, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked = count

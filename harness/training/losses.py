@@ -1,0 +1,74 @@
+"""Builds the training loss that ``optim.loss`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import ConfigError, OptimConfig
+from ..runtime import user_code
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def make_loss(config: OptimConfig, weights: Tensor | None) -> Loss:
+    """Returns a function of logits ``[N, classes]`` and labels that gives the loss, float ``[]``.
+
+    Labels are int64 ``[N]``, or float ``[N, classes]`` if they were mixed.
+
+    Args:
+        config: the settings.
+        weights: of the classes, float ``[classes]``; None: all are 1.
+
+    Raises:
+        ConfigError: there is no such function, or a later call of the user's function failed.
+    """
+    if user_code.is_own(config.loss):
+        return partial(_own, user_code.found("optim.loss", config.loss), config.loss)
+    if config.loss == "bce":
+        return partial(_bce, weights, config.label_smoothing, config.bce_threshold)
+    return partial(_cross_entropy, weights, config.label_smoothing)
+
+
+def _cross_entropy(
+    weights: Tensor | None, smoothing: float, logits: Tensor, labels: Tensor
+) -> Tensor:
+    if weights is not None and labels.ndim == 1:
+        # Of weighted labels torch's mean is over the batch's weights, so that an image counts
+        # differently on other ranks. That of shares of classes is over images.
+        labels = F.one_hot(labels, len(weights)).float()
+    return F.cross_entropy(logits, labels, weights, label_smoothing=smoothing)
+
+
+def _bce(
+    weights: Tensor | None,
+    smoothing: float,
+    threshold: float | None,
+    logits: Tensor,
+    labels: Tensor,
+) -> Tensor:
+    """Binary cross-entropy of each class, the mean over images and classes, as timm's."""
+    classes = logits.shape[1]
+    shares = F.one_hot(labels, classes).float() if labels.ndim == 1 else labels
+    shares = shares * (1 - smoothing) + smoothing / classes
+    if threshold is not None:
+        shares = (shares > threshold).float()
+    return F.binary_cross_entropy_with_logits(logits.float(), shares, weights)
+
+
+def _own(function: Loss, name: str, logits: Tensor, labels: Tensor) -> Tensor:
+    with user_code.explained(f"optim.loss={name}: failed with"):
+        loss = function(logits, labels)
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+        kind = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            kind = f"{loss.dtype} {list(loss.shape)}, requires_grad={loss.requires_grad}"
+        raise ConfigError(
+            f"optim.loss={name}: returned {kind}; it must return one number with a gradient, a "
+            "tensor [], such as torch.nn.functional.cross_entropy(logits, labels)"
+        )
+    return loss
