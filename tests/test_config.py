@@ -34,7 +34,7 @@ BAD = [
     ("optim.nesterov=true optim.momentum=0", "optim.nesterov=true"),
     ("optim.clip_norm=0", "optim.clip_norm=0.0"),
     ("optim=adamm", "optim=adamm"),
-    ("optim.loss=mse", "optim.name"),
+    ("optim.loss=mse", "optim.loss"),
     ("trainer.epochs=2.5", "trainer.epochs"),
     ("trainer.epochs=true", "trainer.epochs"),
     ("trainer.epochs=null", "trainer.epochs"),

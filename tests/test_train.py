@@ -495,6 +495,7 @@ def test_a_bad_image_is_named(composed: Composed, tmp_path: Path) -> None:
 
 
 CIFAR = ("cifar10_best", "cifar10_fast", "cifar10_resnet18", "cifar10_resnet20")
+TIMMS = [f"imagenet_resnet50_{name}" for name in ("a1", "a2", "a3")]
 
 
 @pytest.fixture(scope="module")
@@ -519,21 +520,44 @@ def test_every_experiment_runs_a_step(
     composed: Composed, cifar: tuple[str, str], tmp_path: Path, name: str
 ) -> None:
     """Each experiment composes, and makes one update on a small stand-in for its data."""
+    if name in TIMMS:
+        pytest.importorskip("timm", reason="needs timm: uv sync --extra timm")
     imagenet = imagenet_overrides(tmp_path)
     needs = {
         **dict.fromkeys(CIFAR, cifar_overrides(cifar, tmp_path)),
         # fp16 takes a CPU ten times as long
         "cifar10_fast": (*cifar_overrides(cifar, tmp_path), "trainer.precision=fp32"),
         "imagenet_resnet50": (*imagenet, "data.image_size=64"),
-        "imagenet_resnet50_v2": (*imagenet, "data.image_size=64"),
+        "imagenet_resnet50_v2": (*imagenet, "data.image_size=64", "data.train_size=48"),
+        **dict.fromkeys(TIMMS, (*imagenet, "data.image_size=64", "model.name=timm/test_resnet")),
+        "imagenet_resnet50_a3": (
+            *imagenet,
+            "data.image_size=64",
+            "data.train_size=48",
+            "model.name=timm/test_resnet",
+        ),
+        "imagenet_resnet50_16epochs": (
+            *imagenet,
+            "data.image_size=64",
+            "data.eval_resize=72",
+            "data.train_size=[48,56]",
+            "trainer.precision=fp32",
+        ),
+        "finetune_convnext": (
+            *imagenet,
+            "model.name=convnext_tiny",
+            "model.weights=null",
+            "data.image_size=32",
+        ),
+        "finetune_vit": ("data=digits", "model=small", "model.weights=null"),
         # no weights are fetched
         "finetune": ("data=digits", "model=small", "model.weights=null"),
     }
     config = composed(
-        f"experiment={name}", "trainer.max_steps=1", "loader.num_workers=0", *needs.get(name, ())
+        f"experiment={name}", "trainer.max_steps=2", "loader.num_workers=0", *needs.get(name, ())
     )
     report = run_here(config, tmp_path / "run")
-    assert (report["status"], report["steps"]) == ("completed", 1)
+    assert (report["status"], report["steps"]) == ("completed", 2)
 
 
 def cifar_overrides(cifar: tuple[str, str], folder: Path) -> tuple[str, ...]:

@@ -131,6 +131,24 @@ class TrainState:
             restore_random_state(drawn, self.world.device)
 
 
+def _placed_network(config: Config, num_classes: int, world: World, filled: bool) -> nn.Module:
+    """Returns the network that ``config`` names on this rank's device, as the trainer runs it."""
+    trainer = config.trainer
+    size = config.data.image_size
+    network = models.build(config.model, num_classes, image_size=size, filled=filled)
+    network = network.to(world.device)
+    if trainer.channels_last:
+        network = network.to(memory_format=torch.channels_last)
+    if trainer.sync_batch_norm and world.size > 1:
+        network = with_synced_norms(network, world.device)
+    if trainer.checkpoint_blocks:
+        checkpoint_blocks(network)
+    if trainer.compile:
+        # else a second size would make torch serve all sizes by one slower graph
+        network.compile(dynamic=False, mode=trainer.compile_mode)
+    return network
+
+
 def make_state(
     config: Config,
     num_classes: int,
@@ -161,18 +179,7 @@ def make_state(
     trainer = config.trainer
     name = config.model.name
     if network is None:
-        size = config.data.image_size
-        network = models.build(config.model, num_classes, image_size=size, filled=filled)
-        network = network.to(world.device)
-        if trainer.channels_last:
-            network = network.to(memory_format=torch.channels_last)
-        if trainer.sync_batch_norm and world.size > 1:
-            network = with_synced_norms(network, world.device)
-        if trainer.checkpoint_blocks:
-            checkpoint_blocks(network)
-        if trainer.compile:
-            # else a second size would make torch serve all sizes by one slower graph
-            network.compile(dynamic=False, mode=trainer.compile_mode)
+        network = _placed_network(config, num_classes, world, filled)
     if (per := optim.lr_per) is not None:
         optim = replace(optim, lr=optim.lr * images / per)
         say(f"learning rate {optim.lr:.4g}: an update has {images} images, optim.lr is for {per}")
