@@ -34,6 +34,7 @@ Mode = Enum("Mode", "train evaluate diagnose verify predict export")
 Format = Enum("Format", "pt2 onnx timm")
 OnError = Enum("OnError", "raise skip")
 Evaluate = Enum("Evaluate", "val test")
+Policies = Enum("Policies", "none trivial rand three auto")
 Crop = Enum("Crop", "random_resized pad center")
 Interpolation = Enum("Interpolation", "bilinear bicubic")
 BackendName = Enum("BackendName", "processes threads arrays auto")
@@ -48,6 +49,7 @@ DistBackend = Enum("DistBackend", "auto nccl gloo")
 
 # what takes a network from a checkpoint for other images
 _APPLIED = "mode=predict, mode=export"
+_OTHER_POLICIES = "augment.auto=trivial, augment.auto=three, augment.auto=auto"
 # ranges of numbers
 _ANY: Mapping[str, float] = {}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -291,18 +293,33 @@ class AugmentConfig:
         no_effect_with="augment.crop=random_resized, augment.crop=center",
     )
     hflip: float = setting(0.5, "Probability of a horizontal flip.", _SHARE)
+    vflip: float = setting(0.0, "Probability of a vertical flip.", _SHARE)
+    rotate: float = setting(
+        0.0, "Most degrees by which an image is rotated to either side; 0: none.", ge=0.0, le=180.0
+    )
     color_jitter: tuple[float, float, float, float] = setting(
         (0.0, 0.0, 0.0, 0.0),
         "Most change of brightness, contrast, saturation and hue; hue at most 0.5.",
         _NOT_NEGATIVE,
     )
-    rand_augment: int = setting(0, "RandAugment: operations on each image; 0: none.", ge=0, le=10)
+    auto: Policies = setting(
+        Policies.none,
+        "Policy: trivial (TrivialAugment), rand (RandAugment's two operations), three (3-Augment) "
+        "or auto (AutoAugment).",
+    )
+    rand_augment: int = setting(
+        0,
+        "RandAugment: operations on each image; 0: none.",
+        ge=0,
+        le=10,
+        no_effect_with=f"{_OTHER_POLICIES}, augment.auto=rand",
+    )
     rand_augment_magnitude: int = setting(
         9,
         "RandAugment: strength, of 31 bins.",
         ge=0,
         le=30,
-        no_effect_with="augment.rand_augment=0",
+        no_effect_with=f"{_OTHER_POLICIES}, augment.rand_augment=0 augment.auto=none",
     )
     random_erasing: float = setting(
         0.0, "Probability that a rectangle of an image is erased.", _SHARE

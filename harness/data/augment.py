@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import AugmentConfig
+from ..config import AugmentConfig, Policies
 from ..runtime import accelerator
 from ..runtime.seeding import BATCH, order_rng, uniforms
 
@@ -35,18 +35,47 @@ _BINS = 31
 _ERASE = 4
 _MIX = 5
 _TRIES = 10
-# in torchvision's order, in which those that are done together are neighbours
+# In torchvision's order, in which those that are done together are neighbours; then 3-Augment's.
 Op = IntEnum(
     "Op",
     "Identity ShearX ShearY TranslateX TranslateY Rotate Brightness Color Contrast Sharpness "
-    "Posterize Solarize AutoContrast Equalize",
+    "Posterize Solarize AutoContrast Equalize Grey Blur",
     start=0,
 )
 # The first operations of groups that are done together, and the end of the last group.
 _GROUPS = (
     Op.ShearX, Op.Brightness, Op.Sharpness, Op.Posterize, Op.Solarize, Op.AutoContrast, Op.Equalize,
-    len(Op),
+    Op.Grey, Op.Blur, len(Op),
 )  # fmt: skip
+# largest shear, shift (as a share of the side, and in pixels), angle, change of colour, bits lost
+_NARROW = 0.3, 150 / 331, 0, 30, 0.9, 4
+_WIDE = 0.99, 0, 32, 135, 0.99, 6
+# AutoAugment's pairs: operation, probability in tenths, magnitude; to invert is Solarize 9
+_IMAGENET = """Posterize 4 8    Rotate 6 9
+Solarize 6 5    AutoContrast 6 0
+Equalize 8 0    Equalize 6 0
+Posterize 6 7    Posterize 6 6
+Equalize 4 0    Solarize 2 4
+Equalize 4 0    Rotate 8 8
+Solarize 6 3    Equalize 6 0
+Posterize 8 5    Equalize 10 0
+Rotate 2 3    Solarize 6 8
+Equalize 6 0    Posterize 4 6
+Rotate 8 8    Color 4 0
+Rotate 4 9    Equalize 6 0
+Equalize 0 0    Equalize 8 0
+Solarize 6 9    Equalize 10 0
+Color 6 4    Contrast 10 8
+Rotate 8 8    Color 10 2
+Color 8 8    Solarize 8 7
+Sharpness 4 7    Solarize 6 9
+ShearX 6 5    Equalize 10 0
+Color 4 0    Equalize 6 0
+Equalize 4 0    Solarize 2 4
+Solarize 6 5    AutoContrast 6 0
+Solarize 6 9    Equalize 10 0
+Color 6 4    Contrast 10 8
+Equalize 8 0    Equalize 6 0""".splitlines()
 
 
 @dataclass(eq=False)
@@ -57,15 +86,17 @@ class BatchAugment:
     images; each image takes its own draws.
     """
 
-    parts: Sequence[ColorJitter | RandAugment]
+    parts: Sequence[Policy | ColorJitter]
     seed: int
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, seed: int) -> BatchAugment | None:
-        """Returns RandAugment and then colour jitter as ``augment`` sets them; None for neither."""
-        parts: list[ColorJitter | RandAugment] = []
-        if augment.rand_augment:
-            parts.append(RandAugment(augment.rand_augment, augment.rand_augment_magnitude))
+        """Returns rotation, a policy and colour jitter as ``augment`` sets them; None for none."""
+        parts: list[Policy | ColorJitter] = []
+        if most := augment.rotate:
+            parts.append(Policy(["Rotate 10 -1"], 1, between=(-most, most)))
+        if policy := Policy.from_config(augment):
+            parts.append(policy)
         if any(augment.color_jitter):
             parts.append(ColorJitter(*augment.color_jitter))
         return cls(parts, seed) if parts else None
@@ -130,60 +161,90 @@ class ColorJitter:
         return images
 
 
-class RandAugment:
-    """Does ``operations`` random ones of torchvision's ``v2.RandAugment`` to each image.
+class Policy:
+    """Does random operations to each image, as a published policy says.
 
-    From Cubuk et al. 2019, arXiv:1909.13719. torchvision's defaults hold: a moved pixel comes from
-    the nearest one, and black from outside. The images of an operation are worked on at once;
-    shears, shifts and rotations are one operation with different matrices.
+    An image draws one of the ``rows``, ``times`` times. A row's operations follow each other; each
+    has its own probability, and half the time the other direction if there are two. torchvision's
+    defaults hold: a moved pixel comes from the nearest one, and black from outside. The images of
+    an operation are worked on at once; shears, shifts and rotations are one operation with
+    different matrices.
 
     Args:
-        operations: how many, one after the other.
-        magnitude: the strength of all, 0 to 30.
+        rows: operations, each with its probability in tenths and its magnitude, of ``bins`` from 0
+            on, or -1 for one that is drawn ``between``.
+        bins: number of magnitudes.
+        ends: the largest ones: ``_NARROW`` or ``_WIDE``.
+        times: how many rows an image draws.
+        between: least and most; by default of a blur's width.
     """
 
-    def __init__(self, operations: int, magnitude: int) -> None:
+    def __init__(
+        self,
+        rows: Sequence[str],
+        bins: int,
+        ends: Sequence[float] = _NARROW,
+        times: int = 1,
+        between: Sequence[float] = (0.1, 2.0),
+    ) -> None:
         # torchvision's transforms take a while to import
         from torchvision.transforms.v2 import functional
 
-        self.draws = 2 * operations
-        self._magnitude = magnitude
-        bits = round(8 - 4 * magnitude / (_BINS - 1))
+        words = [[Op.__members__.get(word, word) for word in row.split()] for row in rows]
+        self._table = np.array(words, int).reshape(len(rows), -1, 3)
+        self._bins = bins
+        self._ends = ends
+        self._between = between
+        self.draws = times * (1 + self._table.shape[1])
         self._same_for_all = {
-            Op.Posterize: partial(functional.posterize, bits=bits),
-            Op.Solarize: partial(functional.solarize, threshold=255 * self._level(0.0, start=1.0)),
             Op.AutoContrast: functional.autocontrast,
             Op.Equalize: functional.equalize,
+            Op.Grey: partial(functional.rgb_to_grayscale, num_output_channels=3),
         }
 
+    @classmethod
+    def from_config(cls, augment: AugmentConfig) -> Policy | None:
+        """Returns the policy that ``augment`` names, or None.
+
+        RandAugment (arXiv:1909.13719), TrivialAugment's wide one (arXiv:2103.10158) and
+        AutoAugment's for ImageNet (arXiv:1805.09501) are torchvision's, 3-Augment
+        (arXiv:2204.07118) is timm's.
+        """
+        every = range(Op.Equalize + 1)
+        match augment.auto:
+            case Policies.trivial:
+                return cls([f"{op} 10 {bin}" for op in every for bin in range(_BINS)], _BINS, _WIDE)
+            case Policies.three:
+                return cls(["Solarize 10 5", "Grey 10 0", "Blur 10 -1"], 11)
+            case Policies.auto:
+                return cls(_IMAGENET, 10)
+        times = augment.rand_augment or 2 * (augment.auto is Policies.rand)
+        rows = [f"{op} 10 {augment.rand_augment_magnitude}" for op in every]
+        return cls(rows, _BINS, times=times) if times else None
+
+    def choose(self, draws: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns each image's operations and amounts, ``[N, times, operations]``, in order."""
+        drawn = draws.reshape(len(draws), -1, 1 + self._table.shape[1])
+        rows = (len(self._table) * drawn[..., 0]).astype(np.int64)
+        ops, tenths, bins = np.moveaxis(self._table[rows], -1, 0)
+        # one draw says whether an operation is done and, of that, in which direction or how much
+        chances = drawn[..., 1:]
+        ops = np.where(10 * chances < tenths, ops, Op.Identity)
+        amounts = self._levels(height, width)[ops, bins]
+        amounts[(20 * chances < tenths) & (ops <= Op.Sharpness)] *= -1
+        low, high = self._between
+        return ops, np.where(bins < 0, low + (high - low) * chances, amounts)
+
     def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
-        """Returns the augmented images; an operation takes two ``draws``: kind and direction."""
-        ops = (len(Op) * draws[:, ::2]).astype(np.int64)
-        signs = np.where(draws[:, 1::2] < 0.5, -1.0, 1.0)
+        """Returns the augmented images."""
+        chosen = self.choose(draws, *images.shape[2:])
         images = images.clone()
-        for kinds, directions in zip(ops.T, signs.T, strict=True):
-            self._operate(images, kinds, directions)
+        for ops, amounts in zip(*(each.reshape(len(draws), -1).T for each in chosen), strict=True):
+            self._operate(images, ops, amounts)
         return images
 
-    def _operate(self, images: Tensor, ops: np.ndarray, signs: np.ndarray) -> None:
-        """Does to each of ``images`` what ``ops`` says, in place."""
-        height, width = images.shape[2:]
-        # where a pixel is found, by sign and by operation
-        matrices = []
-        for sign in (-1, 1):
-            shear = sign * self._level(0.3)
-            angle = sign * math.radians(self._level(30.0))
-            across = -sign * int(self._level(150.0 / 331.0 * width))
-            down = -sign * int(self._level(150.0 / 331.0 * height))
-            # shears are about the upper left corner
-            matrices.append((
-                ((1, shear, shear * height / 2), (0, 1, 0)),
-                ((1, 0, 0), (shear, 1, shear * width / 2)),
-                ((1, 0, across), (0, 1, 0)),
-                ((1, 0, 0), (0, 1, down)),
-                ((math.cos(angle), -math.sin(angle), 0), (math.sin(angle), math.cos(angle), 0)),
-            ))  # fmt: skip
-        factors = 1.0 + signs * self._level(0.9)
+    def _operate(self, images: Tensor, ops: np.ndarray, amounts: np.ndarray) -> None:
+        """Does to each of ``images`` what ``ops`` and ``amounts`` say, in place."""
         # as they lie in memory: whole images are copied, not byte by byte
         whole = images.permute(0, 2, 3, 1)
         for first, end in pairwise(_GROUPS):
@@ -192,23 +253,46 @@ class RandAugment:
                 continue
             rows = to_device(at, images.device)
             part = whole.index_select(0, rows).permute(0, 3, 1, 2)
-            kinds = ops[at] - first
+            own = amounts[at]
             match first:
                 case Op.ShearX:
-                    moves = np.array(matrices, np.float32)
-                    part = affine(part, moves[(signs[at] > 0).astype(int), kinds])
+                    part = affine(part, moves(ops[at], own, *images.shape[2:]))
                 case Op.Brightness:
-                    blends = np.array([BRIGHTNESS, SATURATION, CONTRAST])
-                    part = blend(part, blends[kinds], factors[at])
+                    kinds = np.array([BRIGHTNESS, SATURATION, CONTRAST])[ops[at] - first]
+                    part = blend(part, kinds, 1.0 + own)
                 case Op.Sharpness:
-                    part = adjust_sharpness(part, factors[at])
+                    part = adjust_sharpness(part, 1.0 + own)
+                case Op.Posterize:
+                    part = part & per_image((256 - 2 ** own.round()).astype(np.uint8), part)
+                case Op.Solarize:
+                    part = torch.where(part >= per_image(255 * own, part), ~part, part)
+                case Op.Blur:
+                    part = blur(part, own)
                 case _:
                     part = self._same_for_all[Op(first)](part)
             whole.index_copy_(0, rows, part.permute(0, 2, 3, 1))
 
-    def _level(self, end: float, start: float = 0.0) -> float:
-        """Returns the magnitude's place between ``start`` and ``end``, rounded as torchvision's."""
-        return float(torch.linspace(start, end, _BINS)[self._magnitude])
+    def _levels(self, height: int, width: int) -> np.ndarray:
+        """Returns operations' magnitudes by bin, ``[operations, bins]``, rounded as torchvision's.
+
+        They are shares, pixels, degrees, bits lost and, for solarizing, a share of white; the last
+        operations have none.
+        """
+        shear, share, pixels, degrees, change, bits = self._ends
+        shifts = (share * side + pixels for side in (width, height))
+        ends = 0.0, shear, shear, *shifts, degrees, *4 * (change,), bits
+        spans = [*((0.0, end) for end in ends), *[(1, 0)] * 5]
+        return np.array([torch.linspace(*span, self._bins).tolist() for span in spans])
+
+
+def moves(ops: np.ndarray, amounts: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Returns for ``affine`` where shears, shifts and rotations find a pixel."""
+    across, down, right, below, turn = amounts * (ops == np.c_[Op.ShearX : Op.Brightness])
+    sine, cosine = np.sin(np.radians(turn)), np.cos(np.radians(turn))
+    # shears are about the upper left corner
+    to_x = cosine, across - sine, across * height / 2 - np.trunc(right)
+    to_y = down + sine, cosine, down * width / 2 - np.trunc(below)
+    return np.moveaxis(np.array([to_x, to_y], np.float32), -1, 0)
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
@@ -218,6 +302,11 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     return accelerator.get(device).copy(torch.from_numpy(values))
 
 
+def per_image(values: np.ndarray, images: Tensor) -> Tensor:
+    """Returns ``values``, one for each of ``images``, on their device, ``[N, 1, 1, 1]``."""
+    return to_device(values, images.device).view(-1, 1, 1, 1)
+
+
 def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
     """Changes brightness, contrast or saturation, as ``kinds`` says; 1 does nothing.
 
@@ -225,7 +314,7 @@ def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
     """
     rests = np.where(kinds == BRIGHTNESS, 0.0, 1.0 - factors)
     shares = to_device(np.stack((factors, rests)), images.device)
-    even = to_device(kinds == CONTRAST, images.device).view(-1, 1, 1, 1)
+    even = per_image(kinds == CONTRAST, images)
     pixels = images.float()
     red, green, blue = pixels.split(1, dim=1)
     luma = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
@@ -248,7 +337,7 @@ def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
     span = chroma.clamp(min=1)
     sixth = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
     sixth = torch.where(value == red, (green - blue) / span, sixth)
-    sixth += to_device(6 * turns, images.device).view(-1, 1, 1, 1)
+    sixth += per_image(6 * turns, images)
     place = (sixth + torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)).remainder_(6)
     lost = torch.minimum(place, 4 - place).clamp_(0, 1).mul_(chroma)
     return (value - lost).mul_(255.999 / 255).to(torch.uint8)
@@ -261,7 +350,7 @@ def adjust_sharpness(images: Tensor, factors: np.ndarray) -> Tensor:
     inner = pixels[:, :, 1:-1, 1:-1]
     # thirteenths of integers are never half-way
     blurred = around.add_(inner, alpha=4).mul_(1 / 13).round_()
-    inner.add_(blurred.sub_(inner).mul_(to_device(1.0 - factors, images.device).view(-1, 1, 1, 1)))
+    inner.add_(blurred.sub_(inner).mul_(per_image(1.0 - factors, images)))
     return pixels.clamp_(0, 255).to(torch.uint8)
 
 
@@ -281,6 +370,25 @@ def affine(images: Tensor, matrices: np.ndarray) -> Tensor:
     grid = places.view(-1, 3) @ to_device(to_edges, images.device).mT
     grid = grid.view(count, height, width, 2)
     return F.grid_sample(images.float(), grid, mode="nearest", align_corners=False).to(torch.uint8)
+
+
+def blur(images: Tensor, sigmas: np.ndarray) -> Tensor:
+    """Blurs as Pillow's ``GaussianBlur``: three box filters each way; ``sigmas`` are at most 2.
+
+    A box has a part of the pixel at each of its ends (Gwosdek et al. 2011, "Theoretical foundations
+    of Gaussian convolution by extended box filtering").
+    """
+    square = sigmas**2
+    radius = np.where(square < 2, square / (6 - 2 * square), (square + 18) / (24 - 2 * square))
+    shares = np.clip(radius + 1 - abs(np.c_[-2:3]), 0, 1) / (2 * radius + 1)
+    taps = to_device(shares, images.device).view(5, -1, 1, 1, 1)
+    pixels = images.float()
+    for _ in range(2):
+        for _ in range(3):
+            wide = F.pad(pixels, (2, 2, 0, 0), mode="replicate").unfold(3, pixels.shape[3], 1)
+            pixels = sum(map(torch.mul, taps, wide.unbind(3)), torch.tensor(0.5)).floor_()
+        pixels = pixels.mT
+    return pixels.to(torch.uint8)
 
 
 class Mix:

@@ -66,6 +66,7 @@ class CropTransform:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     pad: int = 4
     hflip: float = 0.5
+    vflip: float = 0.0
     # The shorter side before a center crop; None: size * 256 / 224, as since AlexNet, and images
     # that have size already (CIFAR) stay as they are.
     resize: int | None = None
@@ -78,7 +79,7 @@ class CropTransform:
     @classmethod
     def from_config(cls, augment: AugmentConfig, data: DataConfig) -> CropTransform:
         """Returns the transform of training that the settings describe."""
-        drawn = augment.scale, augment.ratio, augment.pad, augment.hflip
+        drawn = augment.scale, augment.ratio, augment.pad, augment.hflip, augment.vflip
         how = data.eval_resize, data.eval_squash, data.interpolation.name
         return cls(data.image_size, augment.crop.name, *drawn, *how)
 
@@ -96,7 +97,7 @@ class CropTransform:
     ) -> None:
         """Writes ``image``, uint8 ``[H, W, 3]``, into ``out``, uint8 ``[3, S, S]`` of any strides.
 
-        Everything random comes from ``rng``: the crop first, then the flip. ``image`` is not
+        Everything random comes from ``rng``: the crop first, then the flips. ``image`` is not
         changed. ``lap`` is called at the end of each of the ``stages``, with its name. A ``part``
         of ``image`` was drawn from ``rng`` before. Several threads may call at once.
 
@@ -119,7 +120,10 @@ class CropTransform:
             image = canvas
             top = rng.randrange(2 * self.pad + 1)
             box = (rng.randrange(2 * self.pad + 1), top, size, size)
-        resize_into(image, box, out, rng.random() < self.hflip, new_size, self.interpolation)
+        flip = rng.random() < self.hflip
+        if self.vflip and rng.random() < self.vflip:
+            out = out[:, ::-1]
+        resize_into(image, box, out, flip, new_size, self.interpolation)
         if lap is not None:
             lap("resize")
 

@@ -133,7 +133,7 @@ class InMemoryImages:
         """Writes all images and their labels."""
         # without the margin and the mirroring that the transform draws for each epoch
         plain = copy.copy(self._dataset)
-        plain.transform = replace(plain.transform, pad=0, hflip=0.0)
+        plain.transform = replace(plain.transform, pad=0, hflip=0.0, vflip=0.0)
         order = Order(len(plain), settings.batch_size, shuffle=False)
         with closing(ThreadFeed(plain, order, settings)) as feed:
             for batch in feed:
@@ -147,17 +147,17 @@ class InMemoryImages:
 
         Images are uint8 ``[N, 3, S, S]`` in channels_last memory, labels int64 ``[N]``.
         """
-        # the place where each crop begins, and whether it is mirrored, by the sample's own numbers
+        # the place where each crop begins, and whether it is flipped, by the sample's own numbers
         rows = indices % len(self._labels)
         pitch = self._pitch
         begin = rows * pitch**2
         transform = self._dataset.transform
         pads = transform.crop == "pad"
-        drawn = uniforms(self._dataset.seed, epoch, indices, 3 if pads else 1)
+        drawn = uniforms(self._dataset.seed, epoch, indices, 4 if pads else 2)
         if pads:
             top, left = ((2 * transform.pad + 1) * drawn[:, :2]).astype(np.int64).T
             begin += top * pitch + left
-        mirrored = drawn[:, -1] < transform.hflip
+        mirrored, upended = (drawn[:, -2:] < (transform.hflip, transform.vflip)).T
 
         # windows of an image's size by the place of their first pixel: rows of bytes
         size = self._dataset.image_size
@@ -166,10 +166,12 @@ class InMemoryImages:
         shape = len(rows), size, size, 3
         if self.on_device:
             # a few launches for all samples together, for which the host does not wait
-            where = torch.from_numpy(np.stack([begin, rows, mirrored]))
-            first, own, turned = self._own.copy(self._own.pin(where))
+            where = torch.from_numpy(np.stack([begin, rows, mirrored, upended]))
+            first, own, turned, overturned = self._own.copy(self._own.pin(where))
             images = windows.index_select(0, first).view(shape)
             images = torch.where(turned.bool().view(-1, 1, 1, 1), images.flip(2), images)
+            if transform.vflip:
+                images = torch.where(overturned.bool().view(-1, 1, 1, 1), images.flip(1), images)
             return images.permute(0, 3, 1, 2), self._labels.index_select(0, own)
         # By NumPy: torch's team of threads would wait for processors that the step has, for longer
         # than all the rest takes.
@@ -178,6 +180,7 @@ class InMemoryImages:
         turned_here = np.empty_like(plain)
         mirror_into(plain, turned_here)
         cut[mirrored] = turned_here
+        cut[upended] = cut[upended, ::-1]
         images = torch.from_numpy(cut).permute(0, 3, 1, 2)
         return images, torch.from_numpy(self._labels.numpy()[rows])
 

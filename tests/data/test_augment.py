@@ -13,12 +13,13 @@ pytest.importorskip("scipy", reason="needs scipy (uv sync)")
 from scipy.stats import chisquare, ks_2samp
 from torchvision.transforms import v2
 
-from harness.config import AugmentConfig
+from harness.config import AugmentConfig, Policies
 from harness.data import augment
 from harness.data.augment import HUE, BatchAugment, ColorJitter
 from harness.runtime.seeding import BATCH, uniforms
 
-EVERYTHING = AugmentConfig(color_jitter=(0.4, 0.5, 1.5, 0.3), rand_augment=2)
+EVERYTHING = AugmentConfig(rotate=40.0, color_jitter=(0.4, 0.5, 1.5, 0.3), rand_augment=2)
+POLICIES = {auto.name: AugmentConfig(auto=auto) for auto in Policies if auto is not Policies.none}
 NAMES = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 
 
@@ -82,35 +83,44 @@ def test_nothing_wanted_is_nothing_done() -> None:
     assert BatchAugment.from_config(AugmentConfig(), 0) is None
 
 
-def test_randaugment_comes_before_jitter() -> None:
-    """RandAugment comes first, with the first of an image's draws, then jitter."""
+def test_rotation_comes_before_a_policy_and_jitter() -> None:
+    """Each part has draws of its own, in the order in which the parts are applied."""
     images = pictures(12, 16, 16)
-    batch = numbered(torch.arange(12))
-    first, second = made(EVERYTHING).parts
-    draws = uniforms(0, 0, np.arange(12), first.draws + second.draws, BATCH)
-    expected = second(first(images, draws[:, : first.draws]), draws[:, first.draws :])
-    assert torch.equal(made(EVERYTHING)(images, batch), expected)
+    parts = made(EVERYTHING).parts
+    expected = images
+    draws = uniforms(0, 0, np.arange(12), sum(part.draws for part in parts), BATCH)
+    for setting in ({"rotate": 40.0}, {"rand_augment": 2}, {"color_jitter": (0.4, 0.5, 1.5, 0.3)}):
+        (part,) = made(AugmentConfig(**setting)).parts
+        expected = part(expected, draws[:, : part.draws])
+        draws = draws[:, part.draws :]
+    assert torch.equal(made(EVERYTHING)(images, numbered(torch.arange(12))), expected)
 
 
+@pytest.mark.parametrize("config", [EVERYTHING, *POLICIES.values()], ids=["all", *POLICIES])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("cached_bytes", [1, 5000, 1 << 30])
 def test_an_image_depends_on_nothing_but_its_place(
-    layout: torch.memory_format, cached_bytes: int, monkeypatch: pytest.MonkeyPatch
+    config: AugmentConfig,
+    layout: torch.memory_format,
+    cached_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither the batch nor the CPU's chunk changes an image or its layout."""
     images = pictures(20, 24, 16, layout)
     indices = torch.arange(100, 120)
-    whole = made(EVERYTHING)(images, numbered(indices))
+    whole = made(config)(images, numbered(indices))
     monkeypatch.setattr(augment, "_CACHED_BYTES", cached_bytes)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
-    parts = [made(EVERYTHING)(images[rows], numbered(indices[rows])) for rows in order.split(7)]
+    parts = [made(config)(images[rows], numbered(indices[rows])) for rows in order.split(7)]
     assert torch.equal(torch.cat(parts), whole[order])
     assert all(part.is_contiguous(memory_format=layout) for part in (whole, *parts))
     assert not torch.equal(whole, images)
 
 
 @pytest.mark.parametrize(
-    "config", [EVERYTHING, AugmentConfig(color_jitter=(0.4, 0.5, 1.5, 0.3))], ids=["all", "jitter"]
+    "config",
+    [EVERYTHING, AugmentConfig(color_jitter=(0.4, 0.5, 1.5, 0.3)), *POLICIES.values()],
+    ids=["all", "jitter", *POLICIES],
 )
 def test_what_is_given_stays_as_it_is(config: AugmentConfig) -> None:
     """A batch may be augmented many times: its memory is not written to."""

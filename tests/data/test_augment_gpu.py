@@ -8,14 +8,14 @@ import pytest
 import torch
 from pictures import numbered, pictures
 
-from harness.config import AugmentConfig
+from harness.config import AugmentConfig, Policies
 from harness.data.augment import BatchAugment, Mix
 from harness.runtime import accelerator
 
 COLOURS = {
     "jitter": AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1)),
-    "RandAugment": AugmentConfig(rand_augment=2),
-}
+    "rotation": AugmentConfig(rotate=30.0),
+} | {auto.name: AugmentConfig(auto=auto) for auto in Policies if auto is not Policies.none}
 MIXED = {"mixup": AugmentConfig(mixup=0.2, random_erasing=0.5), "cutmix": AugmentConfig(cutmix=1.0)}
 
 

@@ -103,9 +103,12 @@ def test_a_box_is_never_empty() -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("vflip", [0.0, 1.0])
 @pytest.mark.parametrize("hflip", [0.0, 1.0])
-def test_random_resized_pixels_are_torchvisions(width: int, height: int, hflip: float) -> None:
-    """For equal boxes, pixels are those of resized_crop and hflip, bit for bit."""
+def test_random_resized_pixels_are_torchvisions(
+    width: int, height: int, hflip: float, vflip: float
+) -> None:
+    """For equal boxes, pixels are those of resized_crop, hflip and vflip, bit for bit."""
     image = noise(width, height)
     for seed in range(5):
         left, top, w, h = random_crop_box(SampleRng(seed, 0, 0), width, height, SCALE, RATIO)
@@ -113,8 +116,9 @@ def test_random_resized_pixels_are_torchvisions(width: int, height: int, hflip: 
             planes(image), top, left, h, w, [48, 48], tv.InterpolationMode.BILINEAR, antialias=True
         )
         expected = tvf.hflip(expected) if hflip else expected
+        expected = tvf.vflip(expected) if vflip else expected
         assert np.array_equal(
-            applied(CropTransform(48, hflip=hflip), image, seed), expected.numpy()
+            applied(CropTransform(48, hflip=hflip, vflip=vflip), image, seed), expected.numpy()
         )
 
 
@@ -237,28 +241,35 @@ def test_pad_crops_are_windows_of_the_padded_image(pad: int, width: int, height:
     assert seen == set(windows.values())
 
 
-def test_pad_crops_draw_top_left_and_flip() -> None:
-    """The first three numbers of a sample are top, left and mirror."""
+@pytest.mark.parametrize("vflip", [0.0, 0.4])
+def test_pad_crops_draw_top_left_and_flips(vflip: float) -> None:
+    """The first numbers of a sample are top, left, horizontal flip and vertical flip."""
     image = noise(16, 16)
     pad = 3
     padded = np.pad(image, ((pad, pad), (pad, pad), (0, 0))).transpose(2, 0, 1)
-    draws = uniforms(5, 6, np.arange(50), 3)
+    draws = uniforms(5, 6, np.arange(50), 4)
     for index, (top, left) in enumerate((draws[:, :2] * (2 * pad + 1)).astype(int).tolist()):
         window = padded[:, top : top + 16, left : left + 16]
         out = np.empty((3, 16, 16), np.uint8)
-        CropTransform(16, crop="pad", pad=pad, hflip=0.3)(image, SampleRng(5, 6, index), out)
-        assert np.array_equal(out, window[:, :, ::-1] if draws[index, 2] < 0.3 else window)
+        transform = CropTransform(16, crop="pad", pad=pad, hflip=0.3, vflip=vflip)
+        transform(image, SampleRng(5, 6, index), out)
+        window = window[:, :, ::-1] if draws[index, 2] < 0.3 else window
+        assert np.array_equal(out, window[:, ::-1] if draws[index, 3] < vflip else window)
 
 
-def test_flips_have_torchvisions_rate() -> None:
-    """Mirroring happens with the set probability, independent of the crop."""
+@pytest.mark.parametrize("across", [True, False], ids=["horizontal", "vertical"])
+def test_flips_have_torchvisions_rate(across: bool) -> None:
+    """Flips happen with the set probability, independent of the crop."""
     image = np.zeros((8, 8, 3), np.uint8)
-    image[:, :4] = 255
-    transform = CropTransform(8, crop="center", hflip=0.3)
+    if across:
+        image[:, :4] = 255
+    else:
+        image[:4] = 255
+    transform = CropTransform(8, crop="center", hflip=0.3 * across, vflip=0.3 * (not across))
     mirrored = [bool(applied(transform, image, seed)[0, 0, 0] == 0) for seed in range(4000)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        flip = tv.RandomHorizontalFlip(0.3)
+        flip = tv.RandomHorizontalFlip(0.3) if across else tv.RandomVerticalFlip(0.3)
         picture = Image.fromarray(image)
         theirs = sum(flip(picture).getpixel((0, 0)) == (0, 0, 0) for _ in range(4000))
     assert binomtest(sum(mirrored), 4000, 0.3).pvalue > 0.001
@@ -268,7 +279,9 @@ def test_flips_have_torchvisions_rate() -> None:
 @pytest.mark.parametrize("crop", list(Crop))
 def test_settings_reach_the_transform(crop: Crop) -> None:
     """from_config takes every value over, and the result survives the way into a worker."""
-    augment = AugmentConfig(crop=crop, scale=(0.2, 0.3), ratio=(0.9, 1.1), pad=2, hflip=0.25)
+    augment = AugmentConfig(
+        crop=crop, scale=(0.2, 0.3), ratio=(0.9, 1.1), pad=2, hflip=0.25, vflip=0.75
+    )
     made = CropTransform.from_config(
         augment,
         DataConfig(
@@ -276,7 +289,7 @@ def test_settings_reach_the_transform(crop: Crop) -> None:
         ),
     )
     assert pickle.loads(pickle.dumps(made)) == CropTransform(
-        24, crop.name, (0.2, 0.3), (0.9, 1.1), 2, 0.25, 28, True, "bicubic"
+        24, crop.name, (0.2, 0.3), (0.9, 1.1), 2, 0.25, 0.75, 28, True, "bicubic"
     )
 
 

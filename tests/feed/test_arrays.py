@@ -110,6 +110,7 @@ def assert_same(found: list[HostBatch], expected: list[HostBatch]) -> None:
         pytest.param(CropTransform(SIDE, crop="pad", pad=0), id="no pad"),
         pytest.param(CropTransform(SIDE, crop="pad", pad=11, hflip=1.0), id="more pad than image"),
         pytest.param(CropTransform(SIDE, crop="center"), id="center"),
+        pytest.param(CropTransform(SIDE, crop="pad", pad=2, vflip=0.5), id="vertical flip"),
         pytest.param(
             CropTransform(SIDE, crop="center", resize=9, hflip=0.0), id="center of a resized image"
         ),
@@ -133,7 +134,7 @@ def test_a_device_s_way_makes_the_same_batches(source: Callable[[], Source]) -> 
     """All samples at once, as on a GPU, gives what one by one gives on the host; what goes there is
     page-locked.
     """
-    images = dataset(source())
+    images = dataset(source(), CropTransform(SIDE, crop="pad", pad=2, vflip=0.5))
     expected = epochs(feed(images), 0, 3)
     with emulated(Gpu()) as gpu:
         made = feed(images, InMemoryImages(images, READING, gpu.device))
@@ -298,7 +299,7 @@ class TestOnAGpu:
     @pytest.mark.parametrize("crop", ["pad", "center"])
     def test_batches_are_bitwise_the_hosts(self, source: Callable[[], Source], crop: str) -> None:
         """They lie on the device, labels too, and hold the same pixels."""
-        images = dataset(source(), CropTransform(SIDE, crop=crop, pad=2))
+        images = dataset(source(), CropTransform(SIDE, crop=crop, pad=2, vflip=0.5))
         device = torch.device("cuda", 0)
         made = feed(images, InMemoryImages(images, READING, device))
         found = epochs(made, 0, 3)
