@@ -163,9 +163,6 @@ def _as_written(text: str, networks: Sequence[str], grammar: str) -> str:
     if value.startswith("~") and name.lstrip("+") in _PATHS:
         # a sweep lists several
         value = ",".join(map(os.path.expanduser, value.split(",")))
-    elif name in MAPPINGS or name.rpartition(".")[0] in MAPPINGS:
-        # any key may be added
-        name = f"++{name}"
     elif name == "model" and not {*value.split(",")} <= {*networks}:
         name = "model.name"
     elif name.lstrip("+") in _TEXTS and not re.search(grammar, value):
@@ -241,7 +238,11 @@ def register(*, helps: bool = False) -> None:
 
     # every name that conf/config.yaml and the defaults below refer to
     store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
+    schema = OmegaConf.structured(Config)
+    for path in MAPPINGS:
+        # any key may be added
+        OmegaConf.select(schema, path)._set_flag("struct", False)
+    store.store(name="schema", node=schema)
     OmegaConf.register_new_resolver("wellfed.help", help_page, replace=True)
     store.store(group="hydra/help", name="wellfed", node={"template": "${wellfed.help:}"})
     node = HydraConf(

@@ -235,7 +235,7 @@ def test_timm_reads_an_export(composed: Composed, tmp_path: Path, name: str) -> 
 
     config = composed(
         "mode=export", "resume=x.pt", "data=fake", "data.image_size=48", f"model.name=timm/{name}",
-        "export.format=timm", "++model.args.drop_rate=0.1",
+        "export.format=timm", "model.args={drop_rate:0.1}",
     )  # fmt: skip
     network = models.build(config.model, 3, image_size=48).eval()
     exported(config, network, tmp_path / "run", "a", "b", "c")

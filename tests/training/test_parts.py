@@ -311,7 +311,7 @@ def test_synchronized_norms_need_a_gpu() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        ("optim.name=own_parts:Lion", "++optim.args.beta=0.9", "optim.lr=1e-3"),
+        ("optim.name=own_parts:Lion", "optim.args={beta:0.9}", "optim.lr=1e-3"),
         ("optim.name=NAdam", "optim.lr=2e-3", "optim.loss=bce", "data.repeats=2"),
     ],
     ids=["own", "torch"],
