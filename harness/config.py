@@ -344,6 +344,17 @@ class AugmentConfig:
         "CutMix: alpha of the beta distribution; 0: none; with mixup each batch gets one of them.",
         _NOT_NEGATIVE,
     )
+    own: str | None = setting(
+        None,
+        "A function of your own for each image after crop and flip, such as my_augment:cutout, "
+        "called with uint8 pixels and a random generator; null: none.",
+        no_effect_with="loader.backend=arrays, data=fake",
+    )
+    own_batch: str | None = setting(
+        None,
+        "A function of your own for each batch on its device, before it is normalised, called with "
+        "uint8 images and random numbers; null: none.",
+    )
 
 
 @dataclass(slots=True)
@@ -762,6 +773,12 @@ class Config:
         "run's folder: go on there; a checkpoint: begin with it in a new folder.",
         no_effect_with="mode=diagnose, mode=verify",
     )
+    callbacks: tuple[str, ...] = setting(
+        (),
+        "Classes of your own that are called at the start, steps, windows, epochs and end of "
+        "training, such as [my_callbacks:GradientNoise].",
+        no_effect_with=f"mode=evaluate, mode=diagnose, mode=verify, {_APPLIED}",
+    )
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -841,7 +858,7 @@ def _faults(value: Any, declared: Field[Any], held: set[str]) -> Iterator[str]:
     default = declared.default
     numbers = value if isinstance(value, tuple) else (value,)
     # OmegaConf looks into no item that is a mapping or a list
-    if isinstance(default, tuple) and [*map(type, numbers)] != [*map(type, default)]:
+    if default and isinstance(default, tuple) and [*map(type, numbers)] != [*map(type, default)]:
         yield f"takes exactly {len(default)} numbers"
     pattern, hint = meta.get("pattern", (".*", ""))
     text = value if isinstance(value, str) else shown(value)

@@ -17,6 +17,7 @@ from run_state import digest
 
 from harness.config import Config, ConfigError
 from harness.data import datasets
+from harness.data.augment import BatchAugment
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.runtime.limits import Limits
@@ -61,12 +62,14 @@ def examples(write_module: Write, tmp_path: Path) -> None:
 
 def test_the_examples_are_short() -> None:
     """Each has about 20 lines."""
-    assert [len(block.splitlines()) <= 30 for block in BLOCKS] == [True] * 3
-    assert len(COMMANDS) == 3
+    assert [len(block.splitlines()) <= 30 for block in BLOCKS] == [True] * 5
+    assert len(COMMANDS) == 5
 
 
 @pytest.mark.usefixtures("examples")
-@pytest.mark.parametrize("command", COMMANDS, ids=["model", "source", "dataset"])
+@pytest.mark.parametrize(
+    "command", COMMANDS, ids=["model", "source", "dataset", "augment", "callbacks"]
+)
 def test_every_example_trains(composed: Composed, tmp_path: Path, command: str) -> None:
     """As it stands on the page, two epochs of few steps."""
     report = run(composed(*shlex.split(command), *FEW), tmp_path / "run")
@@ -106,12 +109,14 @@ def test_no_setting_changes_what_is_trained_on(composed: Composed, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("examples")
-@pytest.mark.parametrize("file", ["my_dataset", "my_model"])
+@pytest.mark.parametrize("file", ["my_data", "my_model", "my_augment"])
 def test_an_answer_of_the_tuner_holds_for_the_file_as_it_is(
     composed: Composed, tmp_path: Path, write_module: Write, file: str
 ) -> None:
     """The same files are the same run to the tuner's memory; a changed one is another."""
-    config = composed(*DATASET, "model.name=my_model:build")
+    typed = ("data=own", "data.name=my_data:open_splits", "data.root=photos")
+    augment = ("augment.own=my_augment:cutout", "augment.own_batch=my_augment:rain")
+    config = composed(*typed, "model.name=my_model:build", *augment)
     limits = Limits(cores=2.0, memory_bytes=2**30, shm_bytes=2**30, open_files=1024)
 
     alone = World(0, 1, 0, 1, torch.device("cpu"))
@@ -119,6 +124,7 @@ def test_an_answer_of_the_tuner_holds_for_the_file_as_it_is(
     def facts() -> dict[str, Any]:
         splits = datasets.load(config.data, config.augment, config.seed)
         models.build(config.model, 2, image_size=32)
+        BatchAugment.from_config(config.augment, 0)
         return fingerprint(config, splits.fingerprint(), limits, alone, "cpu")
 
     before = facts()
@@ -128,7 +134,9 @@ def test_an_answer_of_the_tuner_holds_for_the_file_as_it_is(
 
 
 @pytest.mark.usefixtures("examples")
-@pytest.mark.parametrize("setting", ["loader.backend=threads", "mode=diagnose"])
+@pytest.mark.parametrize(
+    "setting", ["loader.backend=threads", "mode=diagnose", "augment.own=my_augment:cutout"]
+)
 def test_what_a_dataset_cannot_do_is_refused(
     composed: Composed, tmp_path: Path, setting: str
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from ..data.datasets import Splits
     from ..runtime.distributed import World
     from ..training.checkpoint_read import Saved
+
+
+# settings that may name a function of the user's
+_PARTS = (
+    "model.name", "data.name", "optim.name", "optim.loss", "augment.own", "augment.own_batch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +62,10 @@ def check(config: Config) -> None:
     """
     _check_launcher(config.dist.name)
     schema.check_names(config)
-    user_code.check("model.name", config.model.name)
-    user_code.check("data.name", config.data.name)
-    user_code.check("optim.name", config.optim.name)
-    user_code.check("optim.loss", config.optim.loss)
+    for setting in _PARTS:
+        user_code.check(setting, attrgetter(setting)(config))
+    for name in config.callbacks:
+        user_code.check("callbacks", name)
     if config.watch.wandb is not Wandb.disabled:
         schema.installed("wandb", f"watch.wandb={config.watch.wandb.name}")
     resume = config.resume
@@ -198,7 +205,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     from ..monitor.monitor import watched
     from ..report.reporter import Reporter
     from ..runtime import accelerator, limits
-    from ..training import resume
+    from ..training import callbacks, resume
     from ..training.engine import Engine
     from ..training.state import make_state
     from ..training.step import Step
@@ -213,6 +220,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     feeds = Feeds(splits, config, world)
     counts = feeds.steps_per_epoch(), feeds.update_images()
     state = make_state(config, len(splits.classes), world, *counts, filled=bool(saved))
+    called = callbacks.made(config.callbacks)
     rest = resume.take_over(state, saved, splits.classes, len(splits.train))
     resumed = None if config.resume is None else state.step
     allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
@@ -248,6 +256,6 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
         val_feed = feeds.val(val)
         if found is not None:
             found.follow(feed, val_feed, monitor, state.step)
-        engine = Engine(step, feed, val_feed, monitor, job.folder, splits.classes)
+        engine = Engine(step, feed, val_feed, monitor, job.folder, splits.classes, called)
         with Reporter(job.overridden, summary, allowed.cores, splits).reporting(engine):
             engine.fit()

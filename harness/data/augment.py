@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..config import AugmentConfig, Policies
 from ..runtime import accelerator
-from ..runtime.seeding import BATCH, order_rng, uniforms
+from ..runtime.seeding import BATCH, OWN, order_rng, uniforms
+from .own import OwnAugment
 
 # as torchvision's ColorJitter numbers them
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
@@ -83,11 +84,13 @@ class BatchAugment:
     """Applies ``parts`` one after the other; a function of (seed, epoch, index) and the pixels.
 
     A part makes of uint8 ``[N, 3, H, W]`` and float64 draws ``[N, part.draws]`` in [0, 1) new
-    images; each image takes its own draws.
+    images; each image takes its own draws. The user's ``own`` function comes last, with a whole
+    batch.
     """
 
     parts: Sequence[Policy | ColorJitter]
     seed: int
+    own: OwnAugment | None = None
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, seed: int) -> BatchAugment | None:
@@ -99,7 +102,10 @@ class BatchAugment:
             parts.append(policy)
         if any(augment.color_jitter):
             parts.append(ColorJitter(*augment.color_jitter))
-        return cls(parts, seed) if parts else None
+        own = None
+        if augment.own_batch:
+            own = OwnAugment("augment.own_batch", augment.own_batch)
+        return cls(parts, seed, own) if parts or own else None
 
     def __call__(self, images: Tensor, batch: Any) -> Tensor:
         """Returns ``images``, uint8 ``[N, 3, H, W]``, augmented, in new memory on their device.
@@ -119,7 +125,31 @@ class BatchAugment:
                 some = part(some, drawn[:, : part.draws])
                 drawn = drawn[:, part.draws :]
             done.append(some)
-        return done[0] if len(done) == 1 else torch.cat(done)
+        # the user's function may change them in place
+        images = done[0] if self.parts and len(done) == 1 else torch.cat(done)
+        if self.own is not None:
+            images = self.own(images, BatchRng(self.seed, batch, images.device))
+        return images
+
+
+@dataclass(slots=True)
+class BatchRng:
+    """The random numbers of a batch, on its ``device``: each image's by (seed, epoch, index)."""
+
+    seed: int
+    batch: Any
+    device: torch.device
+    # numbers of each image that were given
+    _drawn: int = 0
+
+    def uniform(self, count: int) -> Tensor:
+        """Returns the next ``count`` numbers of each image, float32 ``[N, count]`` in [0, 1)."""
+        first = self._drawn
+        self._drawn += count
+        indices = self.batch.indices.numpy()
+        drawn = uniforms(self.seed, self.batch.epoch, indices, self._drawn, OWN)
+        # float32 would round the largest up to 1
+        return to_device(drawn[:, first:].clip(max=1 - 2**-24), self.device)
 
 
 class ColorJitter:

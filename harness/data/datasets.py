@@ -31,13 +31,13 @@ from ..config import (
 from ..monitor.console import say
 from ..runtime import user_code
 from ..runtime.errors import BadSample, DataError, is_out_of_memory
-from ..runtime.seeding import SampleRng
+from ..runtime.seeding import OWN, SampleRng, order_rng
 from . import cifar, shapes
 from .cache import Gathered, PixelCache, open_caches
 from .decode import DecodeError, decoded
 from .folds import Fold
 from .libraries import decode_jpeg_part
-from .own import OwnDataset, open_own
+from .own import OwnAugment, OwnDataset, open_own
 from .storage import (
     ArraySource,
     FileSource,
@@ -74,6 +74,8 @@ class ImageDataset:
     blanks: bool = False
     # which images need no longer be decoded whole for a random part; None: all
     whole: Whole | None = None
+    # of the user, after the transform
+    own: OwnAugment | None = None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -81,7 +83,8 @@ class ImageDataset:
     @property
     def stages(self) -> tuple[str, ...]:
         """The names that ``fill`` gives its laps, in order."""
-        return ("read", "decode", *self.transform.stages)
+        own = () if self.own is None else (self.own.setting,)
+        return ("read", "decode", *self.transform.stages, *own)
 
     def fill(
         self,
@@ -104,6 +107,7 @@ class ImageDataset:
 
         Raises:
             BadSample: the sample cannot be read, for any reason.
+            ConfigError: the user's augmentation failed.
         """
         if instead is not None and self.blanks:
             out[:] = 0
@@ -129,9 +133,14 @@ class ImageDataset:
                 if lap is not None:
                     lap("decode")
             self.transform(pixels, rng, out, lap, part)
+            if self.own is not None:
+                rows = out.transpose(1, 2, 0)
+                rows[...] = self.own(rows, order_rng(self.seed, epoch, index, OWN))
+                if lap is not None:
+                    lap(self.own.setting)
             return int(labels[place])
         except Exception as error:
-            if isinstance(error, BadSample) or is_out_of_memory(error):
+            if isinstance(error, BadSample | ConfigError) or is_out_of_memory(error):
                 raise
             # any error: a StopIteration that got out would end a worker's epoch in silence
             reason = str(error) if isinstance(error, DecodeError) else user_code.message(error)
@@ -342,6 +351,7 @@ DATASETS: dict[str, Callable[[DataConfig], tuple[Source, Source]]] = {
 }
 # has no source: load makes it
 FAKE = "fake"
+_NAMES = ", ".join([*DATASETS, FAKE])
 
 # The settings that have an effect for some of our data sets alone.
 _FILES = "root background cache cache_gb cache_max_side exif_orientation max_pixels"
@@ -389,26 +399,29 @@ def load(
                     f"data.fraction={data.fraction:g}: {data.name} gives a Dataset, not a source; "
                     "have it return a torch.utils.data.Subset"
                 )
+            if augment.own:
+                raise ConfigError(
+                    f"augment.own={augment.own}: {data.name} gives a Dataset, whose transforms are "
+                    "its own; call the function there"
+                )
             return Splits(first, second, first.classes, data.name, root)
     elif data.name in DATASETS:
         first, second = DATASETS[data.name](data)
     else:
         # of a checkpoint; the command line's is known
-        sets = ", ".join([*DATASETS, FAKE])
-        raise ConfigError(f"data.name={data.name}: no such data set; choose from {sets}")
+        raise ConfigError(f"data.name={data.name}: no such data set; choose from {_NAMES}")
     if data.fraction < 1:
         first = Subset(first, part(first.labels, data.fraction, _SPLIT_SEED))
-    # decode, and keep what is decoded
     kept = val_kept = None
     if data.cache is not DataCache.none:
         kept, val_kept = open_caches((first, second), data, gathered)
-    # augment
     transform = CropTransform.from_config(augment, data)
     skips = data.on_error is OnError.skip
     whole = None
     if kept is None and transform.crop == "random_resized":
         whole = open_whole(first, data)
-    images = ImageDataset(first, transform, data, size, seed, kept, skips, whole=whole)
+    own = OwnAugment("augment.own", augment.own) if augment.own else None
+    images = ImageDataset(first, transform, data, size, seed, kept, skips, whole=whole, own=own)
     val_images = ImageDataset(second, as_evaluated(data), data, size, seed, val_kept, skips)
     if data.cache_max_side is not None:
         say(

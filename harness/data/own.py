@@ -1,13 +1,14 @@
-"""Opens the user's own data set: ``data.name=my_module:open_splits``.
+"""Opens the user's own data set, and calls the user's own augmentation.
 
-The function gives two sets, to train and to validate. Each is a source
-(``harness.data.storage.Source``), decoded and augmented as ours are, or a
+The function ``data.name=my_module:open_splits`` gives two sets, to train and to validate. Each is
+a source (``harness.data.storage.Source``), decoded and augmented as ours are, or a
 ``torch.utils.data.Dataset`` of (image, label) with transforms of its own. ``docs/adding.md`` has an
 example of each.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,6 +75,36 @@ class OwnSource:
             self.where(i),
             f"read({i}) gave {_kind(content)}; it must give bytes, or uint8 pixels [H, W, 3]",
         )
+
+
+class OwnAugment:
+    """The function ``name`` of the user's, as ``setting`` names it, which augments images.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+
+    def __init__(self, setting: str, name: str) -> None:
+        self.setting = setting
+        self._begin = f"{setting}={name}:"
+        self._function = user_code.found(setting, name)
+
+    def __call__(self, images: Any, rng: Any) -> Any:
+        """Returns the pixels made of ``images``, an array or tensor, of its type and shape.
+
+        Raises:
+            ConfigError: the function failed, or gave something else.
+        """
+        must = _kind(images)
+        with user_code.explained(f"{self._begin} failed with"):
+            made = self._function(images, rng)
+        if not isinstance(made, type(images)) or _kind(made) != must:
+            text = f"{self._begin} gave {_kind(made)}; it must return {must}"
+            # what is no function, but can be called, may have no code
+            if code := getattr(self._function, "__code__", None):
+                text += f" ({os.path.relpath(code.co_filename)}:{code.co_firstlineno})"
+            raise ConfigError(text)
+        return made
 
 
 @dataclass(eq=False)

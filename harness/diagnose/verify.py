@@ -64,7 +64,7 @@ def _unreadable(
 ) -> list[Failure]:
     """Returns the samples of ``dataset`` that cannot be read, of all ranks."""
     if isinstance(dataset, ImageDataset):
-        dataset = replace(dataset, cache=None, skips=False, whole=None)
+        dataset = replace(dataset, cache=None, skips=False, whole=None, own=None)
     elif isinstance(dataset, OwnDataset):
         dataset = replace(dataset, skips=False)
     own: list[Failure] = []

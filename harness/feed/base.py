@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..clock.stages import COLLATE, SAMPLE, START, Lap, StageMeter, StageTimer, Stamps
+from ..config import ConfigError
 from ..runtime.errors import BadSample, LoaderError, is_out_of_memory
 from ..runtime.folder import log
 from ..runtime.seeding import instead_of
@@ -354,6 +355,7 @@ class BatchWorker:
 
         Raises:
             MemoryError: no sample's fault, whichever allocator refused.
+            ConfigError: no sample's fault either: a function of the user's failed.
         """
         failures: list[Failure] = []
         first = self._stages[0]
@@ -375,6 +377,8 @@ class BatchWorker:
                     lap(first)
                 if is_out_of_memory(error):
                     raise MemoryError(str(error)) from error
+                if isinstance(error, ConfigError):
+                    raise
                 failures.append(self._failure(error, epoch, index, pixels[row], labels[row:]))
         return failures, self.timer.end(len(indices))
 

@@ -34,8 +34,12 @@ _GATHER = "gather"
 
 
 def has_fixed_size(dataset: object) -> TypeGuard[ImageDataset]:
-    """Returns whether these are images of one size each before crop and mirror."""
-    return isinstance(dataset, ImageDataset) and dataset.transform.crop in ("pad", "center")
+    """Returns whether these are images of one size each before crop and mirror, the last steps."""
+    return (
+        isinstance(dataset, ImageDataset)
+        and dataset.own is None
+        and dataset.transform.crop in ("pad", "center")
+    )
 
 
 def stored(dataset: object) -> tuple[np.ndarray, np.ndarray] | None:

@@ -68,7 +68,8 @@ class ProcessFeed(Backend):
         BadSample: from ``next()``, for a sample that cannot be read.
         LoaderError: from ``next()``, for a worker that died or did not answer within
             ``settings.timeout_s``.
-        ConfigError: from ``next()``, for a data set that cannot be pickled.
+        ConfigError: from ``next()``, for a data set that cannot be pickled, or a function of the
+            user's that failed.
     """
 
     name = PROCESSES
@@ -134,13 +135,16 @@ class ProcessFeed(Backend):
             elif watchdog.fired:
                 raise TimeoutError
             return batch
+        except ConfigError as error:
+            # a worker's own error comes behind its traceback
+            raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from error
         except (RuntimeError, OSError, EOFError) as error:
             if not self.settings.num_workers:
                 raise
             if watchdog.fired or isinstance(error, TimeoutError):
                 signals.check()
                 raise too_slow(self.settings.timeout_s) from error
-            # a worker's own error comes behind its traceback
+            # here too
             lines = (str(error) or type(error).__name__).splitlines()
             text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")
             raise LoaderError(

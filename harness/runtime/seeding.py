@@ -24,6 +24,8 @@ from . import accelerator
 SAMPLE = 2
 BATCH = 3
 _INSTEAD = 4
+# what functions of the user's own do to samples and to batches
+OWN = 8
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 

@@ -23,9 +23,9 @@ from .errors import RunError, is_out_of_memory, printable, words
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-def is_own(name: str) -> bool:
+def is_own(name: str | None) -> bool:
     """Whether ``name`` is a user's function, such as ``my_module:build``, and none of ours."""
-    return ":" in name
+    return ":" in (name or "")
 
 
 def check(setting: str, name: str) -> None:

@@ -26,11 +26,11 @@ from ..monitor import device
 from ..monitor.console import progress, say
 from ..monitor.monitor import Monitor
 from ..monitor.writer import BAD_SAMPLES, Value
-from ..runtime import accelerator, signals
+from ..runtime import accelerator, signals, user_code
 from ..runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
 from ..runtime.files import read_regular
 from ..runtime.folder import log
-from . import checkpoint_read, checkpoint_write, pictures, profile
+from . import callbacks, checkpoint_read, checkpoint_write, pictures, profile
 from .evaluate import Evaluation, evaluate
 from .step import Step, device_batches
 
@@ -61,6 +61,7 @@ class Engine:
         monitor: what the run is watched with.
         folder: where the run's files go.
         classes: their names, which a checkpoint records.
+        callbacks: the user's, by name, if there are any.
 
     Attributes:
         status: completed, idle (there was nothing left to train), interrupted or failed.
@@ -79,6 +80,7 @@ class Engine:
     monitor: Monitor
     folder: Path
     classes: tuple[str, ...]
+    callbacks: Mapping[str, Any] | None = None
 
     status = "failed"
     stopped: str | None = None
@@ -112,6 +114,7 @@ class Engine:
         self.memory = device.MemoryWatch(self._own)
         # what the feed's workers had done at the last window, and when that was
         self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
+        self._run = callbacks.Run(state, self.folder, self.classes)
         self._boundary = checkpoint_write.StopAgreement(
             config, world, state.step, began_s=monitor.timer.began_s
         )
@@ -133,16 +136,17 @@ class Engine:
                 self.evaluate(max(0, state.epoch - 1))
                 self.status = "completed"
                 return
-            # a signal came before or during the evaluation
-            if state.pending:
-                self._save(self.evaluate(state.epoch - (state.samples == 0)).top1)
-            elif self.is_done:
+            if self.is_done and not state.pending:
                 say(
                     f"nothing left to train after step {state.step}: raise trainer.epochs, "
                     "trainer.max_steps or trainer.patience_epochs"
                 )
                 self.status = "idle"
                 return
+            self._call("on_start")
+            # a signal came before or during the evaluation
+            if state.pending:
+                self._save(self.evaluate(state.epoch - (state.samples == 0)).top1)
             elif state.step:
                 say(f"goes on with epoch {state.epoch + 1}")
             self.step.check_last_batch(self.order.length)
@@ -157,6 +161,7 @@ class Engine:
                 every = self.config.checkpoint.every_epochs
                 if due or self._ends() or (epoch + 1) % every == 0:
                     self._save(top1)
+            self._call("on_end")
             if not self.is_done:
                 self.stopped = f"trainer.max_hours={trainer.max_hours} are over"
             elif state.stale == trainer.patience_epochs:
@@ -230,6 +235,7 @@ class Engine:
             f"{result.images} images{trained}"
         )
         self._list_replaced()
+        self._call("on_epoch", result)
         return result
 
     def _drop_rate(self) -> None:
@@ -241,8 +247,28 @@ class Engine:
             schedule.drops += 1
             schedule.go_to(schedule.last_epoch)
 
+    def _call(self, method: str, *given: Any) -> None:
+        """Calls ``method`` of the user's callbacks, and writes what they log between two windows.
+
+        Raises:
+            ConfigError: one failed.
+        """
+        if not self.callbacks:
+            return
+        between = method in ("on_step", "on_window")
+        with (self.monitor.clock.noted if between else self._untimed)("callbacks"):
+            for name, callback in self.callbacks.items():
+                if function := getattr(callback, method, None):
+                    with user_code.explained(f"callbacks={name}: {method} failed with"):
+                        function(self._run, *given)
+        # there may be no window any more
+        if self._run.logged and not between:
+            self._write(self._run.epoch - 1, {})
+
     def _note_update(self) -> None:
-        """Puts an event behind an update that other ranks have a part in."""
+        """Tells callbacks of an update; puts an event behind one that other ranks take part in."""
+        if self.callbacks:
+            self._call("on_step")
         if not self._may_hang:
             return
         state = self.state
@@ -292,6 +318,8 @@ class Engine:
         try:
             yield
         except Exception as error:
+            # one of them may have failed
+            self.callbacks = None
             if isinstance(error, Interrupted):
                 self.status = "interrupted"
             expected = isinstance(error, Interrupted | DataError | LoaderError)
@@ -429,8 +457,10 @@ class Engine:
             values |= by_tag(window, self.world.size) | self._worked()
             for look in self.monitor.on_window:
                 look(clock, window)
+        values |= memory
+        self._call("on_window", {**values})
         with clock.noted("logging"):
-            self._write(epoch, values | memory)
+            self._write(epoch, values)
         if figures.skipped:
             text = "step %d: %d updates skipped, a loss or gradient was not finite"
             log.warning(text, now, figures.skipped)
@@ -504,7 +534,9 @@ class Engine:
     def _write(self, epoch: int, figures: Mapping[str, Value]) -> None:
         if self.monitor.writer is not None:
             sampled = self.monitor.sampler.read() if self.monitor.sampler is not None else {}
-            self.monitor.writer.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
+            whole = {**figures, **self._run.logged, **sampled}
+            self.monitor.writer.scalars(self.state.step, whole, epoch=epoch + 1)
+        self._run.logged.clear()
 
     def _save(self, top1: float | None = None) -> None:
         with self._untimed("checkpoint"):

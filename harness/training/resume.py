@@ -31,6 +31,7 @@ _TRAINS = (
     "loader.batch_size",
     "trainer.accumulate_steps",
     "trainer.epochs",
+    "callbacks",
 )
 # what takes a network from a checkpoint, and trains no more
 _APPLIES = (Mode.evaluate, Mode.predict, Mode.export)

@@ -529,11 +529,13 @@ def fingerprint(
     for room in ("data", "feed", "tuning"):
         for path in sorted((package / room).glob("*.py")):
             sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
-    names = (config.data.name, config.model.name, config.optim.name, config.optim.loss)
+    augment, optim = config.augment, config.optim
+    names = (config.data.name, config.model.name, augment.own, augment.own_batch)
+    names += (optim.name, optim.loss)
     return {
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
         "sources": sources.hexdigest(),
-        "own": [user_code.digest(name) for name in names if user_code.is_own(name)],
+        "own": [user_code.digest(name) for name in names if name and user_code.is_own(name)],
         "ranks": [world.size, world.local_size],
         "data": dict(data),
         "settings": settings,

@@ -28,6 +28,9 @@ PAGE = ROOT / "docs" / "architecture.md"
 DOORS = """
 network | model.name=module:function | training.models:build | adding
 data set or source | data.name=module:function | data.own:open_own | adding
+augmentation of an image | augment.own=module:function | data.own:OwnAugment | adding
+augmentation of a batch | augment.own_batch=module:function | data.augment:BatchAugment | adding
+callbacks | callbacks=[module:Class] | training.callbacks:made | adding
 settings folder | --config-dir=FOLDER | cli.compose:prepared | commands
 loop over one loader | wellfed.watched | hooks.own:watched | watch
 loop in a block | wellfed.watching | hooks.own:watching | watch

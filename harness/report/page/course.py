@@ -41,8 +41,8 @@ class Windows:
     """The logged windows of steps.
 
     Attributes:
-        columns: one entry per window, by ``step``, ``epoch`` and tag; None where a line does not
-            say.
+        columns: one entry per window, by ``step``, ``epoch`` and tag, the user's behind the others;
+            None where a line does not say.
         last: the line that was written last.
         damaged: lines that could not be read, but for a last one that is still being written.
     """
@@ -70,6 +70,10 @@ def read_windows(path: Path) -> Windows:
             continue
         # other lines are of evaluations
         if None not in needed:
+            for name in line:
+                if name.startswith("user/"):
+                    before = [None] * len(windows.columns["step"])
+                    windows.columns.setdefault(name, before)
             for name, column in windows.columns.items():
                 column.append(number(line.get(name)))
             windows.last = line
@@ -95,7 +99,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     if groups < len(steps):
         # a group's lowest and highest keep every spike
         kinds |= {"low": min, "high": max}
-    for tag in TAGS:
+    for tag in [*windows.columns][2:]:
         figures = windows.columns[tag]
         known = [[ms for ms in figures[a:b] if ms is not None] for a, b in pairwise(edges)]
         if any(known):
