@@ -62,13 +62,15 @@ def examples(write_module: Write, tmp_path: Path) -> None:
 
 def test_the_examples_are_short() -> None:
     """Each has about 20 lines."""
-    assert [len(block.splitlines()) <= 30 for block in BLOCKS] == [True] * 5
-    assert len(COMMANDS) == 5
+    assert [len(block.splitlines()) <= 30 for block in BLOCKS] == [True] * 7
+    assert len(COMMANDS) == 7
 
 
 @pytest.mark.usefixtures("examples")
 @pytest.mark.parametrize(
-    "command", COMMANDS, ids=["model", "source", "dataset", "augment", "callbacks"]
+    "command",
+    COMMANDS,
+    ids=["model", "optimizer", "loss", "source", "dataset", "augment", "callbacks"],
 )
 def test_every_example_trains(composed: Composed, tmp_path: Path, command: str) -> None:
     """As it stands on the page, two epochs of few steps."""

@@ -530,8 +530,9 @@ def fingerprint(
         for path in sorted((package / room).glob("*.py")):
             sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     augment, optim = config.augment, config.optim
-    names = (config.data.name, config.model.name, augment.own, augment.own_batch)
-    names += (optim.name, optim.loss)
+    names = (
+        config.data.name, config.model.name, augment.own, augment.own_batch, optim.name, optim.loss,
+    )  # fmt: skip
     return {
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
         "sources": sources.hexdigest(),
