@@ -35,6 +35,8 @@ FEW = (
     "schedule.warmup_epochs=0",
 )  # fmt: skip
 
+NAMES = ["model", "optimizer", "loss", "source", "dataset", "augment", "callbacks"]
+
 pytestmark = pytest.mark.usefixtures("kept_globals")
 
 
