@@ -11,6 +11,7 @@ import importlib.util
 import io
 import operator
 import re
+from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from enum import Enum
@@ -154,6 +155,26 @@ class DataConfig:
     md5: str | None = setting(None, "MD5 of an archive that you trust; null: the publisher's.")
     image_size: int = setting(
         64, "Side of the square that the network sees, in pixels.", ge=8, le=4096
+    )
+    train_size: Any = setting(
+        None,
+        "Side of training images instead, in pixels, such as 176; or a list of sides, each from "
+        "its epoch of train_size_epochs on; null: image_size.",
+        pattern=(
+            r"\d+|\[\d+(,\d+)*\]",
+            "null, a side such as 176, or a list such as [128,160,192]",
+        ),
+        ge=8,
+        le=4096,
+        no_effect_with="data=fake",
+    )
+    train_size_epochs: Any = setting(
+        None,
+        "Epochs, counted from 0, at whose start each side of train_size begins, such as [0,6,12]; "
+        "null: there is one.",
+        _NATURAL,
+        pattern=(r"\[\d+(,\d+)*\]", "null, or epochs such as [0,6,12]"),
+        increasing=True,
     )
     eval_resize: int | None = setting(
         None,
@@ -915,6 +936,12 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
             f"data.eval_resize={c.data.eval_resize}: smaller than "
             f"data.image_size={c.data.image_size}; raise it or set it to null"
         )
+    starts = c.data.train_size_epochs or (0,)
+    if starts[0] or len(starts) != len(train_sizes(c.data)):
+        yield (
+            f"data.train_size_epochs={shown(c.data.train_size_epochs)}: give an epoch for each "
+            "side of data.train_size, the first one 0"
+        )
     steps = [*map(int, (c.profile.steps or "1-1").split("-"))]
     if steps != sorted(steps):
         yield (
@@ -1043,6 +1070,17 @@ def adopted(
     if taken:
         tell(f"from {source}: {' '.join(taken)}")
     return load(tree)
+
+
+def train_sizes(data: DataConfig) -> tuple[int, ...]:
+    """Returns the sides of training images in pixels, in the order in which they come."""
+    sides = data.train_size or data.image_size
+    return sides if isinstance(sides, tuple) else (sides,)
+
+
+def train_size(data: DataConfig, epoch: int) -> int:
+    """Returns the side of the training images of ``epoch``, from 0, in pixels."""
+    return train_sizes(data)[bisect(data.train_size_epochs or (0,), epoch) - 1]
 
 
 def named_backend(config: Config) -> BackendName | None:

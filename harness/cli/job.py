@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import forkserver
 from operator import attrgetter
 from pathlib import Path
@@ -18,9 +19,10 @@ from ..runtime import folder, signals, user_code, workers
 from ..runtime.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
-    from ..data.datasets import Splits
+    from ..feed.feeds import Feeds
     from ..runtime.distributed import World
     from ..training.checkpoint_read import Saved
+    from ..tuning.tuner import Tuned
 
 
 # settings that may name a function of the user's
@@ -158,13 +160,18 @@ def main_worker(local_rank: int, job: Job) -> None:
         work(world, replace(job, config=config), saved)
 
 
-def _splits(config: Config, saved: Saved | None, world: World) -> Splits:
+def _feeds(config: Config, saved: Saved | None, world: World) -> Feeds:
     """Opens the data set, or what is evaluated."""
     from ..data import datasets
+    from ..feed.feeds import Feeds
 
+    # storage -> decode -> augment
     if config.mode is Mode.evaluate and saved is not None:
-        return datasets.load_evaluated(config.data, config.seed, saved.classes)
-    return datasets.load(config.data, config.augment, config.seed, world.gathered)
+        splits = datasets.load_evaluated(config.data, config.seed, saved.classes)
+    else:
+        splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
+    # order -> load -> pin -> copy
+    return Feeds(splits, config, world)
 
 
 def _verify(world: World, job: Job) -> None:
@@ -201,7 +208,6 @@ def _apply(world: World, job: Job, saved: Saved | None) -> None:
 
 def _wire(world: World, job: Job, saved: Saved | None) -> None:
     """Wires the rooms in the order of the data, from the disk to the report."""
-    from ..feed.feeds import Feeds
     from ..monitor.monitor import watched
     from ..report.reporter import Reporter
     from ..runtime import accelerator, limits
@@ -214,18 +220,19 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     config = job.config
     # all is imported, and what follows looks for signals
     signals.set_grace(config.checkpoint.grace_s)
-    # storage -> decode -> augment
-    splits = _splits(config, saved, world)
-    # order -> load -> pin -> copy
-    feeds = Feeds(splits, config, world)
+    feeds = _feeds(config, saved, world)
+    splits = feeds.splits
     counts = feeds.steps_per_epoch(), feeds.update_images()
     state = make_state(config, len(splits.classes), world, *counts, filled=bool(saved))
     called = callbacks.made(config.callbacks)
     rest = resume.take_over(state, saved, splits.classes, len(splits.train))
     resumed = None if config.resume is None else state.step
     allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
-    train = feeds.settings(allowed)
-    val = feeds.val_settings(train)
+    first = schema.train_size(config.data, state.epoch)
+    # it comes last, for feeds keep the last one
+    sizes = sorted({*schema.train_sizes(config.data)}, key=first.__eq__)
+    plans = {size: feeds.resize(size).settings(allowed) for size in sizes}
+    val = feeds.val_settings(plans[first])
     if job.goes_on and world.is_main:
         # nothing is refused any more
         folder.write_settings(job.folder, job.written)
@@ -238,24 +245,24 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
 
             diagnose(feeds, trials, allowed, job.overridden, monitor.writer)
             return
-        found = summary = None
-        if config.loader.autotune:
+        found: dict[int, Tuned] = {}
+        for size in sizes if config.loader.autotune else ():
             from ..tuning.tuner import tuned
 
-            found = tuned(feeds, trials, config, allowed, world, resumed)
-            found.report.publish(monitor.writer)
+            found[size] = tuned(feeds.resize(size), trials, config, allowed, world, resumed)
+            (report := found[size].report).publish(monitor.writer)
             monitor.timer.mark("tuning")
-            train, val, summary = found.report.settings, found.report.val, found.summary
-        on_device = train.backend == "arrays" and accelerator.get(world.device).has_streams
-        if config.mode is Mode.train and on_device and (found is None or found.report.reused):
+            plans[size], val = report.settings, report.val
+        on_device = plans[first].backend == "arrays" and accelerator.get(world.device).has_streams
+        if config.mode is Mode.train and on_device and (not found or report.reused):
             # a step first takes what the network needs: images get of the rest
             with trials.preserved_state():
-                trials.demand(feeds.noise(train.batch_size), 0.0)
+                trials.demand(feeds.noise(config.loader.batch_size), 0.0)
         # normalise -> step -> evaluate -> save
-        feed = feeds.train(train, rest)
-        val_feed = feeds.val(val)
-        if found is not None:
-            found.follow(feed, val_feed, monitor, state.step)
-        engine = Engine(step, feed, val_feed, monitor, job.folder, splits.classes, called)
+        sized = partial(feeds.sized, plans, rest)
+        engine = Engine(step, sized, feeds.val(val), monitor, job.folder, splits.classes, called)
+        if found:
+            monitor.on_window.append(lambda *seen: found[engine.size].look(engine, *seen))
+        summary = found[first].summary if found else None
         with Reporter(job.overridden, summary, allowed.cores, splits).reporting(engine):
             engine.fit()

@@ -89,9 +89,9 @@ class StepClock:
         # when a call returns, a CPU has done its work; MPS has not
         self._times_compute = own.is_host and not own.has_streams
         self._tells = own.tells
-        # of the open window, and of those that are closed
+        # of the open window, and by part of the run of those that are closed
         self._ledger = Ledger()
-        self._closed = Ledger()
+        self._closed = [Ledger()]
         # of the running step: seconds waited and prepared by the host's clock, held, computed
         self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0
         self._wait_parts_s: Sums = defaultdict(float)
@@ -392,19 +392,23 @@ class StepClock:
             return None
         ended = self._ledger
         self._ledger = Ledger()
-        self._closed.merge(ended)
+        self._closed[-1].merge(ended)
         return ended.window(self._tells)
 
-    def total(self) -> Window:
+    def start_part(self) -> None:
+        """Begins another part of the run; all windows of the one before are closed."""
+        self._closed.append(Ledger())
+
+    def total(self, first: int = 0) -> Window:
         """Returns the figures of the whole run so far, with those of the open window.
 
-        Never waits for the device.
+        Or from its part ``first`` on; -1 is the last one. Never waits for the device.
         """
         if self._timeline:
             self._timeline.read(self._ledger)
         whole = Ledger()
-        whole.merge(self._closed)
-        whole.merge(self._ledger)
+        for ledger in (*self._closed[first:], self._ledger):
+            whole.merge(ledger)
         return whole.window(self._tells)
 
 

@@ -146,6 +146,13 @@ class ImageDataset:
             reason = str(error) if isinstance(error, DecodeError) else user_code.message(error)
             raise BadSample(self.source.where(place), reason) from error
 
+    def sized(self, size: int) -> ImageDataset:
+        """Returns the data set with images of ``size`` pixels, which show the same parts."""
+        short = self.options.eval_resize
+        short = short and round(short * size / self.options.image_size)
+        transform = replace(self.transform, size=size, resize=short)
+        return replace(self, transform=transform, image_size=size)
+
     def _decoded(self, place: int, data: bytes, rng: SampleRng) -> tuple[np.ndarray, Box | None]:
         """Returns the pixels of ``data``, or some of them and the part among them that is drawn."""
         whole = self.whole
@@ -243,7 +250,7 @@ class Splits:
         return self.cache.reserved_bytes if self.cache is not None else 0
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the training set's name, place, size and digest, as plain values.
+        """Returns the training set's name, place, sizes and digest, as plain values.
 
         The digest changes if a file is added, removed or renamed, or a sampled file is modified
         (all files, up to 400). Of other sources 16 samples are read.
@@ -252,6 +259,7 @@ class Splits:
             "name": self.name,
             "root": os.path.abspath(os.path.expanduser(self.root)) if self.root else "",
             "images": len(self.train),
+            "image_size": self.train.image_size,
             "classes": len(self.classes),
         }
         if not isinstance(self.train, ImageDataset):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
@@ -365,6 +366,25 @@ class Feeds:
                 )
         return settings
 
+    def resize(self, size: int) -> Feeds:
+        """Gives training images ``size`` pixels in all feeds made from now on; returns itself.
+
+        Raises:
+            ConfigError: the data set's images have a size of their own.
+        """
+        splits = self.splits
+        train = splits.train
+        # or it stands for what is evaluated
+        if splits.trains and train.image_size != size:
+            if not isinstance(train, ImageDataset):
+                raise ConfigError(
+                    f"data.train_size={size}: {splits.name} gives a Dataset, whose transforms "
+                    "decide the size; set it to null, or give a source"
+                )
+            self._pixels.pop(train, None)
+            self.splits = replace(splits, train=train.sized(size))
+        return self
+
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         """Returns the validation feed's settings: as in training, with workers for one pass."""
         val = self.config.loader.val
@@ -400,6 +420,12 @@ class Feeds:
                 log.warning("loader.%s=%s: has no effect with threads", name, shown(asked))
         order = replace(self._train_order(), rest=rest)
         return self._make(self.splits.train, order, settings, self.config.loader.restart_workers)
+
+    def sized(
+        self, plans: Mapping[int, FeedSettings], rest: EpochRemainder | None, size: int
+    ) -> Backend:
+        """Returns the training feed for images of ``size`` pixels, by its settings in ``plans``."""
+        return self.resize(size).train(plans[size], rest)
 
     def val(self, settings: FeedSettings, dataset: AnyDataset | None = None) -> Backend:
         """Returns a feed of every sample once, in order, on one of the ranks.

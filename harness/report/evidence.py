@@ -164,6 +164,7 @@ class Evidence:
         started_s: from their beginning to their first batch.
         shrinks: how many times as fast samples are made from a smaller copy of the images; None:
             not measured.
+        size: ``data.train_size`` of these steps in pixels; None: it is not set.
         stall: the device had nothing to run for want of data.
         starved: of that, the loop waited for a batch.
         copy: of that, the loop waited for a batch's copy.
@@ -204,6 +205,7 @@ class Evidence:
     starts: int = 0
     started_s: float = 0.0
     shrinks: float | None = None
+    size: int | None = None
 
     def __post_init__(self) -> None:
         window = self.window

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..clock.figures import as_report
 from ..config import Mode, shown, walk
 from ..data import libraries, shrink
 from ..data.datasets import Splits
@@ -24,7 +25,7 @@ from ..training.engine import Engine
 from . import mistakes
 from .evidence import Evidence
 from .page.document import write_report
-from .run_report import closing, report
+from .run_report import closing, report, sized
 from .statement import Statement, stated
 from .verdict import judge
 
@@ -119,19 +120,22 @@ class Reporter:
         loader = engine.config.loader
         cache = self.splits.cache
         own = accelerator.get(world.device)
-        evidence = Evidence(
-            window=total,
-            stages=engine.feed.meter.read() if engine.feed.meter else None,
-            settings=engine.feed.settings,
-            cores=self.cores,
-            device=own.kind,
-            sampled=engine.monitor.sampler.means() if engine.monitor.sampler else {},
-            autotuned=self.tuning is not None,
-            ranks=engine.ranks,
-            trainer=trainer,
-            half_precision=own.half_precision,
-            window_steps=engine.config.watch.window_steps,
-        )
+        by_size = [
+            Evidence(
+                **part,
+                cores=self.cores,
+                device=own.kind,
+                sampled=engine.monitor.sampler.means() if engine.monitor.sampler else {},
+                autotuned=self.tuning is not None,
+                ranks=engine.ranks,
+                trainer=trainer,
+                half_precision=own.half_precision,
+                window_steps=engine.config.watch.window_steps,
+            )
+            for part in (*engine.parts, engine.part())
+        ]
+        # at which training waited for data the longest
+        evidence = max(by_size, key=lambda part: part.stall * part.window.elapsed_s)
         verdict = judge(evidence)
         # a run that is asked to end reads no more images
         if verdict.kind == "decode" and engine.status == "completed":
@@ -148,8 +152,11 @@ class Reporter:
             stated(verdict),
             world.size,
             None if own.is_host else own.name,
-            engine.worker_s,
+            # of the feeds of all sizes together
+            0.0 if engine.parts else engine.worker_s,
             **_progress(engine),
+            **as_report(total, world.size),
+            sizes=[sized(each, world.size) for each in by_size] if evidence.size else None,
             global_batch_size=loader.batch_size * world.size * trainer.accumulate_steps,
             gpu_memory=engine.memory.peaks,
             skipped_updates=engine.skipped,

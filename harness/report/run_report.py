@@ -50,6 +50,17 @@ def report(
     return {key: value for key, value in (own | found | own).items() if value is not None}
 
 
+def sized(evidence: Evidence, ranks: int) -> dict[str, Any]:
+    """Returns the figures of so many ranks' steps with training images of one size."""
+    window = evidence.window
+    return {
+        "size": evidence.size,
+        "epochs": window.first_steps,
+        "loader": str(evidence.settings),
+        **as_report(window, ranks),
+    }
+
+
 def used(settings: Any) -> dict[str, Any]:
     """Returns a loader's settings as ``report.json`` has them."""
     # without workers there are none to keep

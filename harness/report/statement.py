@@ -99,6 +99,8 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> S
     headline = _HEADLINES.get(kind, f"{kind.capitalize()}-bound")
     if kind in _WORK and r.lost >= HARM and (r.compute or 0.0) >= 0.75:
         headline = f"Mostly compute ({r.compute:.0%}), then {_WORK[kind]}"
+    if r.size:
+        headline += f" at {r.size} px"
     next_step = tried(verdict.change) or None
     reason = verdict.why or (r.late.part if kind == "rank" and r.late else kind)
     other = _WAYS.get(reason, _WAYS.get(kind))

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,10 @@ from torch import Tensor
 from ..clock.figures import RankFigures, Tag, by_tag
 from ..clock.spans import named
 from ..clock.stages import StageTotals
-from ..config import Mode, OnError, ScheduleName
+from ..config import Mode, OnError, ScheduleName, train_size
 from ..feed.base import Backend, Failure
 from ..feed.order import Order
+from ..feed.prefetcher import DataPrefetcher
 from ..monitor import device
 from ..monitor.console import progress, say
 from ..monitor.monitor import Monitor
@@ -52,11 +53,11 @@ def listed(folder: Path) -> set[tuple[str, str]]:
 
 @dataclass(eq=False)
 class Engine:
-    """Trains on ``feed`` and evaluates on ``val_feed``.
+    """Trains on what ``sized`` gives and evaluates on ``val_feed``.
 
     Args:
         step: trains its state, whose epoch and step say where to go on.
-        feed: the training feed.
+        sized: returns the training feed for images of so many pixels.
         val_feed: the validation feed.
         monitor: what the run is watched with.
         folder: where the run's files go.
@@ -64,6 +65,8 @@ class Engine:
         callbacks: the user's, by name, if there are any.
 
     Attributes:
+        feed: the training feed, for images of ``size`` pixels.
+        parts: what ``part`` gave of former sizes.
         status: completed, idle (there was nothing left to train), interrupted or failed.
         stopped: why a completed run ended before its last epoch or step.
         evaluation: the last one, if there was one.
@@ -71,17 +74,18 @@ class Engine:
         skipped: updates left out for a non-finite gradient.
         replaced: the samples that could not be read.
         ranks: every rank's figures at the end of a completed run of several.
-        worker_s: seconds of the feed's workers so far, at work or not.
+        worker_s: seconds of the feeds' workers so far, at work or not.
     """
 
     step: Step
-    feed: Backend
+    sized: Callable[[int], Backend]
     val_feed: Backend
     monitor: Monitor
     folder: Path
     classes: tuple[str, ...]
     callbacks: Mapping[str, Any] | None = None
 
+    size = 0
     status = "failed"
     stopped: str | None = None
     evaluation: Evaluation | None = None
@@ -101,19 +105,18 @@ class Engine:
         self.state = state = self.step.state
         self.config = config = state.config
         self.world = world = state.world
+        self.parts = list[dict[str, Any]]()
+        self._take_size(state.epoch)
         # a probe has no end
         assert isinstance(self.feed.order, Order)
         self.order = self.feed.order
         self.saves = checkpoint_write.CheckpointWriter(state, self.order, self.folder, self.classes)
-        self.train_batches = self.step.batches(self.feed, monitor.clock)
         self.val_batches = device_batches(self.val_feed, config, world.device)
         # since the start, by set and number: the list may name what was mended since
         self.replaced: set[tuple[str, int]] = set()
         self._listed = listed(self.folder)
         self._own = accelerator.get(world.device)
         self.memory = device.MemoryWatch(self._own)
-        # what the feed's workers had done at the last window, and when that was
-        self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
         self._run = callbacks.Run(state, self.folder, self.classes)
         self._boundary = checkpoint_write.StopAgreement(
             config, world, state.step, began_s=monitor.timer.began_s
@@ -152,6 +155,7 @@ class Engine:
             self.step.check_last_batch(self.order.length)
             while not self._ends():
                 epoch = state.epoch
+                self._take_size(epoch)
                 due = self._train_epoch(epoch)
                 top1 = None
                 if state.pending:
@@ -198,6 +202,7 @@ class Engine:
             if not self._ends():
                 # the feed can begin again only once its pass has ended
                 self.train_batches.close()
+                self._take_size(self.state.epoch)
                 self.feed.prime(self.state.epoch)
         network = self.state.evaluated
         bar = progress(f"{name}: evaluating", len(self.val_feed), "batches")
@@ -264,6 +269,34 @@ class Engine:
         # there may be no window any more
         if self._run.logged and not between:
             self._write(self._run.epoch - 1, {})
+
+    def part(self) -> dict[str, Any]:
+        """Returns the evidence on the steps since training images have the size that they have."""
+        meter = self.feed.meter
+        return {
+            "size": self.config.data.train_size and self.size,
+            "window": self.monitor.clock.total(-1),
+            "stages": meter.read() if meter else None,
+            "settings": self.feed.settings,
+        }
+
+    def _take_size(self, epoch: int) -> None:
+        """Takes another feed where the images of ``epoch`` have another size."""
+        size = train_size(self.config.data, epoch)
+        if size == self.size:
+            return
+        clock = self.monitor.clock
+        if self.size:
+            self.train_batches.close()
+            self.feed.close()
+            self.parts.append(self.part())
+            clock.start_part()
+            say(f"training at {size} px from epoch {epoch + 1}")
+        self.feed: Backend = self.sized(size)
+        self.size = size
+        self.train_batches: DataPrefetcher = self.step.batches(self.feed, clock)
+        # what the feed's workers had done at the last window, and when that was
+        self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
 
     def _note_update(self) -> None:
         """Tells callbacks of an update; puts an event behind one that other ranks take part in."""

@@ -35,9 +35,16 @@ EXPECTED = (
 
 
 def build(
-    config: ModelConfig, num_classes: int, *, image_size: int, filled: bool = False
+    config: ModelConfig,
+    num_classes: int,
+    *,
+    image_size: int,
+    filled: bool = False,
+    train_sizes: Collection[int] = (),
 ) -> nn.Module:
     """Returns the network that ``config`` names, for square images of ``image_size`` pixels.
+
+    It must take those of ``train_sizes`` too.
 
     With ``weights=DEFAULT`` or a path, the head's weights are taken over where its shape fits, else
     they stay random. No weights are read where the caller fills the network (``filled``).
@@ -52,6 +59,10 @@ def build(
         network: nn.Module = _made(config, num_classes, image_size)
         if user_code.is_own(config.name) or config.name.startswith(TIMM):
             _prove(network, where, num_classes, image_size)
+    for size in {*train_sizes} - {image_size}:
+        end = "; set data.train_size=null"
+        with user_code.explained(f"{where}: for data.train_size={size} it failed with", end):
+            _prove(network, where, num_classes, size)
     if config.weights is None or filled:
         return network
     found = saved(config, image_size)

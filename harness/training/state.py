@@ -12,7 +12,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..config import Config, Mode, Precision
+from ..config import Config, Mode, Precision, train_sizes
 from ..monitor.console import say
 from ..runtime import user_code
 from ..runtime.distributed import World
@@ -135,7 +135,13 @@ def _placed_network(config: Config, num_classes: int, world: World, filled: bool
     """Returns the network that ``config`` names on this rank's device, as the trainer runs it."""
     trainer = config.trainer
     size = config.data.image_size
-    network = models.build(config.model, num_classes, image_size=size, filled=filled)
+    network = models.build(
+        config.model,
+        num_classes,
+        image_size=size,
+        filled=filled,
+        train_sizes=train_sizes(config.data),
+    )
     network = network.to(world.device)
     if trainer.channels_last:
         network = network.to(memory_format=torch.channels_last)
@@ -175,8 +181,7 @@ def make_state(
             that cannot be copied to be averaged.
         CheckpointError: the file that ``model.weights`` names.
     """
-    optim = config.optim
-    trainer = config.trainer
+    optim, trainer = config.optim, config.trainer
     name = config.model.name
     if network is None:
         network = _placed_network(config, num_classes, world, filled)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..clock.clock import StepClock
 from ..clock.spans import named
-from ..config import Config, ConfigError, Precision
+from ..config import Config, ConfigError, Precision, train_sizes
 from ..data.augment import BatchAugment, Mix
 from ..feed.prefetcher import DataPrefetcher
 from ..runtime import accelerator
@@ -136,7 +136,7 @@ class Step:
             name: tensor.to("meta")
             for name, tensor in chain(network.named_parameters(), network.named_buffers())
         }
-        side = config.data.image_size
+        side = min(train_sizes(config.data))
         with seeded(0, 0, 0):
             try:
                 functional_call(network, meta, torch.empty(1, 3, side, side, device="meta"))

@@ -22,21 +22,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..clock.clock import StepClock
 from ..clock.figures import Window
 from ..clock.stages import StageTotals
-from ..config import Config, TunerConfig, TunerName, shown, walk
+from ..config import Config, TunerConfig, TunerName, shown, train_sizes, walk
 from ..data.storage import cache_root
 from ..feed.base import Backend, FeedSettings
 from ..feed.feeds import Feeds
 from ..feed.threads import ThreadFeed
 from ..monitor.console import live_table, say
 from ..monitor.host import Neighbours, environment
-from ..monitor.monitor import Monitor
 from ..runtime import accelerator, user_code
 from ..runtime.distributed import World
 from ..runtime.errors import rounded
@@ -47,6 +46,9 @@ from .auto import MET, AutoSearch, grid, most_workers
 from .lab import LoaderBenchmark
 from .measures import BUSY, FED, Model, Probes, SampleCost, TuningReport, undisturbed
 from .steps import StepBenchmark
+
+if TYPE_CHECKING:
+    from ..training.engine import Engine
 
 _MAX_AGE_S = 30 * 24 * 3600.0
 # settings that decide what a sample or a step costs, and what is searched, besides all of augment
@@ -147,7 +149,8 @@ def tuned(
 ) -> Tuned:
     """Returns the settings for this run's feeds, the same on every rank.
 
-    ``step`` updates of the run are done. ``tuner.fresh=true`` forgets what was found before.
+    ``step`` updates of the run are done; of the rest each size of training images has the same
+    share. ``tuner.fresh=true`` forgets what was found before.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -169,7 +172,10 @@ def tuned(
         steps = config.trainer.epochs * feeds.steps_per_epoch()
         steps = min(steps, config.trainer.max_steps or steps)
         left = max(0, steps - (step or 0)) * config.trainer.accumulate_steps
-        images = left * config.loader.batch_size
+        sizes = {*train_sizes(config.data)}
+        images = left * config.loader.batch_size / len(sizes)
+        if len(sizes) > 1:
+            say(f"training images of {feeds.splits.train.image_size} px:")
         report = tune(feeds, trainee, own, config.tuner, limits, world, images)
         is_sound = report.complete and report.others_cores is None and report.after.rate
         if world.is_main and is_sound:
@@ -225,22 +231,21 @@ class Tuned:
     live: OnlineTuner | None = None
     checked: bool = False
 
-    def follow(self, feed: Backend, val_feed: Backend, monitor: Monitor, step: int) -> None:
-        """Checks while training what was predicted, and lets threads follow the run.
-
-        ``step`` updates of the run are done.
-        """
+    def follow(self, feed: Backend, val_feed: Backend, step: int) -> None:
+        """Lets threads follow the run, of which ``step`` updates are done."""
         if self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers:
             feeds = [feed]
             if self.val_follows and isinstance(val_feed, ThreadFeed):
                 feeds.append(val_feed)
             self.live = OnlineTuner(feeds, self.report.limits.cores, self.most, step=step)
-        monitor.on_window.append(self.look)
 
-    def look(self, clock: StepClock, window: Window) -> None:
-        """Takes in a window of steps, and what came before it."""
-        if self.live is not None:
+    def look(self, engine: Engine, clock: StepClock, window: Window) -> None:
+        """Takes in a window of steps of ``engine``, and what came before it."""
+        if self.live is not None and self.live.feeds[0] is engine.feed:
             self.live.look(window)
+        else:
+            # the first window of a feed
+            self.follow(engine.feed, engine.val_feed, engine.state.step)
         # another number was predicted for
         if self.live is None or not self.live.changes:
             self.check(clock)
@@ -249,7 +254,7 @@ class Tuned:
         """Tells once, after a hundred steps, whether training waits no more than tuning said."""
         report = self.report
         predicted = report.after.wait_fraction
-        total = clock.total()
+        total = clock.total(-1)
         if self.checked or predicted is None or total.steps + total.first_steps < STEPS:
             return
         self.checked = True

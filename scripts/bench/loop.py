@@ -138,7 +138,7 @@ def harness_engine(
             step = Step(state)
             engine = Engine(
                 step,
-                feed,
+                lambda size: feed,
                 val_feed,
                 watch,
                 place,

@@ -90,7 +90,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
         step = Step(state, 10)
         return Engine(
             step,
-            feed,
+            lambda size: feed,
             val_feed,
             Monitor(StepClock(), GoodputTimer(0.0)),
             tmp_path,

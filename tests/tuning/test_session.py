@@ -10,13 +10,10 @@ import pytest
 import reports
 import torch
 
-from harness.clock.clock import StepClock
 from harness.config import Config
 from harness.data import datasets
 from harness.feed.base import FeedSettings
 from harness.feed.feeds import Feeds
-from harness.monitor.goodput import GoodputTimer
-from harness.monitor.monitor import Monitor
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 from harness.training.state import make_state
@@ -150,12 +147,10 @@ def test_threads_follow_the_run(
     monkeypatch.setattr(tuner, "tune", chosen_as_it_was)
     found = run(composed, *overrides)
     feeds = made(composed, *overrides)
-    watch = Monitor(StepClock("cpu"), GoodputTimer(0.0))
-    found.follow(feeds.train(found.report.settings), feeds.val(found.report.val), watch, 5)
+    found.follow(feeds.train(found.report.settings), feeds.val(found.report.val), 5)
     assert (
         [feed.settings.num_workers for feed in found.live.feeds] if found.live else []
     ) == followed
-    assert len(watch.on_window) == 1
 
 
 def test_on_several_ranks_threads_stay(composed: Composed, searches: list[int]) -> None:
@@ -182,7 +177,6 @@ def test_the_report_tells_how_to_begin_with_the_last_number(
     found.follow(
         feeds.train(found.report.settings),
         feeds.val(found.report.val),
-        Monitor(StepClock("cpu"), GoodputTimer(0.0)),
         5,
     )
     assert "settled" not in found.summary() and found.live is not None

@@ -56,6 +56,7 @@ export function runView(run, declared, heading) {
     ["Course of the run", courseSection(run, declared.charts)],
     ["What loading a sample takes", stagesSection(report)],
     ...(run.first_batch ? [["First training batch", firstBatch(run.first_batch)]] : []),
+    ...(report.sizes ? [["Training sizes", report.sizes.map(sized)]] : []),
     ...(report.ranks ? [["Ranks", ranksSection(report.ranks)]] : []),
     ["Settings and environment", settingsSection(run)],
   ];
@@ -267,6 +268,9 @@ function ranksSection(ranks) {
   return scrolled("Ranks",
     table({ columns: ["rank", "step", "stalled for data", "host", "forward"], rows }));
 }
+
+const sized = ({ size, images_per_s: rate, stall_fraction: stall, loader }) => note(`At ${size} px: \
+${known(rate, perSecond)}, stalled for data ${known(stall, share)} of the time, ${loader}`);
 
 function settingsSection({ report, config }) {
   const typed = report.run?.overrides ?? [];

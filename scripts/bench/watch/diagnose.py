@@ -164,7 +164,7 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
     # of an epoch
     images = len(feed) * feed.settings.batch_size
     with monitor.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
-        engine = Engine(step, feed, val_feed, watch, place, ())
+        engine = Engine(step, lambda size: feed, val_feed, watch, place, ())
         # not fit(), which adds evaluations: the claim is about the epochs alone
         engine._train_epoch(engine.state.epoch)
         began = time.perf_counter()
