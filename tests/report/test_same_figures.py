@@ -70,9 +70,13 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
         evaluation=None,
         world=SimpleNamespace(size=2, device=torch.device("cpu")),
         state=SimpleNamespace(epoch=1, step=40),
-        feed=SimpleNamespace(
-            meter=None, settings=FeedSettings(8, 0, False, None, False, 60.0, None)
-        ),
+        parts=[],
+        part=lambda: {
+            "size": None,
+            "window": clock.total(-1),
+            "stages": None,
+            "settings": FeedSettings(8, 0, False, None, False, 60.0, None),
+        },
         memory=SimpleNamespace(peaks=None),
         folder=folder,
         config=Config(),
