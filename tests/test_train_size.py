@@ -110,6 +110,17 @@ def test_what_takes_one_size_is_refused_before_training(
     assert names in text and "\n" not in text and not (tmp_path / "x/checkpoints").exists()
 
 
+@pytest.mark.slow
+def test_a_command_that_is_refused_ends_with_2(tmp_path: Path) -> None:
+    """Typed as a number; the line names the network and the size."""
+    (tmp_path / "mine.py").write_text(FIXED)
+    done = commands.trained(
+        tmp_path, *COMMON, "model.name=mine:build", "data.train_size=24", timeout_s=280
+    )
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "mat1 and mat2" in last and "data.train_size=24" in last
+
+
 def test_crops_of_all_sizes_show_the_same_parts(composed: Composed) -> None:
     """A centre crop's shorter side grows with the size, whatever size came before."""
     config = composed("data=digits", "augment=center", "data.eval_resize=40")

@@ -38,7 +38,7 @@ from ..config import (
 # settings that are paths
 _PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
 # text and choices, whose annotations are text
-_TEXTS = {path for path, _, leaf in walk(Config()) if re.match("str|[A-Z]", str(leaf.type))}
+_TEXTS = {path for path, _, leaf in walk(Config()) if re.match("str|(?!Any)[A-Z]", str(leaf.type))}
 _TEXTS.update(_PATHS)
 
 # the settings of this process' sweep
