@@ -68,8 +68,8 @@ def run(
     def run(*overrides: str, **device_is: float) -> dict[str, Any]:
         device = EmulatedDevice(**device_is)  # type: ignore[arg-type]
 
-        def build(model: ModelConfig, classes: int, *, image_size: int, filled: bool) -> Network:
-            return Network(device, classes, image_size)
+        def build(model: ModelConfig, classes: int, **how: Any) -> Network:
+            return Network(device, classes, how["image_size"])
 
         def evaluate(*given: Any) -> Evaluation:
             result = engine_evaluate(*given)

@@ -229,7 +229,7 @@ def test_tuning_that_made_steps_needs_no_other(
     def tuned(found: feeds.Feeds, trials: Any, config: Config, limits: Limits, *_: Any) -> Any:
         train = found.settings(limits)
         return SimpleNamespace(
-            follow=lambda *_: None,
+            look=lambda *_: None,
             report=SimpleNamespace(
                 reused=reused,
                 settings=train,

@@ -99,7 +99,9 @@ def test_a_folder_of_images(
     found, state, before = diagnosed(config, tmp_path)
     assert ("in_bf16" in found["runs"]) is bool(half)
     changes = [row["change"] for row in found["what_ifs"]]
-    assert ("trainer.precision=bf16" in changes) is bool(half and changes)
+    # on a busy machine handing batches over may be the limit, which no change of a step lifts
+    may_help = found["bottleneck"] not in ("transport", "copy")
+    assert ("trainer.precision=bf16" in changes) is bool(half and changes and may_help)
     assert {"delivered", "warm"} <= found["runs"].keys() and (found["ceiling"] or 1) >= 1
     stages = found["stages"]
     assert [stage["name"] for stage in stages][:2] == ["read", "decode"]
