@@ -372,10 +372,10 @@ def check_classes(source: Source, where: object) -> None:
 def _look_at_classes(source: FolderSource) -> None:
     """Says which of the classes of ``source`` may not be those that the user means."""
     check_classes(source, source.root)
-    classes = source.classes
+    classes = {*source.classes}
     for path in source.index.watched:
         own, *inner = os.path.relpath(path, source.root).split(os.sep)
-        if own in classes and (others := {*inner} & {*classes} - {own}):
+        if own in classes and (others := classes.intersection(inner) - {own}):
             target = os.path.join(source.root, min(others))
             log.warning(
                 "%s: its images count as class %r, and %r is a class too; to move them there: "
