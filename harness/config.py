@@ -222,8 +222,8 @@ class DataConfig:
     )
     repeats: int = setting(
         1,
-        "Times that each image of an epoch is used, augmented differently each time; an epoch "
-        "stays as long and has as many fewer images (repeated augmentation).",
+        "Number of times an epoch uses each of its images, each time with another augmentation "
+        "(repeated augmentation). The epoch keeps its length, so it has fewer images.",
         ge=1,
         le=100,
         no_effect_with="data=fake",
@@ -596,7 +596,7 @@ class ScheduleConfig:
         None, "Optimizer updates of linear warm-up; null: warmup_epochs.", _COUNT
     )
     warmup_start: float = setting(
-        0.0, "Share of the peak at which the warm-up begins; 0: the first of equal steps.", _SHARE
+        0.0, "Share of the peak at which the warm-up begins; 0: one of its equal steps.", _SHARE
     )
     warmup_overlaps: bool = setting(
         False, "The cosine begins with the first epoch, under the warm-up, as timm's script does."
@@ -908,10 +908,12 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
     for together, reason in _CONTRADICTIONS.items():
         if held.issuperset(together.split()):
             yield f"{together.split()[0]}: {reason}"
-    if ":" in c.optim.loss and c.optim.class_weights is not None:
-        yield "optim.class_weights: a loss of your own has its weights; set it to null"
-    if ":" in c.optim.loss and c.optim.label_smoothing:
-        yield "optim.label_smoothing: a loss of your own has its smoothing; set it to 0"
+    for name, none in (("class_weights", None), ("label_smoothing", 0.0)):
+        if ":" in c.optim.loss and (value := getattr(c.optim, name)) != none:
+            yield (
+                f"optim.{name}={shown(value)}: has no effect with optim.loss={c.optim.loss}; set "
+                f"it to {shown(none)}"
+            )
     if c.data.repeats > 1 and c.data.balance > 0:
         yield f"data.repeats={c.data.repeats}: data.balance repeats images, too; use one of the two"
     jitter = c.augment.color_jitter

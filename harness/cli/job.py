@@ -229,8 +229,8 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     resumed = None if config.resume is None else state.step
     allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
     first = schema.train_size(config.data, state.epoch)
-    # it comes last, for feeds keep the last one
-    sizes = sorted({*schema.train_sizes(config.data)}, key=first.__eq__)
+    # the first one comes last, for the feeds keep the last size
+    sizes = [*sorted({*schema.train_sizes(config.data)} - {first}), first]
     plans = {size: feeds.resize(size).settings(allowed) for size in sizes}
     val = feeds.val_settings(plans[first])
     if job.goes_on and world.is_main:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -102,9 +102,8 @@ class BatchAugment:
             parts.append(policy)
         if any(augment.color_jitter):
             parts.append(ColorJitter(*augment.color_jitter))
-        own = None
-        if augment.own_batch:
-            own = OwnAugment("augment.own_batch", augment.own_batch)
+        name = augment.own_batch
+        own = OwnAugment("augment.own_batch", name) if name else None
         return cls(parts, seed, own) if parts or own else None
 
     def __call__(self, images: Tensor, batch: Any) -> Tensor:
@@ -260,7 +259,7 @@ class Policy:
         # one draw says whether an operation is done and, of that, in which direction or how much
         chances = drawn[..., 1:]
         ops = np.where(10 * chances < tenths, ops, Op.Identity)
-        amounts = self._levels(height, width)[ops, bins]
+        amounts = _levels(self._ends, self._bins, height, width)[ops, bins]
         amounts[(20 * chances < tenths) & (ops <= Op.Sharpness)] *= -1
         low, high = self._between
         return ops, np.where(bins < 0, low + (high - low) * chances, amounts)
@@ -302,17 +301,20 @@ class Policy:
                     part = self._same_for_all[Op(first)](part)
             whole.index_copy_(0, rows, part.permute(0, 2, 3, 1))
 
-    def _levels(self, height: int, width: int) -> np.ndarray:
-        """Returns operations' magnitudes by bin, ``[operations, bins]``, rounded as torchvision's.
 
-        They are shares, pixels, degrees, bits lost and, for solarizing, a share of white; the last
-        operations have none.
-        """
-        shear, share, pixels, degrees, change, bits = self._ends
-        shifts = (share * side + pixels for side in (width, height))
-        ends = 0.0, shear, shear, *shifts, degrees, *4 * (change,), bits
-        spans = [*((0.0, end) for end in ends), *[(1, 0)] * 5]
-        return np.array([torch.linspace(*span, self._bins).tolist() for span in spans])
+# a CPU asks for each few images of a batch
+@lru_cache
+def _levels(ends: Sequence[float], bins: int, height: int, width: int) -> np.ndarray:
+    """Returns operations' magnitudes by bin, ``[operations, bins]``, rounded as torchvision's.
+
+    They are shares, pixels, degrees, bits lost and, for solarizing, a share of white; the last
+    operations have none.
+    """
+    shear, share, pixels, degrees, change, bits = ends
+    shifts = (share * side + pixels for side in (width, height))
+    largest = 0.0, shear, shear, *shifts, degrees, *4 * (change,), bits
+    spans = [*((0.0, end) for end in largest), *[(1, 0)] * 5]
+    return np.array([torch.linspace(*span, bins).tolist() for span in spans])
 
 
 def moves(ops: np.ndarray, amounts: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -275,7 +275,7 @@ def _timm(model: nn.Module, config: Config, classes: list[str]) -> tuple[dict[st
         "architecture": name.removeprefix(TIMM).partition(".")[0],
         "num_classes": len(classes),
         "label_names": classes,
-        "model_args": {**models.sized(name, size), **config.model.args},
+        "model_args": {**models.size_args(name, size), **config.model.args},
         "pretrained_cfg": facts,
     }
     state = {key: value.contiguous() for key, value in model.state_dict().items()}

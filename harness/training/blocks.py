@@ -17,10 +17,10 @@ from ..runtime import accelerator
 
 
 def with_synced_norms(network: nn.Module, device: torch.device) -> nn.Module:
-    """Returns ``network`` with ``torch.nn.SyncBatchNorm`` in the place of its batch norms.
+    """Returns ``network`` with ``torch.nn.SyncBatchNorm`` in place of its batch norms.
 
     Raises:
-        ConfigError: the device is none for which torch has them.
+        ConfigError: torch has none for this device.
     """
     if accelerator.get(device).is_host:
         raise ConfigError(
@@ -32,11 +32,11 @@ def with_synced_norms(network: nn.Module, device: torch.device) -> nn.Module:
 
 
 def checkpoint_blocks(network: nn.Module) -> None:
-    """Has ``network`` recompute the activations of each block in the backward pass.
+    """Makes ``network`` recompute the activations of each block in the backward pass.
 
-    A block is an item of a list of modules that has modules of its own, such as a residual block or
-    an encoder layer. Keys and values stay: the second pass draws the same random numbers and leaves
-    the running statistics alone.
+    A block is an item of a ``Sequential`` or ``ModuleList`` that contains modules, such as a
+    residual block or an encoder layer. The keys of the state and the results stay the same: the
+    second pass draws the same random numbers and does not update running statistics.
 
     Raises:
         ConfigError: the network has no such block.
@@ -52,7 +52,7 @@ def checkpoint_blocks(network: nn.Module) -> None:
 
 
 def _blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """Yields the outermost modules in lists that have modules of their own, but for lists."""
+    """Yields the outermost items of lists that contain modules and are no lists themselves."""
     for module in network.children():
         lists = isinstance(network, nn.Sequential | nn.ModuleList)
         is_list = isinstance(module, nn.Sequential | nn.ModuleList)
@@ -70,7 +70,7 @@ def _contexts(
 
 @contextmanager
 def _recomputing(block: nn.Module) -> Iterator[None]:
-    """A second forward pass, whose batches the norms' running statistics have seen."""
+    """A block in which batch norms leave their running statistics as they are."""
     norms = [each for each in block.modules() if isinstance(each, _BatchNorm)]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:

@@ -244,7 +244,7 @@ class Engine:
         return result
 
     def _drop_rate(self) -> None:
-        """Lowers the learning rate, with ``schedule=plateau``, after an evaluation no better."""
+        """Lowers the rate of ``schedule=plateau`` if enough evaluations had no better top-1."""
         wanted = self.config.schedule
         is_due = self.state.stale % (wanted.patience_epochs + 1) == 0
         if wanted.name is ScheduleName.plateau and is_due:

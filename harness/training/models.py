@@ -348,12 +348,12 @@ def _timm(name: str, image_size: int, **how: Any) -> nn.Module:
     """Returns timm's network ``name`` for images of ``image_size`` pixels."""
     import timm
 
-    how = {**sized(name, image_size), **how}
+    how = {**size_args(name, image_size), **how}
     made: nn.Module = timm.create_model(name.removeprefix(TIMM), **how)
     return made
 
 
-def sized(name: str, image_size: int) -> dict[str, Any]:
+def size_args(name: str, image_size: int) -> dict[str, Any]:
     """Returns the arguments that timm's network ``name`` needs for images of ``image_size``."""
     # the others take images of many sizes as they are
     return {"img_size": image_size} if _facts(name).fixed_input_size else {}

@@ -133,7 +133,7 @@ def adopt(
         [(group.keys(), group["params"]) for group in each["param_groups"]] for each in (own, held)
     )
     if not skips_on_device(optimizer):
-        # counts lie in groups too, and what a state holds is known to its class alone
+        # groups may hold counters, too; only the class knows the contents of its state
         counts = [len(names) for _, names in ours], [len(names) for _, names in theirs]
         if counts[0] == counts[1]:
             typed = {"params", "lr", "initial_lr", "weight_decay", *args}
@@ -265,11 +265,11 @@ class Schedule:
         self.go_to(0)
 
     def step(self) -> None:
-        """Goes on to the next update."""
+        """Advances to the next update."""
         self.go_to(self.last_epoch + 1)
 
     def go_to(self, update: int) -> None:
-        """Goes to the update number ``update``."""
+        """Sets the rates for the update number ``update``."""
         self.last_epoch = update
         share = self.share(update)
         for group, base_lr in zip(self._optimizer.param_groups, self.base_lrs, strict=True):
@@ -306,7 +306,7 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
     if config.per_epoch:
         step, total, warmup, steps_per_epoch = epoch, epochs, warmup / steps_per_epoch, 1
     if config.name is ScheduleName.onecycle:
-        # the custom where nothing is said
+        # torch's default
         peak = (warmup or 0.3 * total) - 1
         if step < peak:
             return _cosine(config.warmup_start, 1.0, step / peak)

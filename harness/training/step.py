@@ -94,7 +94,7 @@ class Step:
         # set for the update by the scaler, or without one by ``skip_nonfinite``: 0.0 or 1.0
         state.optimizer.register_step_pre_hook(self._before_update)
         self._asks = not (own.skips_updates and skips_on_device(state.optimizer))
-        # which the scaler would ask for, each time
+        # or the scaler would decide before the hook is called
         state.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def begin_epoch(self) -> None:
@@ -189,7 +189,7 @@ class Step:
         self._found_inf.append(found)
         # the host waits for the device; without gradients nothing changes
         if self._asks:
-            # which others of torch's refuse
+            # optimizers of torch that are not fused refuse it
             optimizer.found_inf = None
             if found:
                 optimizer.zero_grad()
