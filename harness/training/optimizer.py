@@ -312,10 +312,12 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
             return _cosine(config.warmup_start, 1.0, step / peak)
         return _cosine(1.0, config.final_fraction, (step - peak) / max(1.0, total - 1 - peak))
     linear = config.name is ScheduleName.linear
+    # the peak is the last update of a linear warm-up that begins with one of its equal steps
+    ahead = linear and not config.warmup_start
     if step < warmup:
         if config.warmup_start:
             return config.warmup_start + (1 - config.warmup_start) * step / warmup
-        return (step + 1) / (warmup + (not linear))
+        return (step + 1) / (warmup + (not ahead))
     if config.name is ScheduleName.step:
         drops = epoch // config.step_epochs
         if config.milestones:
@@ -327,8 +329,7 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
         return 1.0
     if config.warmup_overlaps:
         warmup = 0
-    # the peak is the last update of a linear warm-up
-    after = step + linear - warmup
+    after = step + ahead - warmup
     done = min(1.0, after / max(1.0, total - warmup))
     left = 1 - done if linear else (1 + math.cos(math.pi * done)) / 2
     return config.final_fraction + (1 - config.final_fraction) * left
