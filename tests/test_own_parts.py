@@ -13,7 +13,7 @@ import pytest
 # what it imports draws from Python's generator the first time, which would count as the run's
 import sklearn.preprocessing  # noqa: F401
 import torch
-from commands import run_here
+from commands import run_here, trained
 from run_state import digest, lines, wrong_lines
 from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 
@@ -49,6 +49,23 @@ def noise(image, rng):
 def darken(images, rng):
     images.mul_(0.5 + rng.uniform(1).view(-1, 1, 1, 1) / 2 > 0.6)
     return images
+
+
+class Signs(torch.optim.Optimizer):
+    def __init__(self, groups):
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad, 0.1)
+                p.sub_(average.sign(), alpha=group["lr"])
+
+
+def absolute(logits, labels):
+    return (logits.softmax(1) - torch.nn.functional.one_hot(labels, 10)).abs().mean()
 
 
 def nothing(image, rng):
@@ -164,6 +181,28 @@ def test_no_setting_changes_what_is_trained(
     assert len({digest(tmp_path / name) for name in names}) == 1
     run_here(composed(*COMMON, CALLBACKS), tmp_path / "plain")
     assert digest(tmp_path / "plain") != digest(tmp_path / "trainer")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_train_such_parts_alike(tmp_path: Path) -> None:
+    """All parts and a policy, by other backends and stopped within an epoch: one hash."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    typed = (
+        *COMMON, *AUGMENT, "loader.batch_size=128", "augment.auto=trivial", "data.repeats=3",
+        "optim.name=mine:Signs", "optim.lr=1e-3", "optim.loss=mine:absolute", "dist=spawn",
+        "dist.nprocs=2",
+    )  # fmt: skip
+
+    def command(name: str, *more: str) -> None:
+        done = trained(tmp_path, *typed, f"run.name={name}", *more, timeout_s=280)
+        assert done.returncode == 0, done.stderr
+
+    command("whole", "loader.backend=processes", "loader.num_workers=1")
+    command("parts", "loader.backend=threads", "trainer.max_steps=3")
+    command("parts", "resume=auto", "loader.num_workers=0")
+    outputs = tmp_path / "outputs"
+    assert digest(outputs / "parts") == digest(outputs / "whole")
 
 
 @pytest.mark.usefixtures("module")

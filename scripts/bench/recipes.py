@@ -18,10 +18,9 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -162,8 +161,9 @@ def vision(name: str, folder: Path) -> Course:
 def image_models(name: str, folder: Path) -> Course:
     """Runs ``main`` of timm's train.py."""
     sys.path.insert(0, str(folder / "pytorch-image-models"))
-    import train
     from timm.data.mixup import mixup_target
+
+    import train
 
     found: list[Course] = []
     flags = FLAGS[name]
@@ -268,7 +268,7 @@ def convnext(name: str, folder: Path) -> Course:
 
     def key(named: tuple[str, nn.Parameter]) -> tuple[int, int, int]:
         """The place of a parameter in torchvision's network."""
-        name, parameter = named
+        name, _ = named
         found = [int(number) for number in re.findall(r"\d+", name.replace("pwconv", "conv"))]
         stage = 2 * found[0] + name.startswith("stages") if found else 9 + name.startswith("head")
         return (stage, found[1] if found else 0, 0 if name.endswith("gamma") else 1)
@@ -340,7 +340,8 @@ def compared(name: str, folder: Path) -> list[str]:
     step, place = np.unravel_index(apart.argmax(), apart.shape)
     names = [key for key, _ in ours.network.named_parameters()]
     told.append(
-        f"learning rate: at most {apart.max():.1e} of the peak apart (update {step + 1}, {names[place]})"
+        f"learning rate: at most {apart.max():.1e} of the peak apart, at update {step + 1} of "
+        f"{names[place]}"
     )
     decays = [rate[:, :, 1] for rate in rates]
     others = [names[place] for place in np.flatnonzero((decays[0] != decays[1]).any(axis=0))]

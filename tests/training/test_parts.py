@@ -320,14 +320,20 @@ def test_synchronized_norms_need_a_gpu() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        ("optim.name=own_parts:Lion", "optim.args={beta:0.9}", "optim.lr=1e-3"),
+        (
+            "optim.name=own_parts:Lion", "optim.args={beta:0.9}", "optim.lr=1e-3",
+            "optim.loss=own_parts:focal",
+        ),
         pytest.param(
-            ("optim.name=NAdam", "optim.lr=2e-3", "optim.loss=bce", "data.repeats=2"),
+            (
+                "optim.name=NAdam", "optim.lr=2e-3", "optim.loss=bce", "data.repeats=3",
+                "augment.auto=three",
+            ),
             marks=pytest.mark.slow,
         ),
     ],
     ids=["own", "torch"],
-)
+)  # fmt: skip
 def test_a_resume_with_such_parts_is_exact(
     composed: Composed,
     tmp_path: Path,
