@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,11 +24,10 @@ from ..runtime.seeding import SampleRng
 # left, top, width and height in pixels
 Box = tuple[int, int, int, int]
 
-# private, for only they can be given their result's memory
-_KERNELS = {
-    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
-    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
-}
+# Private, for only they can be given their result's memory. By torch.ops each call would hold the
+# interpreter lock for microseconds more.
+_nn: Any = torch._C._nn
+_KERNELS = {"bilinear": _nn._upsample_bilinear2d_aa, "bicubic": _nn._upsample_bicubic2d_aa}
 
 
 def random_crop_box(
