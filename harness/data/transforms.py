@@ -24,8 +24,8 @@ from ..runtime.seeding import SampleRng
 # left, top, width and height in pixels
 Box = tuple[int, int, int, int]
 
-# Private, for only they can be given their result's memory. By torch.ops each call would hold the
-# interpreter lock for microseconds more.
+# Private, for only they write into memory that they are given. torch.ops has them too, and holds
+# the interpreter lock some microseconds longer.
 _nn: Any = torch._C._nn
 _KERNELS = {"bilinear": _nn._upsample_bilinear2d_aa, "bicubic": _nn._upsample_bicubic2d_aa}
 

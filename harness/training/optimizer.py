@@ -312,7 +312,7 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
             return _cosine(config.warmup_start, 1.0, step / peak)
         return _cosine(1.0, config.final_fraction, (step - peak) / max(1.0, total - 1 - peak))
     linear = config.name is ScheduleName.linear
-    # the peak is the last update of a linear warm-up that begins with one of its equal steps
+    # without a start of its own, a linear warm-up has its peak at its last update
     ahead = linear and not config.warmup_start
     if step < warmup:
         if config.warmup_start:

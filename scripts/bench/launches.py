@@ -279,13 +279,7 @@ def beside(root: str, turns: int, seconds: float, pause_s: float) -> list[dict[s
         sides: dict[str, Any] = {}
         for name in ("nothing", "nothing again"):
             sides[name] = partial(launcher.window, None, None, seconds)
-        for backend, workers in (
-            (THREADS, 1),
-            (THREADS, 2),
-            (THREADS, 4),
-            (PROCESSES, 1),
-            (PROCESSES, 2),
-        ):
+        for backend, workers in _LOADERS:
             feed = stack.enter_context(closing(feed_of(samples, backend, workers)))
             batches = stack.enter_context(closing(feed.polled(_POLL_S)))
             sides[f"{workers} {backend}"] = partial(launcher.window, feed, batches, seconds)

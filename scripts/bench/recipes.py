@@ -6,7 +6,7 @@ steps are left out. What they import and do not need is made up.
     uv run python -m scripts.bench.recipes FOLDER
 
 ``FOLDER`` has the checkouts ``vision``, ``pytorch-image-models``, ``ffcv-imagenet``, ``ConvNeXt``
-and ``vision_transformer``. Needs timm and fastargs.
+and ``vision_transformer``. Needs timm, fastargs and terminaltables.
 """
 
 from __future__ import annotations
@@ -196,15 +196,8 @@ def image_models(name: str, folder: Path) -> Course:
 
 def ffcv(name: str, folder: Path) -> Course:
     """Runs the trainer of FFCV's train_imagenet.py on a network of one number."""
-    absent = (
-        "",
-        ".pipeline.operation",
-        ".loader",
-        ".transforms",
-        ".fields.rgb_image",
-        ".fields.basics",
-    )
-    sys.modules.update({f"ffcv{part}": MagicMock() for part in absent})
+    absent = " .pipeline.operation .loader .transforms .fields.rgb_image .fields.basics"
+    sys.modules.update({f"ffcv{part}": MagicMock() for part in absent.split(" ")})
     sys.modules["torchmetrics"] = MagicMock()
     sys.path.insert(0, str(folder / "ffcv-imagenet"))
     import train_imagenet as source  # type: ignore[import-not-found]
@@ -251,20 +244,9 @@ def convnext(name: str, folder: Path) -> Course:
         [args.layer_decay ** (13 - i) for i in range(14)]
     )
     optimizer = optim_factory.create_optimizer(
-        args,
-        network,
-        skip_list=None,
-        get_num_layer=assigner.get_layer_id,
-        get_layer_scale=assigner.get_scale,
+        args, network, get_num_layer=assigner.get_layer_id, get_layer_scale=assigner.get_scale
     )
-    rates = utils.cosine_scheduler(
-        args.lr,
-        args.min_lr,
-        args.epochs,
-        STEPS,
-        warmup_epochs=args.warmup_epochs,
-        warmup_steps=args.warmup_steps,
-    )
+    rates = utils.cosine_scheduler(args.lr, args.min_lr, args.epochs, STEPS, args.warmup_epochs)
     decays = utils.cosine_scheduler(args.weight_decay, args.weight_decay, args.epochs, STEPS)
 
     def key(named: tuple[str, nn.Parameter]) -> tuple[int, int, int]:

@@ -87,7 +87,7 @@ def test_linear_is_interpolated_from_zero_over_the_peak_to_zero() -> None:
     ours = [0.4 * lr_factor(step, config, 24, 97) for step in range(24 * 97)]
     ends = np.arange(1, 24 * 97 + 1) / 97
     assert ours == pytest.approx(np.interp(ends, [0, 5, 24], [0, 0.4, 0]), abs=1e-12)
-    # with a start of its own, the rate at its begin, as FFCV's train_imagenet.py has it
+    # warmup_start is the rate of the first update, as in FFCV's train_imagenet.py
     config = ScheduleConfig(name=ScheduleName.linear, warmup_epochs=2, warmup_start=1e-4)
     ours = [lr_factor(step, config, 16, 97) for step in range(16 * 97)]
     begins = np.arange(16 * 97) / 97
