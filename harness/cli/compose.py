@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 from hydra._internal.core_plugins import file_config_source
+from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
@@ -231,6 +232,9 @@ def register(*, helps: bool = False) -> None:
     The last replace Hydra's own rather than standing in ``conf/config.yaml``: they also hold for a
     run that starts from the ``.hydra`` folder of another.
     """
+    if helps:
+        # lists of every choice, which the help page lacks, would take a second
+        Hydra.format_config_groups = lambda *_: ""  # type: ignore[method-assign]
 
     def help_page(*, _root_: DictConfig) -> str:
         # Hydra resolves this for every run, which would cost each 15 ms

@@ -203,6 +203,8 @@ def _rendezvous(config: Config, place: Path, rank: int, size: int) -> Iterator[A
         yield store
     finally:
         late.cancel()
+        # a thread that waits in torch's store would abort a process that ends
+        late.join()
 
 
 def gpus_for(local_size: int) -> list[int]:
