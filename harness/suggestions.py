@@ -103,8 +103,10 @@ def _meant(name: str) -> list[str]:
 
 def nearest(value: str, known: Sequence[str]) -> str:
     """Returns ``"; did you mean ...?"`` with the most similar names, else nothing."""
-    near = difflib.get_close_matches(value.lower(), known, n=3)
-    return f"; did you mean {', '.join(near)}?" if near else ""
+    # the first of names that differ only in case, such as torch's and timm's
+    by_name = {name.lower(): name for name in reversed(known)}
+    near = difflib.get_close_matches(value.lower(), by_name, n=3)
+    return f"; did you mean {', '.join(map(by_name.__getitem__, near))}?" if near else ""
 
 
 def explain(error: BaseException | None) -> str | None:
@@ -144,6 +146,8 @@ def explain(error: BaseException | None) -> str | None:
         said += _as_text(name) if "=" in name else _hint(name)
     if mistyped := re.search(r"Invalid value '([^']+)', expected one of \[(.*?)\]", said):
         said += nearest(mistyped[1], mistyped[2].split(", "))
+    elif "is not a ListConfig" in said:
+        said = f"no list; write {name}=[...]"
     elif name.startswith("loader.") and "'auto'" in said:
         said += "; to have it found, write loader.autotune=true"
     return said if name in said else f"{name}: {said}"

@@ -64,6 +64,11 @@ class Signs(torch.optim.Optimizer):
                 p.sub_(average.sign(), alpha=group["lr"])
 
 
+class Broken(Signs):
+    def step(self, closure=None):
+        raise ValueError("no step")
+
+
 def absolute(logits, labels):
     return (logits.softmax(1) - torch.nn.functional.one_hot(labels, 10)).abs().mean()
 
@@ -231,6 +236,7 @@ def test_a_checkpoint_names_no_code(
         ("augment.own=mine:other_type", "def other_type"),
         ("augment.own_batch=mine:smaller", "def smaller"),
         ("augment.own_batch=mine:fails", "return 1 // 0"),
+        ("optim.name=mine:Broken", 'raise ValueError("no step")'),
         ("callbacks=[mine:Fails]", 'raise ValueError("three")'),
         pytest.param(
             "augment.own=mine:fails loader.backend=processes data.on_error=skip",
@@ -256,9 +262,9 @@ def test_a_part_that_fails_is_named_with_its_line(
 
 @pytest.mark.usefixtures("module")
 def test_a_function_that_blocks_ends_the_run(composed: Composed, tmp_path: Path) -> None:
-    """After loader.timeout_s, as any worker that hangs."""
+    """After loader.timeout_s, with the line that the worker executes."""
     typed = ("augment.own=mine:blocks", "loader.num_workers=1", "loader.timeout_s=0.5")
-    with pytest.raises(LoaderError):
+    with pytest.raises(LoaderError, match=rf"\(mine.py:{line_of('time.sleep(3)')}\)"):
         run_here(composed(*COMMON, *typed), tmp_path / "run")
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..clock.stages import COLLATE, SAMPLE, START, Lap, StageMeter, StageTimer, Stamps
 from ..config import ConfigError
+from ..runtime import user_code
 from ..runtime.errors import BadSample, LoaderError, is_out_of_memory
 from ..runtime.folder import log
 from ..runtime.seeding import instead_of
@@ -450,8 +451,9 @@ def _take_back(owner: weakref.ref[BufferPool], slot: np.ndarray) -> None:
 
 def too_slow(timeout_s: float) -> LoaderError:
     """Returns the error for a batch that did not come in time."""
+    where = user_code.current_place()
+    why = f"your code does not return{where}" if where else "a worker hangs or the storage does"
     return LoaderError(
-        f"no batch within loader.timeout_s={timeout_s:g}: a worker hangs or the storage "
-        "does; raise the time, or find the sample with loader.backend=processes "
-        "loader.num_workers=0"
+        f"no batch within loader.timeout_s={timeout_s:g}: {why}; raise the time, or "
+        "find the sample with loader.backend=processes loader.num_workers=0"
     )

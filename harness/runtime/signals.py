@@ -19,6 +19,7 @@ from multiprocessing import connection
 from types import FrameType
 from typing import NoReturn
 
+from . import user_code
 from .errors import Interrupted
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -177,6 +178,9 @@ def _guard(reader: int, own: list[signal.Signals]) -> None:
             left_s = max(0.0, first_s + grace_s - time.monotonic())
         if not connection.wait([reader], left_s):
             late = f", not saved within checkpoint.grace_s={_grace_s:g}" if _grace_s else _STARTING
+            with suppress(Exception):
+                if where := user_code.current_place(threading.main_thread().ident):
+                    late += f"; your code did not return{where}"
             if _rescue:
                 with suppress(Exception):
                     late = _rescue()

@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from .. import suggestions
 from ..config import ConfigError
 from .errors import RunError, is_out_of_memory, printable, words
 
@@ -62,15 +63,18 @@ def call(
         parameters = inspect.signature(function).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         taken = {name: more[name] for name in more if takes_all or name in parameters}
-    with explained(f"{setting}={name}: failed with"):
+    with explained(f"{setting}={name}: failed with", called=function):
         return function(*given, **{**taken, **args})
 
 
 @contextmanager
-def explained(begin: str, end: str = "", kind: type[Exception] = ConfigError) -> Iterator[None]:
+def explained(
+    begin: str, end: str = "", kind: type[Exception] = ConfigError, called: Any = None
+) -> Iterator[None]:
     """A block whose errors are told in one line, between ``begin`` and ``end``.
 
-    Errors that have a line and an exit code of their own pass as they are.
+    Errors that have a line and an exit code of their own pass as they are. ``called`` is the user's
+    function or class.
 
     Raises:
         ConfigError: the block failed; or an error of another ``kind``.
@@ -80,7 +84,7 @@ def explained(begin: str, end: str = "", kind: type[Exception] = ConfigError) ->
     except Exception as error:
         if isinstance(error, RunError | kind) or is_out_of_memory(error):
             raise
-        raise kind(f"{begin} {message(error)}{end}") from error
+        raise kind(f"{begin} {message(error, called)}{end}") from error
 
 
 def digest(name: str) -> str:
@@ -92,14 +96,39 @@ def digest(name: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
 
-def message(error: Exception) -> str:
-    """Returns ``error`` in one line, with the last place in the user's own code."""
-    libraries = (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
-    called = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in called if not frame.filename.startswith(libraries)]
-    where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+def message(error: Exception, called: Any = None) -> str:
+    """Returns ``error`` in one line, with the last place in the user's own code.
+
+    If no frame is the user's, as with wrong arguments, the place is that of ``called``.
+    """
+    where = _place(traceback.extract_tb(error.__traceback__))
+    if called is not None and not where:
+        with suppress(TypeError, OSError):
+            line = inspect.getsourcelines(called)[1]
+            where = _place([traceback.FrameSummary(inspect.getfile(called), line, "")])
     text = words(error).strip().partition("\n")[0]
-    return printable(f"{type(error).__name__}: {text}{where}")
+    return printable(f"{type(error).__name__}{text and ': '}{text}{where}")
+
+
+def current_place(only: int | None = None) -> str:
+    """Returns the place in the user's own code that a thread executes now, or nothing.
+
+    ``only`` is the identifier of a thread; None: any thread of this process.
+    """
+    for ident, frame in sys._current_frames().items():
+        stack = traceback.extract_stack(frame)
+        ours = [number for number, each in enumerate(stack) if each.filename.startswith(_PACKAGE)]
+        # without the script that started the program
+        if only in (None, ident) and ours and (where := _place(stack[ours[0] :])):
+            return printable(where)
+    return ""
+
+
+def _place(frames: Iterable[traceback.FrameSummary]) -> str:
+    """Returns the last of ``frames`` that is in the user's own code, in brackets."""
+    libraries = (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    return f" ({os.path.relpath(own[-1].filename)}:{own[-1].lineno})" if own else ""
 
 
 def found(setting: str, name: str) -> Any:
@@ -123,7 +152,9 @@ def found(setting: str, name: str) -> Any:
     try:
         function = attrgetter(path)(holder)
     except AttributeError:
-        text = f"{begin} no {path or 'function'} in {where}; write {module}:FUNCTION"
+        public = [each for each in vars(holder) if not each.startswith("_")]
+        hint = suggestions.nearest(path, public) or f"; write {module}:FUNCTION"
+        text = f"{begin} no {path or 'function'} in {where}{hint}"
         raise ConfigError(text) from None
     if not callable(function):
         kind = type(function).__name__

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from .. import suggestions
 from ..config import ConfigError
 from ..runtime import user_code
@@ -28,6 +30,12 @@ class Run:
         config: the settings, to be read.
         logged: figures by tag that are written with the next ones.
     """
+
+    # setting an attribute that does not exist, such as stop, is an error
+    __slots__ = (
+        "_state", "classes", "config", "device", "folder", "logged", "network", "optimizer",
+        "rank", "world_size",
+    )  # fmt: skip
 
     def __init__(self, state: TrainState, folder: Path, classes: tuple[str, ...]) -> None:
         self._state = state
@@ -57,7 +65,7 @@ class Run:
 
         The last value before a window is kept. A tensor on a device makes the host wait.
         """
-        self.logged[f"user/{name}"] = float(value)
+        self.logged[f"user/{name}"] = float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def made(names: Sequence[str]) -> dict[str, Any]:

@@ -264,7 +264,8 @@ class Engine:
         with (self.monitor.clock.noted if between else self._untimed)("callbacks"):
             for name, callback in self.callbacks.items():
                 if function := getattr(callback, method, None):
-                    with user_code.explained(f"callbacks={name}: {method} failed with"):
+                    begin = f"callbacks={name}: {method} failed with"
+                    with user_code.explained(begin, called=function):
                         function(self._run, *given)
         # there may be no window any more
         if self._run.logged and not between:

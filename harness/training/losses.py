@@ -28,7 +28,11 @@ def make_loss(config: OptimConfig, weights: Tensor | None) -> Loss:
         ConfigError: there is no such function, or a later call of the user's function failed.
     """
     if user_code.is_own(config.loss):
-        return partial(_own, user_code.found("optim.loss", config.loss), config.loss)
+        function = user_code.found("optim.loss", config.loss)
+        # such as an nn.Module
+        if isinstance(function, type):
+            function = user_code.call("optim.loss", config.loss)
+        return partial(_own, function, config.loss)
     if config.loss == "bce":
         return partial(_bce, weights, config.label_smoothing, config.bce_threshold)
     return partial(_cross_entropy, weights, config.label_smoothing)
@@ -61,7 +65,7 @@ def _bce(
 
 
 def _own(function: Loss, name: str, logits: Tensor, labels: Tensor) -> Tensor:
-    with user_code.explained(f"optim.loss={name}: failed with"):
+    with user_code.explained(f"optim.loss={name}: failed with", called=function):
         loss = function(logits, labels)
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
         kind = type(loss).__name__

@@ -67,9 +67,12 @@ def _named(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
     name, args = config.name, dict(config.args)
     if user_code.is_own(name):
         made = user_code.call("optim.name", name, groups, args=args)
-        if not isinstance(made, Optimizer):
+        # the hooks are missing if an __init__ does not call that of its base class
+        if not (isinstance(made, Optimizer) and hasattr(made, "_optimizer_step_pre_hooks")):
             kind = type(made).__name__
-            raise ConfigError(f"optim.name={name}: returned {kind}, not a torch.optim.Optimizer")
+            raise ConfigError(
+                f"optim.name={name}: returned {kind}, not an initialized torch.optim.Optimizer"
+            )
         return made
     if name in ("LBFGS", "SparseAdam"):
         raise ConfigError(
@@ -141,7 +144,8 @@ def adopt(
                 {**theirs, **{name: ours[name] for name in ours.keys() & typed}}
                 for ours, theirs in zip(own["param_groups"], held["param_groups"], strict=True)
             ]
-            optimizer.load_state_dict({"state": held["state"], "param_groups": groups})
+            # with the entries that a user's own state_dict adds
+            optimizer.load_state_dict({**held, "param_groups": groups})
             return
     if ours != theirs:
         raise CheckpointError(

@@ -24,7 +24,7 @@ from ..clock.spans import named
 from ..config import Config, ConfigError, Precision, train_sizes
 from ..data.augment import BatchAugment, Mix
 from ..feed.prefetcher import DataPrefetcher
-from ..runtime import accelerator
+from ..runtime import accelerator, user_code
 from ..runtime.errors import listed, words
 from ..runtime.seeding import seeded
 from .losses import make_loss
@@ -176,13 +176,21 @@ class Step:
             if self.config.optim.clip_norm is not None:
                 nn.utils.clip_grad_norm_(state.network.parameters(), self.config.optim.clip_norm)
             # fused optimizers leave the update out on the device where a gradient is not finite
-            state.scaler.step(state.optimizer)
+            with self._explained():
+                state.scaler.step(state.optimizer)
             state.scaler.update()
             if state.average is not None:
                 state.average.update(state.network, self._found_inf[-1])
             state.optimizer.zero_grad(set_to_none=True)
             state.schedule.step()
             state.step += 1
+
+    def _explained(self) -> AbstractContextManager[None]:
+        """A block that reports an error in one line if code of the user may raise it."""
+        name = self.config.optim.name
+        if not (user_code.is_own(name) or self.config.callbacks):
+            return nullcontext()
+        return user_code.explained(f"optim.name={name}: step, or a hook of it, failed with")
 
     def _before_update(self, optimizer: Any, *_: Any) -> None:
         found = optimizer.found_inf
