@@ -12,9 +12,6 @@ from types import SimpleNamespace
 
 import commands
 import pytest
-
-# what it imports draws from Python's generator the first time, which would count as the run's
-import sklearn.preprocessing  # noqa: F401
 from run_state import digest, logged, wrong_lines
 
 from harness.config import Config

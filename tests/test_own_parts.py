@@ -9,9 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-# what it imports draws from Python's generator the first time, which would count as the run's
-import sklearn.preprocessing  # noqa: F401
 import torch
 from commands import run_here, trained
 from run_state import digest, lines, wrong_lines

@@ -20,7 +20,7 @@ from harness import suggestions
 from harness.cli import compose, job
 from harness.config import Config, ConfigError, ModelConfig
 from harness.data.datasets import DATASETS, FAKE
-from harness.runtime.errors import described
+from harness.runtime.errors import DataError, described
 
 ROOT = Path(__file__).parents[1]
 Composed = Callable[..., Config]
@@ -257,3 +257,10 @@ def test_text_that_the_grammar_reads_otherwise_can_be_typed(value: str) -> None:
     advised = said.partition("as plain text, write ")[2]
     typed = subprocess.check_output(["bash", "-c", f"printf %s {advised}"], text=True)
     assert parser.parse_override(typed).value() == value
+
+
+def test_an_absent_folder_is_refused_before_torch(composed: Composed, tmp_path: Path) -> None:
+    """With the exit code of data; ``data=shapes`` makes its folder."""
+    with pytest.raises(DataError, match="data.root="):
+        job.check(composed("data=imagefolder", f"data.root={tmp_path}/absent"))
+    job.check(composed("data=shapes", f"data.root={tmp_path}/absent"))

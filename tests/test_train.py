@@ -97,7 +97,7 @@ def test_the_mistakes_are_left_to_look_at(finished: tuple[Path, str]) -> None:
     assert 359 - right == sum(count for *_, count in mistakes["kinds"])
     assert all("picture" in row for row in mistakes["mistakes"])
     assert len(json.loads((folder / "first_batch.json").read_text())) == 16
-    assert "10 classes of 139 to 146 training images" in said
+    assert "10 classes with 139 to 146 training images" in said
     assert f"top-5          {report['top5']:.4f}" in said
     read = EventAccumulator(str(folder))
     read.Reload()

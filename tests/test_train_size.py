@@ -10,9 +10,6 @@ from typing import Any
 
 import commands
 import pytest
-
-# what it imports draws from Python's generator the first time, which would count as the run's
-import sklearn.preprocessing  # noqa: F401
 from run_state import digest, logged
 
 from harness.config import Config, ConfigError, train_size

@@ -157,6 +157,9 @@ def main(composed: DictConfig) -> float | None:
     except (Exception, KeyboardInterrupt) as error:
         if not is_sweep:
             _failed.append(error)
+            # the settings, the data set or the checkpoint; not a folder that was typed
+            if _only_run and getattr(error, "exit_code", 1) in (2, 3, 4):
+                folder.discard(place)
             return None
         from ..report import sweep
 

@@ -61,6 +61,7 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: there is no such network or data set, or another launcher.
         CheckpointError: there is no such file.
+        DataError: ``data.root`` is no folder.
     """
     _check_launcher(config.dist.name)
     schema.check_names(config)
@@ -70,6 +71,9 @@ def check(config: Config) -> None:
         user_code.check("callbacks", name)
     if config.watch.wandb is not Wandb.disabled:
         schema.installed("wandb", f"watch.wandb={config.watch.wandb.name}")
+    root = config.data.root
+    if root is not None and config.data.name in ("imagefolder", "imagenet", "table"):
+        folder.check_folder(root)
     resume = config.resume
     weights = config.model.weights
     if resume not in (None, "auto") and not os.path.exists(resume):

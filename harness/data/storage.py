@@ -17,7 +17,7 @@ from ..config import ConfigError, Evaluate
 from ..monitor.console import say
 from ..runtime.errors import BadSample, DataError, is_out_of_memory, listed, printable
 from ..runtime.files import natural, read_regular
-from ..runtime.folder import log
+from ..runtime.folder import check_folder, log
 from ..runtime.seeding import order_rng
 from ..suggestions import shell_word, typed
 from .decode import way_to_read
@@ -131,14 +131,6 @@ class FolderSource(FileSource):
     def where(self, i: int) -> str:
         """Returns the path; bytes that are not UTF-8 are escaped as by ``os.fsdecode``."""
         return os.path.join(self.root, self.classes[self.labels[i]], self.index.name(i))
-
-
-def check_folder(path: str) -> None:
-    """Raises DataError if ``data.root`` is no folder."""
-    if not os.path.isdir(path):
-        raise DataError(
-            f"data.root={path}: no such folder; set it to the folder that holds the data set"
-        )
 
 
 class ArraySource:

@@ -26,7 +26,7 @@ import numpy as np
 from ..config import ConfigError, DataConfig, Evaluate, OnError
 from ..monitor.console import say
 from ..runtime.errors import DataError, listed, printable, tell
-from ..runtime.folder import log
+from ..runtime.folder import check_folder, log
 from ..suggestions import shell_word, typed
 from .folder_index import Index, listing, pack, path_state, remembered
 from .folds import Fold
@@ -39,7 +39,6 @@ from .storage import (
     Subset,
     cache_root,
     check_classes,
-    check_folder,
     check_unsplit,
     find_sets,
     in_classes,

@@ -32,10 +32,18 @@ _MOST_CLASSES = 2_000
 _UNEVEN = 10
 
 
-def show(answers: PredictionLog, splits: Splits, writer: RunWriter, *, read: bool) -> None:
+def show(
+    answers: PredictionLog,
+    splits: Splits,
+    writer: RunWriter,
+    *,
+    read: bool,
+    balanced: bool = False,
+) -> None:
     """Writes ``classes.csv``, ``confusion.csv``, ``mistakes.json`` and TensorBoard's pictures.
 
-    If ``read``, the mistaken images are read again, as the network saw them.
+    If ``read``, the mistaken images are read again, as the network saw them. ``balanced``: the run
+    corrects for uneven classes.
     """
     names = [*map(printable, splits.classes)]
     kinds = answers.confused()
@@ -61,7 +69,7 @@ def show(answers: PredictionLog, splits: Splits, writer: RunWriter, *, read: boo
         grey = (255 - 255 * shares).astype(np.uint8)
         writer.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
     found = {
-        "counts": class_counts(splits),
+        "counts": class_counts(splits, balanced),
         "classes": classes,
         "kinds": kinds[:_MOST_KINDS].tolist(),
         "mistakes": _mistakes(answers, names, splits, writer, read),
@@ -105,14 +113,18 @@ def _mistakes(
     return rows
 
 
-def class_counts(splits: Splits) -> str | None:
-    """Returns a sentence on the training images of each class, and on very uneven classes."""
+def class_counts(splits: Splits, balanced: bool = False) -> str | None:
+    """Returns a sentence on the training images of each class, and a remedy if they are uneven."""
     if splits.labels is None:
         return None
     counts = np.bincount(splits.labels, minlength=len(splits.classes))
-    text = f"{len(counts)} classes of {counts.min()} to {counts.max()} training images"
-    if counts.min() * _UNEVEN <= counts.max():
-        text += ", very uneven. Try: data.balance=0.5, or optim.class_weights=balanced"
+    least, most = counts.min(), counts.max()
+    number = f"{most}" if least == most else f"{least} to {most}"
+    text = f"{len(counts)} classes with {number} training images each"
+    if least * _UNEVEN <= most:
+        text += ", very uneven"
+        if not balanced:
+            text += ". Try: data.balance=0.5, or optim.class_weights=balanced"
     return text
 
 

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import logging
 import os
+import shutil
 import socket
 import traceback
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ..config import ConfigError, Mode
-from .errors import DiskError, LockedError, RunError, described
+from .errors import DataError, DiskError, LockedError, RunError, described
 from .files import open_regular, write_whole
 
 LOGGER = "wellfed"
@@ -119,6 +120,14 @@ def new_folder(base: Path) -> Path:
     return folder
 
 
+def check_folder(path: str) -> None:
+    """Raises DataError if ``data.root`` is no folder."""
+    if not os.path.isdir(path):
+        raise DataError(
+            f"data.root={path}: no such folder; set it to the folder that holds the data set"
+        )
+
+
 def own(folder: Path) -> Path:
     """Makes ``folder`` and owns it until this process ends; returns ``folder``.
 
@@ -167,6 +176,15 @@ def own(folder: Path) -> Path:
 def release(folder: Path) -> None:
     """Lets others own ``folder``, which this process owns."""
     _owned.pop(folder.resolve() / ".lock").close()
+
+
+def discard(folder: Path) -> None:
+    """Removes ``folder`` if a run that was refused left only its settings and its log there."""
+    with suppress(OSError):
+        if {*os.listdir(folder)} <= {".hydra", ".lock", "train.log"}:
+            shutil.rmtree(folder)
+            # of the day
+            folder.parent.rmdir()
 
 
 def refuse_used(folder: Path) -> None:

@@ -235,8 +235,9 @@ class Engine:
         }
         self._write(epoch, figures)
         trained = f"; training: {self._shown}" if self._shown else ""
+        top5 = f"top-5 {result.top5:.4f}, " if len(self.classes) > 5 else ""
         say(
-            f"{name}: top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f} on "
+            f"{name}: top-1 {result.top1:.4f}, {top5}loss {result.loss:.4f} on "
             f"{result.images} images{trained}"
         )
         self._list_replaced()

@@ -299,3 +299,14 @@ def test_an_error_outlives_its_folder(tmp_path: Path) -> None:
     place.rmdir()
     with pytest.raises(DiskError, match="the true cause"), folder.logging_failure(place):
         raise DiskError("the true cause")
+
+
+@pytest.mark.parametrize(("left", "kept"), [((), False), (("report.json",), True)])
+def test_a_refused_run_leaves_no_folder(tmp_path: Path, left: tuple[str, ...], kept: bool) -> None:
+    """Unless it holds more than settings and a log."""
+    place = tmp_path / "outputs" / "first"
+    for name in (".lock", "train.log", ".hydra/config.yaml", *left):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).touch()
+    folder.discard(place)
+    assert place.exists() == kept == (tmp_path / "outputs").exists()

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-# what it imports draws from Python's generator the first time, which would count as the run's
-import sklearn.preprocessing  # noqa: F401
 import torch
 import torch.nn.functional as F
 from run_state import digest, logged
