@@ -5,8 +5,8 @@ A run in the order of its data::
     storage - decode - augment | order - load - pin - copy - normalise | step - evaluate - save
     '--------- data/ ---------'  '------------- feed/ -------------'    '----- training/ -----'
 
-``docs/architecture.md`` lists the rooms, their files and the rooms that each may import.
-import-linter checks the imports.
+``docs/contributing/architecture.md`` lists the rooms, their files and the rooms that each may
+import. import-linter checks the imports.
 
 For a loop of your own: ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock`` and
 ``tune``, and ``load`` for what a run has trained. Each is imported when it is asked for.

@@ -1,4 +1,4 @@
-"""Parts of a user's own: the examples of docs/adding.md run, and promises hold."""
+"""Parts of a user's own: the examples of own-model-and-data.md run, and promises hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from harness.tuning.tuner import fingerprint
 
 Composed = Callable[..., Config]
 Write = Callable[[str, str], None]
-PAGE = (Path(__file__).parents[1] / "docs" / "adding.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "how-to" / "own-model-and-data.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 COMMANDS = re.findall(r"```sh\npython train.py (.*?)\n```", PAGE, re.S)
 DATASET = ("data=own", "data.name=my_dataset:open_splits", "data.root=photos", "data.image_size=32")

@@ -1,4 +1,4 @@
-"""What docs/faults.md says is held, is held by something that is there."""
+"""What failure-handling.md says is held, is held by something that is there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.hostile.chaos.run import PARTS
 from tests.hostile.fuzz.readers import READERS
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+PAGE = ROOT / "docs/contributing/failure-handling.md"
+TEXT = PAGE.read_text(encoding="utf-8")
 KNOWN = {"chaos": PARTS, "fuzz": READERS}
 # where a page has the results of a part or a reader
 RESULTS = {"chaos": r"--parts (?:\w+,)*{}\b", "fuzz": r"(?m)^\| {} +\|"}
@@ -43,7 +44,7 @@ def missing(held: str) -> list[str]:
     for script, part, page in re.findall(
         r"\[`tests/hostile/(\w+)/run\.py` \w+ `([^`]+)`\]\(([\w/.]+)\)", held
     ):
-        results = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        results = (PAGE.parent / page).read_text(encoding="utf-8")
         if not re.search(RESULTS[script].format(re.escape(part)), results):
             wrong.append(f"{page} without {part}")
     # a citation in another form would not be looked at

@@ -22,10 +22,11 @@ from harness.report.evidence import Bottleneck
 from scripts.docs import architecture_page
 
 ROOT = Path(__file__).parents[1]
-README, CONTRIBUTING, OWN_LOOP = (
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/own_loop.md")
-)
-PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+OWN_LOOP = DOCS / "how-to/instrument-your-loop.md"
+WATCH = DOCS / "how-to/watch-a-script.md"
+PAGES = [README, CONTRIBUTING, *sorted(DOCS.rglob("*.md"))]
 ARCHITECTURE = architecture_page.PAGE
 RESULTS = sorted((ROOT / "scripts/bench/results").glob("*.md"))
 
@@ -127,7 +128,7 @@ def train_step(images, labels):
 """
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "watch.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, WATCH], ids=lambda page: page.name)
 def test_a_loader_that_is_watched(page: Path, tmp_path: Path) -> None:
     """The block with ``watched`` runs, and ends with a report."""
     block = next(block for block in blocks(page, "python") if "watched(loader)" in block)
@@ -192,7 +193,7 @@ def test_every_file_that_is_named_is_there() -> None:
     named = {
         path
         for _, span in SPANS
-        for path in re.findall(r"\b(?:harness|scripts|tests|conf|docs)/[\w./]*\w", span)
+        for path in re.findall(r"\b(?:harness|scripts|tests|conf|docs)/[\w./-]*\w", span)
     }
     made = {"conf/data/NAME.yaml"}
     assert len(named) >= 20
@@ -216,16 +217,17 @@ def test_the_page_of_settings_is_up_to_date() -> None:
     source = "from scripts.docs import settings_page; print(settings_page.page(), end='')"
     made = ran(sys.executable, "-c", source)
     assert made.returncode == 0, made.stderr
-    assert made.stdout == (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert made.stdout == (DOCS / "reference/settings.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", get_args(Bottleneck))
 def test_every_verdict_is_explained(name: str) -> None:
     """With its name in ``report.json``."""
-    assert f"(`{name}`) |" in (ROOT / "docs" / "stalls.md").read_text(encoding="utf-8")
+    page = DOCS / "explanation/how-stalls-are-measured.md"
+    assert f"(`{name}`) |" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("tag", list(Tag), ids=str)
 def test_every_tag_is_explained(tag: Tag) -> None:
     """In the table of tags."""
-    assert f"`{tag}`" in (ROOT / "docs" / "tensorboard.md").read_text(encoding="utf-8")
+    assert f"`{tag}`" in (DOCS / "reference/metrics.md").read_text(encoding="utf-8")

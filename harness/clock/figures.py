@@ -58,8 +58,8 @@ class Metric(NamedTuple):
 class Tag(StrEnum):
     """A figure that is no window's; what a device cannot give is left out.
 
-    Above each is what it says; ``docs/tensorboard.md`` has more. A unit is told where a chart or a
-    bound needs it: else the name has it.
+    Above each is what it says; ``docs/reference/metrics.md`` has more. A unit is told where a chart
+    or a bound needs it: else the name has it.
     """
 
     figure: Metric

@@ -2,8 +2,8 @@
 
 The function ``data.name=my_module:open_splits`` gives two sets, to train and to validate. Each is
 a source (``harness.data.storage.Source``), decoded and augmented as ours are, or a
-``torch.utils.data.Dataset`` of (image, label) with transforms of its own. ``docs/adding.md`` has an
-example of each.
+``torch.utils.data.Dataset`` of (image, label) with transforms of its own. An example
+of each is in ``docs/how-to/own-model-and-data.md``.
 """
 
 from __future__ import annotations

@@ -619,8 +619,8 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
     train = feeds.splits.train
     if not isinstance(train, ImageDataset):
         raise ConfigError(
-            "mode=diagnose: needs a source (docs/adding.md); with a Dataset of your own leave mode "
-            "out: the run itself ends with a verdict"
+            "mode=diagnose: needs a source (docs/how-to/own-model-and-data.md); with a Dataset of "
+            "your own leave mode out: the run itself ends with a verdict"
         )
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
     title = "diagnosing (at most a minute, nothing is trained)"

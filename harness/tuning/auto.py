@@ -4,7 +4,7 @@ The searches measure by a ``LoaderBenchmark``, in tests by a made-up machine tha
 ``tuner=auto`` looks at the user's setting first: what a sample costs in its workers, and what real
 steps get from it. Only where they wait for data is something else tried, by real steps too: as many
 workers as the model of throughput asks for, then another backend. The rules have their numbers in
-docs/tuning.md.
+docs/explanation/how-tuning-works.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tunes the loader before training, remembers the choice and adjusts threads later.
 
 How many threads load follows the run's own meters. A number of threads is changed in place, which
-changes no batch. Two rules, on the model of the search, as numbered in docs/tuning.md:
+changes no batch. Two rules, on the model of the search, as numbered in
+docs/explanation/how-tuning-works.md:
 
 7. Where steps wait for data, the threads are at work, and the run has processors left, as many
    threads are tried as the model asks for.

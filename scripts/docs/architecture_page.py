@@ -1,4 +1,4 @@
-"""``docs/architecture.md``, drawn from ``harness/``: rooms, files, the user's own parts, ways.
+"""The architecture page, drawn from ``harness/``: rooms, files, the user's own parts, ways.
 
 The ways come from a traced run, which takes half a minute::
 
@@ -23,24 +23,29 @@ from scripts.bench.tables import write
 
 ROOT = Path(__file__).resolve().parents[2]
 HARNESS = ROOT / "harness"
-PAGE = ROOT / "docs" / "architecture.md"
-# the user's part; its setting, option or import; its receiver in harness/; the page on it
+PAGE = ROOT / "docs" / "contributing" / "architecture.md"
+# below each page: the user's part; its setting, option or import; its receiver in harness/
 DOORS = """
-network | model.name=module:function | training.models:build | adding
-data set or source | data.name=module:function | data.own:open_own | adding
-augmentation of an image | augment.own=module:function | data.own:OwnAugment | adding
-augmentation of a batch | augment.own_batch=module:function | data.augment:BatchAugment | adding
-callbacks | callbacks=[module:Class] | training.callbacks:made | adding
-settings folder | --config-dir=FOLDER | cli.compose:prepared | commands
-loop over one loader | wellfed.watched | hooks.own:watched | watch
-loop in a block | wellfed.watching | hooks.own:watching | watch
-Lightning Trainer | wellfed.hooks.lightning | hooks.lightning:WellfedCallback | watch
-Hugging Face Trainer | wellfed.hooks.transformers | hooks.transformers:WellfedCallback | watch
-`ImageFolder` | wellfed.faster | hooks.faster:faster | watch
-`DataLoader` to tune | wellfed.tune | tuning.library:tune | own_loop
-`DataLoader` to copy ahead | wellfed.DataPrefetcher | feed.prefetcher:DataPrefetcher | own_loop
-loop to time | wellfed.StepClock | clock.clock:StepClock | own_loop
-code around a trained network | wellfed.load | inference.loaded:load | after
+how-to/own-model-and-data.md
+network | model.name=module:function | training.models:build
+data set or source | data.name=module:function | data.own:open_own
+augmentation of an image | augment.own=module:function | data.own:OwnAugment
+augmentation of a batch | augment.own_batch=module:function | data.augment:BatchAugment
+callbacks | callbacks=[module:Class] | training.callbacks:made
+reference/cli.md
+settings folder | --config-dir=FOLDER | cli.compose:prepared
+how-to/watch-a-script.md
+loop over one loader | wellfed.watched | hooks.own:watched
+loop in a block | wellfed.watching | hooks.own:watching
+Lightning Trainer | wellfed.hooks.lightning | hooks.lightning:WellfedCallback
+Hugging Face Trainer | wellfed.hooks.transformers | hooks.transformers:WellfedCallback
+`ImageFolder` | wellfed.faster | hooks.faster:faster
+how-to/instrument-your-loop.md
+`DataLoader` to tune | wellfed.tune | tuning.library:tune
+`DataLoader` to copy ahead | wellfed.DataPrefetcher | feed.prefetcher:DataPrefetcher
+loop to time | wellfed.StepClock | clock.clock:StepClock
+how-to/predict-and-export.md
+code around a trained network | wellfed.load | inference.loaded:load
 """
 # the ways that lead from lower rooms to higher ones
 RISING = ("sample to step", "step time to TensorBoard")
@@ -128,14 +133,18 @@ def files() -> Iterator[str]:
         for path in paths[1:]:
             file = path.relative_to(HARNESS).as_posix()
             shown = file.removeprefix(f"{name}/").removesuffix("__init__.py")
-            yield f"| [{shown}](../harness/{file}) | {task(file)} |"
+            yield f"| [{shown}](../../harness/{file}) | {task(file)} |"
 
 
 def doors() -> Iterator[str]:
     """Yields a row for each of the user's parts; raises if its name or receiver is gone."""
     settings = {name for name, *_ in walk(Config())}
+    page = ""
     for line in DOORS.strip().splitlines():
-        part, name, receiver, page = line.split(" | ")
+        if " | " not in line:
+            page = line
+            continue
+        part, name, receiver = line.split(" | ")
         module, function = receiver.split(":")
         file = f"{module.replace('.', '/')}.py"
         task(file, function)
@@ -147,7 +156,8 @@ def doors() -> Iterator[str]:
                 raise LookupError(f"{name} is not {receiver}")
         if ":" in name and name.partition("=")[0] not in settings:
             raise LookupError(f"{name}: no such setting")
-        yield f"| {part} | `{name}` | `{function}` in {file} | [{page}.md]({page}.md) |"
+        link = f"[{Path(page).name}](../{page})"
+        yield f"| {part} | `{name}` | `{function}` in {file} | {link} |"
 
 
 def drawn() -> str:

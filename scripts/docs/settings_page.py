@@ -1,4 +1,4 @@
-"""``docs/settings.md``, made from the schema in ``harness/config.py`` and the values in ``conf/``.
+"""The page of settings, made from the schema in ``harness/config.py`` and the values in ``conf/``.
 
 The values are those that Hydra composes where nothing is typed::
 
@@ -22,7 +22,7 @@ from scripts.bench.tables import write
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-PAGE = ROOT / "docs" / "settings.md"
+PAGE = ROOT / "docs" / "reference" / "settings.md"
 HEAD = """# Settings
 
 Every setting, its value in a plain `python train.py`, and what it is. On the command line a setting
