@@ -76,7 +76,8 @@ def check(config: Config) -> None:
         folder.check_folder(root)
     resume = config.resume
     weights = config.model.weights
-    if resume not in (None, "auto") and not os.path.exists(resume):
+    # one rank reads it for all
+    if folder.is_first_rank() and resume not in (None, "auto") and not os.path.exists(resume):
         raise CheckpointError(f"resume={resume}: no such checkpoint; use null, auto or a path")
     # a run that goes on reads no other weights
     if resume is None and weights not in (None, "DEFAULT") and not os.path.exists(weights):
@@ -156,7 +157,7 @@ def main_worker(local_rank: int, job: Job) -> None:
         # before anything reads the settings, and the same on every rank
         if config.model.weights is not None:
             config = resume.settings(config, None, job.overridden)
-        saved = resume.find(config, job.folder)
+        saved = resume.find(config, job.folder, world)
         if saved is not None:
             config = resume.settings(config, saved, job.overridden, world.size)
         seeding.seed_everything(config.seed, config.trainer.deterministic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -18,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.utils._pytree import tree_leaves
 
 from ..config import Config, ConfigError, DistBackend, DistName
 from ..suggestions import shell_word
 from . import accelerator, limits, signals
-from .errors import listed, say
+from .errors import CheckpointError, listed, say
 from .launch import command, run_processes, setting
 
 # before a rank that has not come is named
@@ -102,11 +104,49 @@ class World:
         return -self.largest(-value)[0]
 
     @_together()
-    def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Gives every rank the first rank's ``tensors``, in place."""
-        if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+    def copy_from(self, source: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Gives every rank the ``tensors`` of the rank ``source``, in place."""
+        for tensor in tensors if self.size > 1 else ():
+            # in the order of the indices, and where the backend can send it
+            sent = tensor.to(self.device).contiguous()
+            # gloo and NCCL do not know every type
+            dist.broadcast(sent.view(-1).view(torch.uint8), src=source)
+            if sent is not tensor:
+                tensor.copy_(sent)
+
+    def shared(self, source: int, read: Callable[[], Any]) -> Any:
+        """Returns on every rank what ``read`` returns on the rank ``source``.
+
+        That is containers of tensors on the CPU, which are sent one after the other, so that no
+        rank holds any twice.
+
+        Raises:
+            CheckpointError: ``read`` raised it; on every rank.
+        """
+        if self.size == 1:
+            return read()
+        found: Any = None
+        if self.rank == source:
+            try:
+                found = read()
+            except CheckpointError as error:
+                found = error
+        blank = self.gathered(_blank(found, "meta"))[source]
+        if isinstance(blank, CheckpointError):
+            raise blank
+        if self.rank != source:
+            found = _blank(blank, "cpu")
+        self.copy_from(source, filter(torch.is_tensor, tree_leaves(found)))
+        return found
+
+
+def _blank(tree: Any, device: str) -> Any:
+    """Returns a copy of ``tree`` with tensors on ``device`` whose values are still to come."""
+    tensors = filter(torch.is_tensor, tree_leaves(tree))
+    # tree_map would lose attributes, such as _metadata of a module's state
+    return copy.deepcopy(
+        tree, {id(each): torch.empty_like(each, device=device) for each in tensors}
+    )
 
 
 def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
@@ -192,8 +232,10 @@ def _name_absent(prefix: str, rank: int, size: int) -> None:
 @contextmanager
 def _rendezvous(config: Config, place: Path, rank: int, size: int) -> Iterator[Any]:
     """Opens a block in which this rank gets ready for the others; gives the store of all."""
-    # the restarts and the jobs of a sweep under torchrun share its store
-    prefix = f"{place}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    # the restarts and the jobs of a sweep under torchrun share its store; nodes may start in
+    # different folders
+    inside = str(place).removeprefix(os.getcwd())
+    prefix = f"{inside}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     late = Timer(_PATIENCE_S, _name_absent, (prefix, rank, size))
     late.daemon = True
     late.start()

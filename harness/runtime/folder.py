@@ -74,13 +74,15 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     trains = mode is Mode.train
     if name is not None:
         return str(outputs / name)
-    if trains and resume not in (None, "auto") and Path(resume, "checkpoints").is_dir():
-        return resume
+    goes_on = trains and resume not in (None, "auto") and Path(resume, "checkpoints").is_dir()
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    has_store = run_id and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if goes_on and not has_store:
+        return str(resume)
     if run_id is None:
         refuse_auto(resume)
         return str(new_folder(outputs))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not has_store:
         raise ConfigError(
             "run.name=null: this launcher keeps no store to share a folder's name; set run.name"
         )
@@ -91,7 +93,7 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     key = f"{kept}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if is_first_rank():
         if not (resume == "auto" and trains and store.check([kept])):
-            store.set(kept, str(new_folder(outputs)))
+            store.set(kept, str(resume if goes_on else new_folder(outputs)))
         store.set(key, store.get(kept).decode())
     return str(store.get(key).decode())
 

@@ -210,7 +210,7 @@ class Engine:
         # gradients lasts
         with self._untimed("evaluate"), self._uncompiled(), bar as shown:
             # each rank has norms' statistics of its own
-            self.world.copy_from_first(network.buffers())
+            self.world.copy_from(0, network.buffers())
             batches = shown.over(self.val_batches)
             kept: list[Any] = []
             result = evaluate(network, batches, self.world, self.step.autocast, kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,10 +47,11 @@ _IMAGES = (
 )  # fmt: skip
 
 
-def find(config: Config, folder: Path) -> Saved | None:
+def find(config: Config, folder: Path, world: World) -> Saved | None:
     """Returns what ``resume`` names, or where nothing is trained ``model.weights``.
 
-    None: training starts from nothing.
+    One rank reads the checkpoint for all: of those whose folder has the newest the first. None:
+    training starts from nothing.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -60,11 +62,22 @@ def find(config: Config, folder: Path) -> Saved | None:
         if not applies or config.model.weights is None:
             return None
         return models.saved(config.model, config.data.image_size)
-    try:
-        return checkpoint_read.read(folder if config.resume == "auto" else Path(config.resume))
-    except NoCheckpoint:
-        if applies or config.resume != "auto":
-            raise
+    path = folder if config.resume == "auto" else Path(config.resume)
+    # where nodes share no folder, the rank that saved may have been another
+    past = checkpoint_read.records(path / "checkpoints")
+    newest = world.gathered([each.step for each in past][-1:])
+
+    def read() -> tuple[Any, ...]:
+        try:
+            found = checkpoint_read.read(path)
+        except NoCheckpoint:
+            if applies or config.resume != "auto":
+                raise
+            return ()
+        return found.where, found.state, found.in_run, found.record
+
+    if held := world.shared(newest.index(max(newest)), read):
+        return Saved(*held)
     say("resume=auto: no checkpoint yet, starting at epoch 1")
     return None
 
@@ -192,8 +205,8 @@ def take_over(
     ``length`` is the number of training images.
 
     Raises:
-        CheckpointError: it does not fit, the epoch cannot be continued, or the ranks do not see the
-            same checkpoint. Training never starts from nothing in its place.
+        CheckpointError: it does not fit, or the epoch cannot be continued. Training never starts
+            from nothing in its place.
     """
     config = state.config
     left = None
@@ -220,10 +233,6 @@ def take_over(
             )
             if state.samples:
                 left = rest(saved, config, state.world, length)
-    if len({*state.world.gathered(state.step)}) > 1:
-        raise CheckpointError(
-            "the ranks see different checkpoints; the run folder must be shared by all nodes"
-        )
     return left
 
 

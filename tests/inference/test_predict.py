@@ -253,7 +253,7 @@ def test_shares_of_ranks_come_together(
 
     typed = ("mode=predict", f"resume={first[0]}", f"data.root={tree}", "loader.batch_size=6")
     for ranks in (1, 3):
-        saved = resume.find(composed(*typed), tmp_path)
+        saved = resume.find(composed(*typed), tmp_path, World(0, 1, 0, 1, torch.device("cpu")))
         config = resume.settings(composed(*typed), saved, typed)
         folder = tmp_path / str(ranks)
         folder.mkdir()

@@ -293,6 +293,20 @@ def test_two_spawned_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (found["largest"], found["smallest"], found["threads"]) == ([15, 0], 0.1, 1)
 
 
+def test_one_rank_reads_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every type, shape and layout of tensors, attributes of containers, and the refusal."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    chosen = config(DistName.spawn, 2)
+    chosen.trainer = TrainerConfig(num_threads=1)
+    launch(jobs.share, (chosen, tmp_path), chosen)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    name, same, *rest = first
+    assert name == "x.pt" and len(same) == 9 and all(same.values())
+    assert rest == [True, True, {"": {"version": 2}}, "damaged"]
+
+
 @pytest.mark.parametrize(
     ("received", "raised"),
     [([], RuntimeError), ([(15, 0.0)], Interrupted)],

@@ -78,3 +78,11 @@ def test_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     with pytest.raises(ConfigError, match="^run.name=null: .*set run.name"):
         run_folder(None)
+
+
+def test_a_run_that_goes_on_has_one_folder(torchrun: pytest.MonkeyPatch) -> None:
+    """The folder that the first rank sees, also on nodes that do not see it."""
+    Path("outputs/x/checkpoints").mkdir(parents=True)
+    first = started(torchrun, 0, 0, "outputs/x")
+    Path("outputs").rename("away")
+    assert first == "outputs/x" == started(torchrun, 1, 0, "outputs/x")

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import OrderedDict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
     with joined(local_rank, config) as world:
         values = torch.tensor([1.0, 10.0]) * (world.rank + 1)
         copied = torch.full((2,), float(world.rank))
-        world.copy_from_first([copied])
+        world.copy_from(0, [copied])
         found = {
             "world": [world.rank, world.size, world.local_rank, world.local_size],
             "device": [str(world.device), world.is_main],
@@ -162,6 +163,40 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
             "smallest": world.smallest(0.1 + world.rank),
             "threads": torch.get_num_threads(),
         }
+    (folder / f"{local_rank}.json").write_text(json.dumps(found))
+
+
+def share(local_rank: int, job: tuple[Config, Path]) -> None:
+    """Join, get what rank 1 alone can read, and leave what came of it in a file."""
+    import torch
+
+    from harness.runtime.distributed import World, joined
+    from harness.runtime.errors import CheckpointError
+
+    config, folder = job
+    kinds = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
+    held = OrderedDict((str(kind), torch.arange(6).reshape(2, 3).to(kind)) for kind in kinds)
+    images = torch.arange(48.0).reshape(2, 3, 2, 4)
+    held["last"] = images.to(memory_format=torch.channels_last)
+    held["cut"] = images[..., ::2]
+    held["none"], held["one"] = torch.empty(0, 3), torch.tensor(7)
+    # as of a module
+    held._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
+
+    def read(world: World, text: str = "") -> object:
+        if world.rank != 1 or text:
+            raise CheckpointError(text or "read by another rank")
+        return "x.pt", {"model": held, "steps": [1, (2, None)]}
+
+    with joined(local_rank, config) as world:
+        name, state = world.shared(1, lambda: read(world))
+        same = {key: torch.equal(state["model"][key], held[key]) for key in held}
+        last = state["model"]["last"].is_contiguous(memory_format=torch.channels_last)
+        found = [name, same, last, state["steps"] == [1, (2, None)], state["model"]._metadata]
+        try:
+            world.shared(1, lambda: read(world, "damaged"))
+        except CheckpointError as error:
+            found.append(str(error))
     (folder / f"{local_rank}.json").write_text(json.dumps(found))
 
 

@@ -13,6 +13,7 @@ from torchvision import models as zoo
 
 from harness.cli import job
 from harness.config import OURS, Config, ConfigError, Interpolation
+from harness.runtime.distributed import World
 from harness.training import models, resume
 
 Composed = Callable[..., Config]
@@ -153,6 +154,6 @@ def test_what_they_expect_is_what_a_run_evaluates_with(
     monkeypatch.setattr(models, "_published", lambda model, size: {"size": torch.tensor(size)})
     typed = ("model.name=vit_b_16", "model.weights=DEFAULT", "mode=evaluate")
     config = resume.settings(composed(*typed), None, typed)
-    saved = resume.find(config, tmp_path)
+    saved = resume.find(config, tmp_path, World(0, 1, 0, 1, torch.device("cpu")))
     assert saved is not None and int(saved.state["model"]["size"]) == 224
     assert resume.settings(config, saved, typed) == config

@@ -322,10 +322,10 @@ def test_weights_that_would_give_a_wrong_result_are_refused(
 def test_nothing_to_evaluate_is_an_error(composed: Composed, tmp_path: Path) -> None:
     """resume=auto without a checkpoint starts a training, and never evaluates random weights."""
     config = composed("mode=train", "resume=auto", "run.name=x")
-    assert resume.find(config, tmp_path) is None
+    assert resume.find(config, tmp_path, ALONE) is None
     config.mode = Mode.evaluate
     with pytest.raises(CheckpointError, match="holds no checkpoint; name one with resume=PATH"):
-        resume.find(config, tmp_path)
+        resume.find(config, tmp_path, ALONE)
 
 
 def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path
     copy = tmp_path / "copied.pt"
     copy.write_bytes(record.path.read_bytes())
     typed = ("mode=evaluate", f"model.weights={copy}", "data=digits")
-    saved = resume.find(composed(*typed), tmp_path)
+    saved = resume.find(composed(*typed), tmp_path, ALONE)
     assert resume.settings(composed(*typed), saved, typed).data.image_size == 9
 
 
@@ -488,7 +488,7 @@ def test_lost_records_are_no_fresh_start(composed: Composed, tmp_path: Path) -> 
     for record in tmp_path.glob("checkpoints/*.json"):
         record.unlink()
     with pytest.raises(CheckpointError, match="the records .* are missing"):
-        resume.find(composed("resume=auto", "run.name=x"), tmp_path)
+        resume.find(composed("resume=auto", "run.name=x"), tmp_path, ALONE)
     assert len(list(tmp_path.glob("checkpoints/step-*.pt"))) == 2
     (tmp_path / "checkpoints/step-1.pt").unlink()
-    assert resume.find(composed("resume=auto", "run.name=x"), tmp_path) is None
+    assert resume.find(composed("resume=auto", "run.name=x"), tmp_path, ALONE) is None
