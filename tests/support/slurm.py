@@ -165,16 +165,23 @@ class Slurm:
         until(lambda: self.fact(job, "JobState") in ("COMPLETED", ""), "the other job's end")
 
     def start_again(self, job: str, restarts: int) -> None:
-        """Waits until a job has been requeued ``restarts`` times, and starts it at once."""
+        """Waits until a job has been requeued ``restarts`` times, and starts it."""
         until(
             lambda: (
                 self.fact(job, "Restarts") == str(restarts)
-                and self.fact(job, "JobState") in ("PENDING", "RUNNING")
+                and self.fact(job, "JobState") == "PENDING"
             ),
-            f"restart {restarts} of {job}: {self.ask('scontrol', 'show', 'job', job)}",
+            f"restart {restarts} of {job}",
             90,
         )
-        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        # slurmd refuses a job within the second in which it ended
+        time.sleep(2)
+        self.change(job, "StartTime=now")
+        until(lambda: self.fact(job, "JobState") == "RUNNING", f"life {restarts} of {job}")
+
+    def change(self, job: str, setting: str) -> None:
+        """Changes a setting of a job, such as ``TimeLimit=1`` (minutes)."""
+        self.ask("scontrol", "update", f"JobId={job}", setting)
 
     def end(self, job: str, seconds: float = 120.0) -> str:
         """The state in which the job has ended."""
