@@ -34,7 +34,7 @@ from scripts.bench.tables import (
     tell,
     write,
 )
-from tests.support.run_state import digest, wrong_lines
+from tests.support.run_state import digest, lines, wrong_lines
 from tests.support.slurm import Slurm, script, until
 
 PAGE = PAGES / "preempted.md"
@@ -47,8 +47,8 @@ def build(num_classes):
                          nn.Linear(512, num_classes))
 """
 _RUN = (
-    "data=shapes", "data.image_size=32", "data.generate.train_images=2000",
-    "data.generate.val_images=4000", "augment.hflip=0.5", "device=cpu", "loader.num_workers=0",
+    "data=shapes", "data.image_size=32", "data.generate.train_images=1000",
+    "data.generate.val_images=2000", "augment.hflip=0.5", "device=cpu", "loader.num_workers=0",
     "loader.batch_size=16", "optim.lr=0.01", "trainer.num_threads=1", "checkpoint.every_steps=5",
     "model.name=wide:build",
 )  # fmt: skip
@@ -93,10 +93,12 @@ class Job:
             self.saving = any(not name.endswith((".pt", ".json")) for name in names)
 
     def wait_for(self, aim: str | None, moments: random.Random) -> None:
-        """Waits for a phase, or from the first step on for a random time."""
+        """Waits for a phase, or for up to 60 steps and a second."""
         until(lambda: aim == "start" or "training:" in self.said(), "the first step", 300)
         if aim is None:
-            time.sleep(moments.uniform(0, 8))
+            least = len(lines(self.folder)) + moments.randint(0, 12)
+            until(lambda: len(lines(self.folder)) >= least, "steps", 120)
+            time.sleep(moments.random())
         elif aim != "start":
             until(lambda: self.look() or self.phase() == aim, aim, 120)
 
@@ -178,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = options.add_argument
     add("--n", type=int, default=20, help="pre-emptions")
     add("--seed", type=int, default=0, help="of the moments")
-    add("--epochs", type=int, default=40, help="of the run; enough for all of them")
+    add("--epochs", type=int, default=50, help="of the run; enough for all of them")
     a = options.parse_args(argv)
     if missing := Slurm.missing():
         options.error(missing)

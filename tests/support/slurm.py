@@ -20,6 +20,8 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
+# a job's number chooses its port
+FirstJobId={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
