@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/cluster.md"
+PAGE = ROOT / "docs/how-to/clusters.md"
 _CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -50,7 +50,7 @@ PartitionName=high Nodes={host} PriorityTier=10 MaxTime=INFINITE
 
 
 def script(each_task: bool = False) -> str:
-    """The script of docs/cluster.md, with one task a node or ``each_task`` a rank."""
+    """The script of docs/how-to/clusters.md, with one task a node or ``each_task`` a rank."""
     whole, tasks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[:2]
     if each_task:
         whole = re.sub(r"srun .*?&\n", lambda _: tasks, whole, count=1, flags=re.S)
