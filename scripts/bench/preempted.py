@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -82,7 +83,8 @@ class Job:
         if "training:" not in told:
             return "start"
         # the line of an epoch's last step, then that of its evaluation
-        if told.rfind(" steps in ") > told.rfind(": top-1 "):
+        *_, last = re.findall(r"training: |\d of \d+ steps in |: top-1 ", told)
+        if last.endswith("in "):
             return "evaluation"
         return "saving" if self.saving else "training"
 
