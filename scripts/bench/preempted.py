@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 from scripts.bench.tables import (
     PAGES,
@@ -88,11 +89,12 @@ class Job:
             return "evaluation"
         return "saving" if self.saving else "training"
 
-    def look(self) -> None:
+    def look(self) -> Self:
         """Notes whether a save is under way."""
         with suppress(FileNotFoundError):
             names = os.listdir(self.folder / "checkpoints")
             self.saving = any(not name.endswith((".pt", ".json")) for name in names)
+        return self
 
     def wait_for(self, aim: str | None, moments: random.Random) -> None:
         """Waits for a phase, or for up to 60 steps and a second."""
@@ -102,7 +104,7 @@ class Job:
             until(lambda: len(lines(self.folder)) >= least, "steps", 120)
             time.sleep(moments.random())
         elif aim != "start":
-            until(lambda: self.look() or self.phase() == aim, aim, 120)
+            until(lambda: self.look().phase() == aim, aim, 120)
 
     def preempt(self) -> float:
         """Pre-empts the job; returns the seconds until the node was free."""
