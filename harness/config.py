@@ -201,6 +201,12 @@ class DataConfig:
         None,
         "Table of the images (data=table only), in root or from here: CSV, TSV, JSONL or Parquet.",
     )
+    train: str | None = setting(
+        None,
+        "Shards of the training set (data=shards only), such as train-{000..146}.tar or "
+        "'train-*.tar' below root; null: by _info.json, else all.",
+    )
+    val: str | None = setting(None, "Shards of the validation set (data=shards only); null: none.")
     split_fraction: float | None = setting(
         None,
         "Share of the images kept for validation where root or table has no train and val sets.",

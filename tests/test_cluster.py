@@ -1,4 +1,4 @@
-"""The script of docs/how-to/clusters.md under a real Slurm: a job that is stopped resumes bitwise."""
+"""The script of docs/how-to/clusters.md under a real Slurm: a stopped job resumes bitwise."""
 
 from __future__ import annotations
 

@@ -227,7 +227,8 @@ def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
         "  optim.weight_decay=0.0005\n",
         "  optim.nesterov=true\n",
         "  augment.scale=[0.5,1.0]\n",
-        "  data= cifar10, cifar100, digits, fake, imagefolder, imagenet, own, shapes, table\n",
+        "  data= cifar10, cifar100, digits, fake, imagefolder, imagenet, own, shapes, shards, "
+        "table\n",
         (
             "  model= resnet18, resnet18_cifar, resnet20_cifar, resnet50, resnet9_cifar, small, "
             "any classifier of torchvision, timm/NAME, or model.name=my_module:build\n"

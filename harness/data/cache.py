@@ -30,6 +30,7 @@ from ..runtime import limits
 from ..runtime.files import open_regular
 from ..runtime.folder import log
 from .mapped import MappedFile, checksum, memory, path_of, reserve
+from .shards import ShardSource
 from .storage import FileSource, Source, Subset, cache_root
 from .transforms import resized
 
@@ -54,7 +55,7 @@ class PixelCache:
     # the column of the source's first image
     first: int
     # a folder's files, or a part of them
-    source: Source
+    source: Any
     # most pixels of an image's longer side, larger ones are shrunk; None: any
     max_side: int | None
     # the filter that shrinks them
@@ -134,8 +135,7 @@ class PixelCache:
         return place
 
     def _digest(self, i: int, pixels: np.ndarray) -> int:
-        status = os.stat(self.source.where(i))
-        return checksum(pixels, status.st_size, status.st_mtime_ns)
+        return checksum(pixels, *self.source.state(i))
 
     @property
     def reserved_bytes(self) -> int:
@@ -206,8 +206,8 @@ def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
     if isinstance(source, Subset):
         folder, digest = _listed(source.source, data)
         return folder, hashlib.sha256(digest + source.indices.tobytes()).digest()
-    if isinstance(source, FileSource):
-        return source.root, source.index.digest()
+    if isinstance(source, FileSource | ShardSource):
+        return source.root, source.digest()
     raise ConfigError(
         f"data.cache={data.cache.name}: has no effect with data={data.name}, whose pixels need no "
         "decoding"

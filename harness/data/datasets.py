@@ -39,6 +39,8 @@ from .decode import DecodeError, decoded
 from .folds import Fold
 from .libraries import decode_jpeg_part
 from .own import OwnAugment, OwnDataset, open_own
+from .shard_index import open_shards
+from .shards import ShardSource
 from .storage import (
     ArraySource,
     FileSource,
@@ -265,21 +267,18 @@ class Splits:
         }
         if not isinstance(self.train, ImageDataset):
             return found
-        source = self.train.source
+        source: Any = self.train.source
         whole = source
         while isinstance(whole, Subset):
             whole = whole.source
         # Names alone would miss a file that was rewritten.
         digest = hashlib.sha256(os.fsencode("\n".join(source.classes)))
-        if isinstance(whole, FileSource):
-            digest.update(whole.index.digest())
-            for path in map(source.where, evenly_spaced(len(source), _LOOKED_AT)):
-                state = None
+        if isinstance(whole, FileSource | ShardSource):
+            digest.update(os.fsencode(whole.root) + whole.digest())
+            for i in evenly_spaced(len(source), _LOOKED_AT):
                 # A file may be gone.
                 with suppress(OSError):
-                    status = os.stat(path)
-                    state = status.st_size, status.st_mtime_ns
-                digest.update(os.fsencode(f"{path} {state}\n"))
+                    digest.update(f"{i} {source.state(i)}\n".encode())
         else:
             for i in evenly_spaced(len(source), 16):
                 # A bad sample, of a user's source by any error, is told when it is loaded.
@@ -328,6 +327,16 @@ def open_tables(data: DataConfig) -> tuple[Source, Source]:
     return open_table_splits(TableSource(_root(data), data), _held_out(data), _SPLIT_SEED)
 
 
+def open_shard_sets(data: DataConfig) -> tuple[Source, Source]:
+    """Opens the sets of tar shards.
+
+    Raises:
+        ConfigError: ``data.root`` is not set, or a pattern names no shard.
+        DataError: ``open_shards`` refuses the shards, or a set is empty.
+    """
+    return open_table_splits(open_shards(_root(data), data), _held_out(data), _SPLIT_SEED)
+
+
 def _held_out(data: DataConfig) -> float | Fold | None:
     if data.fold is None:
         return data.split_fraction
@@ -352,6 +361,7 @@ DATASETS: dict[str, Callable[[DataConfig], tuple[Source, Source]]] = {
     "imagefolder": open_folders,
     "imagenet": open_folders,
     "table": open_tables,
+    "shards": open_shard_sets,
 }
 # has no source: load makes it
 FAKE = "fake"
@@ -369,6 +379,7 @@ _SETTINGS = {
     "imagefolder": f"{_FILES} {_HELD_OUT}",
     "imagenet": f"{_FILES} {_HELD_OUT}",
     "table": f"{_FILES} {_HELD_OUT} table columns",
+    "shards": f"{_FILES} {_HELD_OUT} train val",
     FAKE: "generate",
 }
 
@@ -445,7 +456,7 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
         ConfigError, DataError: as ``load``.
     """
     opened = DATASETS.get(data.name)
-    if opened not in (open_folders, open_tables):
+    if opened not in (open_folders, open_tables, open_shard_sets):
         splits = load(data, AugmentConfig(), seed)
         val_name = "test images" if data.evaluate is Evaluate.test else splits.val_name
         return replace(splits, train=splits.val, val_name=val_name, trains=False)
@@ -454,7 +465,8 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
     if opened is open_folders:
         source, name = open_evaluated(_root(data), *how)
     else:
-        source, name = open_evaluated_table(TableSource(_root(data), data), *how)
+        listing = open_shards if opened is open_shard_sets else TableSource
+        source, name = open_evaluated_table(listing(_root(data), data), *how)
     skips = data.on_error is OnError.skip
     images = ImageDataset(source, as_evaluated(data), data, data.image_size, seed, skips=skips)
     return Splits(images, images, source.classes, data.name, str(data.root), name, False)

@@ -33,7 +33,7 @@ _FORMAT = 10
 _RACY_NS = 2_000_000_000
 
 # A file of these names is an image or a fault; of any other, only if its first bytes say so.
-_SUFFIXES = frozenset(
+SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .png .webp .bmp .dib .tif .tiff .gif .ppm .pgm .pbm .pnm .pfm".split()
 )
 # What operating systems, archivers and network storage leave in folders, besides hidden names.
@@ -285,7 +285,7 @@ class _Scan:
         if entry.is_symlink() and not os.path.exists(entry.path):
             return _BROKEN_LINK
         if entry.is_dir():
-            return "folder named like an image" if suffix in _SUFFIXES else None
+            return "folder named like an image" if suffix in SUFFIXES else None
         if entry.is_symlink():
             beside = os.path.dirname(os.path.realpath(entry.path))
             if beside not in self.watched:
@@ -295,7 +295,7 @@ class _Scan:
         # asked for the user that files are opened as
         if not os.access(entry.path, os.R_OK, effective_ids=True):
             raise PermissionError
-        if suffix in _SUFFIXES:
+        if suffix in SUFFIXES:
             return None
         with open(entry.path, "rb") as file:
             head = file.read(HEAD_BYTES)

@@ -24,6 +24,7 @@ from ..runtime.errors import BadSample, is_out_of_memory
 from ..runtime.folder import log
 from ..runtime.seeding import seeded
 from .decode import decode_opened
+from .shards import ShardSource
 from .storage import ArraySource, FileSource, Source, Subset
 
 
@@ -230,7 +231,9 @@ def open_own(
     if all(are_sources):
         train, val = (
             # sources of ours are known to the arrays and the cache
-            part if isinstance(part, ArraySource | FileSource | Subset) else OwnSource(part, where)
+            part
+            if isinstance(part, ArraySource | FileSource | ShardSource | Subset)
+            else OwnSource(part, where)
             for part, where in zip(pair, wheres, strict=True)
         )
         return train, val

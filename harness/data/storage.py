@@ -74,6 +74,19 @@ class FileSource:
         """Returns the path below ``root``, with the same escapes."""
         return os.path.relpath(self.where(i), self.root)
 
+    def digest(self) -> bytes:
+        """Returns 32 bytes that follow from the images' paths and labels alone."""
+        return self.index.digest()
+
+    def state(self, i: int) -> tuple[object, ...]:
+        """Returns what changes with the file's content.
+
+        Raises:
+            OSError: the file is gone.
+        """
+        status = os.stat(self.where(i))
+        return status.st_size, status.st_mtime_ns
+
     def read(self, i: int) -> tuple[bytes, int]:
         """Returns the file's bytes and its label.
 
@@ -203,6 +216,12 @@ class Subset:
     def where(self, i: int) -> str:
         """Returns what ``source`` says."""
         return self.source.where(int(self.indices[i]))
+
+    def state(self, i: int) -> tuple[object, ...]:
+        """Returns what ``source`` says, if it has files."""
+        source: Any = self.source
+        state: tuple[object, ...] = source.state(int(self.indices[i]))
+        return state
 
 
 def by_class(labels: np.ndarray, classes: int = 0) -> list[np.ndarray]:

@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import chain, islice
 from operator import itemgetter
 from sys import intern
+from typing import Any
 
 import numpy as np
 
@@ -53,8 +54,8 @@ _NAMES = {
     "split": "split set subset partition",
     "group": "group groupid patient patientid subject subjectid",
 }
-_SPLITS = ("train", "val", "test")
-_SPELLINGS = {
+SPLITS = ("train", "val", "test")
+SPELLINGS = {
     "train": 0, "training": 0, "0": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "1": 1,
     "test": 2, "testing": 2, "2": 2,
 }  # fmt: skip
@@ -76,25 +77,30 @@ class TableSource(FileSource):
             ``data.on_error=skip`` leaves these rows out.
     """
 
+    advice = (
+        "write train and val into a column split, or set data.split_fraction=0.1 for rows "
+        "without it"
+    )
+
     def __init__(self, root: str, data: DataConfig, labelled: bool = True) -> None:
         root = os.path.abspath(os.path.expanduser(root))
         check_folder(root)
         table = _Table(root, data, labelled)
-        self.table = table.path
+        self.origin = table.path
         self.key = table.header[table.places["image"]]
-        asked = "table", os.path.realpath(self.table), root, astuple(data.columns), labelled
+        asked = "table", os.path.realpath(self.origin), root, astuple(data.columns), labelled
         index = remembered(cache_root() / "index", repr(asked).encode(), table.read)
         super().__init__(root, index)
-        say(f"{self.table}: {table}")
+        say(f"{self.origin}: {table}")
         if left_out := index.left_out():
-            left_out = f"{self.table}: {left_out}"
+            left_out = f"{self.origin}: {left_out}"
             if data.on_error is not OnError.skip:
                 raise DataError(
                     f"{left_out}; correct these rows, or leave them out with data.on_error=skip"
                 )
             log.warning("%s; left out", printable(left_out))
         if not len(self):
-            raise DataError(f"{self.table}: no images{left_out and f' ({left_out})'}; add rows")
+            raise DataError(f"{self.origin}: no images{left_out and f' ({left_out})'}; add rows")
 
     def where(self, i: int) -> str:
         """Returns the path."""
@@ -112,20 +118,20 @@ class TableSource(FileSource):
             DataError: a class cannot be in both.
         """
         splits, *groups = self.index.more
-        places = [np.flatnonzero(splits == split) for split in range(len(_SPLITS))]
+        places = [np.flatnonzero(splits == split) for split in range(len(SPLITS))]
         found = {
-            name: Subset(self, own) for name, own in zip(_SPLITS, places, strict=True) if len(own)
+            name: Subset(self, own) for name, own in zip(SPLITS, places, strict=True) if len(own)
         }
         if held_out is not None and "train" in found:
             if "val" in found:
-                check_unsplit(held_out, found, self.table)
+                check_unsplit(held_out, found, self.origin)
             of_train = groups[0][places[0]] if groups else None
             found["train"], found["val"] = split(found["train"], held_out, seed, of_train)
         return found
 
 
 def open_table_splits(
-    source: TableSource, held_out: float | Fold | None, seed: int
+    source: Any, held_out: float | Fold | None, seed: int
 ) -> tuple[Source, Source]:
     """Returns the training and the validation set, which is the test set if there is no other.
 
@@ -138,21 +144,21 @@ def open_table_splits(
     val = sets.get("val", sets.get("test"))
     if train is None or val is None:
         raise DataError(
-            f"{source.table}: no {'training' if train is None else 'validation'} images; write "
-            "train and val into a column split, or set data.split_fraction=0.1 for rows without it"
+            f"{source.origin}: no {'training' if train is None else 'validation'} images; "
+            f"{source.advice}"
         )
     if "test" in sets and val is not sets["test"]:
         say(TEST_KEPT)
     untrained = np.bincount(train.labels, minlength=len(train.classes)) == 0
     if untrained.any():
         names = listed([train.classes[label] for label in np.flatnonzero(untrained)])
-        raise DataError(f"{source.table}: no training images of {names}; add or remove their rows")
-    check_classes(train, source.table)
+        raise DataError(f"{source.origin}: no training images of {names}; add or remove their rows")
+    check_classes(train, source.origin)
     return train, val
 
 
 def open_evaluated_table(
-    source: TableSource,
+    source: Any,
     evaluate: Evaluate,
     held_out: float | Fold | None,
     seed: int,
@@ -167,12 +173,12 @@ def open_evaluated_table(
     name = evaluate.name if evaluate.name in sets else "test"
     if evaluate is Evaluate.test and name not in sets:
         raise DataError(
-            f"data.evaluate=test: {source.table} has no test images; write test into a column "
+            f"data.evaluate=test: {source.origin} has no test images; write test into a column "
             "split, or name another table with data.table=FILE"
         )
     called = {"val": "validation images", "test": "test images"}[name]
     chosen: Source = sets.get(name, source)
-    return in_classes(chosen, classes, source.table), called if name in sets else "images"
+    return in_classes(chosen, classes, source.origin), called if name in sets else "images"
 
 
 class _Table:
@@ -271,7 +277,7 @@ class _Table:
             with suppress(IndexError):
                 cells |= {name: text(values[place]) for name, place in self.places.items()}
             image, label, part, group = cells["image"], *map(str.strip, [*cells.values()][1:])
-            split = _SPELLINGS.get(part.lower(), -("split" in self.places))
+            split = SPELLINGS.get(part.lower(), -("split" in self.places))
             found = self._find(image) or [image][self._labelled :]
             where = f"{image} in row {number}"
             if not found:

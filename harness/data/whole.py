@@ -16,6 +16,7 @@ import xxhash
 from ..config import DataConfig
 from .libraries import decodes_parts
 from .mapped import MappedFile, memory, path_of, reserve
+from .shards import ShardSource
 from .storage import FileSource, Source, Subset, cache_root
 
 # raise it if decoding becomes stricter
@@ -92,7 +93,7 @@ def open_whole(source: Source, options: DataConfig) -> Whole | None:
     count = len(source)
     while isinstance(source, Subset):
         source = source.source
-    if not isinstance(source, FileSource) or not decodes_parts():
+    if not isinstance(source, FileSource | ShardSource) or not decodes_parts():
         return None
     read = _FORMAT, count, options.exif_orientation, options.max_pixels
     name = hashlib.sha256(repr(read).encode() + os.fsencode(os.path.realpath(source.root)))

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data.datasets import ImageDataset, Splits, as_evaluated
+from ..data.shard_index import open_shards
+from ..data.shards import ShardSource
 from ..data.storage import FileSource, FolderSource
 from ..data.table import TableSource
 from ..feed.base import Failure
@@ -43,10 +45,12 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     model, classes = network(saved, config)
     root = os.path.expanduser(str(config.data.root))
     if config.data.name == "table":
-        source: FileSource = TableSource(root, config.data, labelled=False)
+        source: FileSource | ShardSource = TableSource(root, config.data, labelled=False)
+    elif config.data.name == "shards":
+        source = open_shards(root, config.data, labelled=False)
     else:
         source = FolderSource(root, flat=True)
-    if len({*world.gathered(source.index.digest())}) > 1:
+    if len({*world.gathered(source.digest())}) > 1:
         raise DataError(f"data.root={config.data.root}: the ranks see different files there")
     data = config.data
     transform = as_evaluated(data)
@@ -113,7 +117,11 @@ def _share(
 
 
 def _write(
-    folder: Path, source: FileSource, classes: tuple[str, ...], rows: np.ndarray, bad: set[int]
+    folder: Path,
+    source: FileSource | ShardSource,
+    classes: tuple[str, ...],
+    rows: np.ndarray,
+    bad: set[int],
 ) -> None:
     """Writes ``rows``, one for each image of ``source``, but for the ``bad`` ones."""
     ranks = range(1, rows.shape[1] // 2 + 1)

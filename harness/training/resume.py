@@ -43,7 +43,7 @@ PIXELS = {*models.EXPECTED, "data.exif_orientation", "data.background"}
 # of data.*, which images a run evaluated
 _IMAGES = (
     "data.name", "data.root", "data.md5", "data.table", "data.columns.", "data.split_fraction",
-    "data.fold", "data.generate.",
+    "data.fold", "data.generate.", "data.train ", "data.val ",
 )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def _applied(
         return config
     reads = saved.in_run and config.mode is not Mode.predict
     compared = (*PIXELS, *_NETWORK, *(_IMAGES if reads else ()))
-    theirs = {path: value for path, value, _ in walk(trained) if path.startswith(compared)}
+    theirs = {path: value for path, value, _ in walk(trained) if f"{path} ".startswith(compared)}
 
     # what the command line chose, by itself or with its group
     kept = set(map(launch.setting, typed))

@@ -1,7 +1,7 @@
 """Pre-empts a job of a real Slurm at random moments, and compares its weights with a whole run's.
 
-The job is the script of docs/how-to/clusters.md on one rank; a time limit stops it once, before. The
-exit code is 1 if a requirement is not met. Needs root and slurm-wlm.
+The job is the script of docs/how-to/clusters.md on one rank; a time limit stops it once, before.
+The exit code is 1 if a requirement is not met. Needs root and slurm-wlm.
 
     uv run python -m scripts.bench.preempted --write
 """
@@ -201,8 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = (
         "# A job that Slurm pre-empts\n\n"
         f"{machine_line(machine())}; {version}\n\n`{command}`, {datetime.now(UTC):%d %B %Y}.\n\n"
-        "The script of [clusters.md](../../../docs/how-to/clusters.md) runs under a real Slurm of one node, "
-        "on one rank. A job of a partition with a higher priority takes the node away, at seeded "
+        "The script of [clusters.md](../../../docs/how-to/clusters.md) runs under a real Slurm of "
+        "one node, on one rank. A job of a partition with a higher priority takes the node away, at seeded "
         "random moments; three of them are aimed at the start, an evaluation and a save. A time "
         "limit stops the run once, before.\n\n"
         f"{markdown([{'': key, 'value': value} for key, value in row.items()])}\n"

@@ -1,0 +1,99 @@
+"""Reads files by name, place and length: below a folder, or from an object store."""
+
+from __future__ import annotations
+
+import os
+import resource
+from functools import lru_cache
+from importlib import import_module
+from typing import Protocol
+
+from ..runtime.files import open_regular
+
+
+class Store(Protocol):
+    """Files below ``root``, which names them in messages and holds no secret.
+
+    Threads may call at once. Pickled, a store opens its files again.
+    """
+
+    root: str
+
+    def names(self) -> list[str]:
+        """Returns the names of all files, with "/" between folders, sorted."""
+
+    def state(self, name: str) -> tuple[int, str]:
+        """Returns the size of a file in bytes, and a text that changes with its content."""
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Returns exactly ``length`` bytes of a file.
+
+        Raises:
+            OSError: they cannot be read, or the file ends before them.
+        """
+
+
+class FolderStore:
+    """The files below a folder. Links are followed."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.abspath(os.path.expanduser(root))
+        # of each process its own; more shards than a process may open take turns
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        self._opened = lru_cache(most)(self._open)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return FolderStore, (self.root,)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.root, name)
+
+    def _open(self, name: str) -> _Descriptor:
+        return _Descriptor(open_regular(self._path(name)))
+
+    def names(self) -> list[str]:
+        """Returns the names of all files, sorted."""
+        walked = os.walk(self.root, followlinks=True)
+        paths = (os.path.join(folder, name) for folder, _, files in walked for name in files)
+        return sorted(os.path.relpath(path, self.root) for path in paths)
+
+    def state(self, name: str) -> tuple[int, str]:
+        """Returns the size of a file, and its number and times as text."""
+        status = os.stat(self._path(name))
+        return status.st_size, f"{status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Returns exactly ``length`` bytes of a file.
+
+        Raises:
+            OSError: they cannot be read, or the file ends before them.
+        """
+        # a reference: another thread's opening may end the keeping of this one
+        file = self._opened(name)
+        data = os.pread(file.fd, length, offset)
+        while len(data) < length:
+            more = os.pread(file.fd, length - len(data), offset + len(data))
+            if not more:
+                raise OSError(f"ends before byte {offset + length}")
+            data += more
+        return data
+
+
+class _Descriptor:
+    """An open file, closed with the last reference."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+def open_store(root: str) -> Store:
+    """Returns the store at ``root``, a folder or an address with "://"."""
+    if "://" in root:
+        store: Store = import_module(".remote", __package__).open_remote(root)
+        return store
+    return FolderStore(root)
