@@ -111,8 +111,7 @@ class World:
             sent = tensor.to(self.device).contiguous()
             # gloo and NCCL do not know every type
             dist.broadcast(sent.view(-1).view(torch.uint8), src=source)
-            if sent is not tensor:
-                tensor.copy_(sent)
+            tensor.copy_(sent)
 
     def shared(self, source: int, read: Callable[[], Any]) -> Any:
         """Returns on every rank what ``read`` returns on the rank ``source``.
@@ -123,8 +122,6 @@ class World:
         Raises:
             CheckpointError: ``read`` raised it; on every rank.
         """
-        if self.size == 1:
-            return read()
         found: Any = None
         if self.rank == source:
             try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -65,19 +64,15 @@ def find(config: Config, folder: Path, world: World) -> Saved | None:
     path = folder if config.resume == "auto" else Path(config.resume)
     # where nodes share no folder, the rank that saved may have been another
     past = checkpoint_read.records(path / "checkpoints")
-    newest = world.gathered([each.step for each in past][-1:])
-
-    def read() -> tuple[Any, ...]:
-        try:
-            found = checkpoint_read.read(path)
-        except NoCheckpoint:
-            if applies or config.resume != "auto":
-                raise
-            return ()
-        return found.where, found.state, found.in_run, found.record
-
-    if held := world.shared(newest.index(max(newest)), read):
-        return Saved(*held)
+    newest = world.gathered([each.step for each in past[-1:]])
+    parts = attrgetter("where", "state", "in_run", "record")
+    try:
+        return Saved(
+            *world.shared(newest.index(max(newest)), lambda: parts(checkpoint_read.read(path)))
+        )
+    except NoCheckpoint:
+        if applies or config.resume != "auto":
+            raise
     say("resume=auto: no checkpoint yet, starting at epoch 1")
     return None
 
