@@ -45,14 +45,13 @@ def spans(page: Path) -> list[str]:
 
 
 SPANS = [(page, span) for page in PAGES for span in spans(page)]
+# and what stands behind it
+OUR_COMMAND = re.compile(
+    r"(?:.*(?:python|torchrun|uv run) .*?train\.py|wellfed(?= (?:-m )?[\w.]+=))(.*)"
+)
+# those that watch have a script of the reader's
 COMMANDS = sorted(
-    {
-        span
-        for _, span in SPANS
-        if re.search(r"(?:python|torchrun|uv run) .*train\.py|uv run train\.py", span)
-        # a script of the reader's
-        and "wellfed watch" not in span
-    }
+    {span for _, span in SPANS if OUR_COMMAND.fullmatch(span) and " watch " not in span}
 )
 NO_SETTINGS = {"name=value"}
 OVERRIDES = sorted(
@@ -152,7 +151,7 @@ def test_the_examples_change_few_lines(block: int, ours: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_composes(composed: Callable[..., Config], command: str) -> None:
     """Each command's settings exist and fit together."""
-    arguments = shlex.split(command.split("train.py", 1)[1])
+    arguments = shlex.split(OUR_COMMAND.sub(r"\1", command))
     if arguments[:1] in (["page"], ["compare"]):
         # they take folders, and no settings
         return
@@ -223,7 +222,7 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 @pytest.mark.parametrize("name", get_args(Bottleneck))
 def test_every_verdict_is_explained(name: str) -> None:
     """With its name in ``report.json``."""
-    page = DOCS / "explanation/how-stalls-are-measured.md"
+    page = DOCS / "reference/verdicts.md"
     assert f"(`{name}`) |" in page.read_text(encoding="utf-8")
 
 
