@@ -47,7 +47,7 @@ def spans(page: Path) -> list[str]:
 SPANS = [(page, span) for page in PAGES for span in spans(page)]
 # and what stands behind it
 OUR_COMMAND = re.compile(
-    r"(?:.*(?:python|torchrun|uv run) .*?train\.py|wellfed(?= (?:-m )?[\w.]+=))(.*)"
+    r"(?:.*(?:python|torchrun|uv run) .*?train\.py|(?:uv run )?wellfed(?= (?:-m )?[\w.]+=))(.*)"
 )
 # those that watch have a script of the reader's
 COMMANDS = sorted(

@@ -25,9 +25,8 @@ CONF = ROOT / "conf"
 PAGE = ROOT / "docs" / "reference" / "settings.md"
 HEAD = """# Settings
 
-Every setting, its value in a plain `python train.py`, and what it is. On the command line a setting
-is `name=value`, a list is `[1,2]`, no value is `null`. `scripts/docs/settings_page.py` makes this
-page.
+Every setting with its default and its meaning. On the command line, write a setting as `name=value`
+and a list as `[1,2]`. `null` means no value. `scripts/docs/settings_page.py` generates this page.
 
 ## Choices
 
@@ -80,7 +79,7 @@ def _limits(value: Any, meta: Mapping[str, Any]) -> str:
 def page() -> str:
     """Returns the whole page."""
     config, chosen = composed()
-    lines = [HEAD, "| group | value | choices |", "|---|---|---|", *choices(chosen)]
+    lines = [HEAD, "| group | default | choices |", "|---|---|---|", *choices(chosen)]
     for section, settings in groupby(
         schema.walk(config), key=lambda found: found[0].rpartition(".")[0]
     ):
@@ -88,7 +87,7 @@ def page() -> str:
             "",
             f"## {section or 'The run'}",
             "",
-            "| setting | value | what it is |",
+            "| setting | default | meaning |",
             "|---|---|---|",
         ]
         for name, value, declared in settings:
