@@ -70,7 +70,7 @@ def test_the_tests_run_on_a_fresh_machine() -> None:
     tests = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()[-1]
     first = blocks(README, "sh")[0].splitlines()
     assert first[1:] == [f"pip install uv && {tests}"]
-    assert tests.startswith("uv run pytest") and tests in spans(CONTRIBUTING)
+    assert tests.startswith("uv run --group dev pytest") and tests in spans(CONTRIBUTING)
 
 
 def test_nothing_is_installed_by_our_name() -> None:

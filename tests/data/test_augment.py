@@ -9,7 +9,7 @@ import pytest
 import torch
 from pictures import numbered, pictures
 
-pytest.importorskip("scipy", reason="needs scipy (uv sync)")
+pytest.importorskip("scipy", reason="needs scipy (uv sync --group dev)")
 from scipy.stats import chisquare, ks_2samp
 from torchvision.transforms import v2
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from pictures import numbered
 
-pytest.importorskip("scipy", reason="needs scipy (uv sync)")
+pytest.importorskip("scipy", reason="needs scipy (uv sync --group dev)")
 from scipy.stats import beta, binomtest, ks_1samp, ks_2samp
 from torch import Tensor
 from torchvision.transforms import v2

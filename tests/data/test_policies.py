@@ -14,7 +14,7 @@ import pytest
 import torch
 from pictures import pictures
 
-pytest.importorskip("scipy", reason="needs scipy (uv sync)")
+pytest.importorskip("scipy", reason="needs scipy (uv sync --group dev)")
 from PIL import Image
 from scipy.stats import chi2_contingency, ks_2samp
 from torch import Tensor

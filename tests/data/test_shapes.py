@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from samples import comes_true
 
-pytest.importorskip("sklearn", reason="needs sklearn (uv sync)")
+pytest.importorskip("sklearn", reason="needs sklearn (uv sync --group dev)")
 from sklearn.datasets import load_sample_images
 from sklearn.linear_model import RidgeClassifier
 

@@ -10,7 +10,7 @@ import torch
 from pictures import NAMES, noise, photograph
 from PIL import Image
 
-pytest.importorskip("scipy", reason="needs scipy (uv sync)")
+pytest.importorskip("scipy", reason="needs scipy (uv sync --group dev)")
 from samples import eval_transform
 from scipy.stats import binomtest, ks_2samp
 from torchvision import transforms as tv

@@ -41,7 +41,7 @@ def unavailable() -> str | None:
     if shutil.which("g++") is None:
         return "the made-up CUDA runtime needs g++"
     if _headers() is None:
-        return "the made-up CUDA runtime needs the headers of nvidia-cuda-crt (uv sync)"
+        return "the made-up CUDA runtime needs the headers of nvidia-cuda-crt (uv sync --group dev)"
     return None
 
 

@@ -20,7 +20,7 @@ import pytest
 import runs
 from PIL import Image
 
-pytest.importorskip("selenium", reason="needs selenium (uv sync)")
+pytest.importorskip("selenium", reason="needs selenium (uv sync --group dev)")
 from selenium import webdriver
 from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
