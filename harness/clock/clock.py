@@ -1,6 +1,6 @@
 """Times the parts of each step without making the device wait.
 
-Light: feeds and workers import this file, and torch is imported only where a clock is made.
+Feeds and workers import this file, so torch is imported only when a clock is created.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from ..runtime.accelerator import Accelerator
 
 Batch = TypeVar("Batch")
-# of a wait, by where its batch was: until it was made, received, pinned, and here
+# parts of a wait, until the batch was made, received, pinned, and delivered
 _WAIT_PARTS = ("make", "transport", "pin", "move")
 
 
-# callbacks are removed by what they are, not by their figures
+# callbacks are removed by identity, not by value
 @dataclass(slots=True, eq=False)
 class _Collections:
-    """Adds up the seconds of garbage collections in ``thread``; one of ``gc.callbacks``."""
+    """Sums the seconds of garbage collections in ``thread``; one of ``gc.callbacks``."""
 
     now: Callable[[], float]
     seconds: float = 0.0
@@ -40,7 +40,7 @@ class _Collections:
     _began: float = 0.0
 
     def __call__(self, phase: str, info: Mapping[str, int]) -> None:
-        """Take the start or the stop of a collection."""
+        """Record the start or stop of a collection."""
         if get_ident() == self.thread:
             if phase == "start":
                 self._began = self.now()
@@ -49,30 +49,28 @@ class _Collections:
 
 
 class StepClock:
-    """Counts where the time of training steps goes; told by the loop, in one thread.
+    """Measures the parts of training steps; called by the loop, in one thread.
 
     The loop puts ``waiting()`` around ``next()`` on its feed and ``computing()`` around forward to
-    optimizer step, and calls ``step`` at the end of each; or it lets ``watch`` do all three. No
-    step synchronises: on CUDA ``computing()`` records three events, which are read some steps
-    later, once they have come, and used again. On the device's time line, over the
-    ``computing()`` blocks i::
+    optimizer step, and calls ``step`` at the end of each; or ``watch`` does all three. No step
+    synchronizes. On CUDA ``computing()`` records three events, which are read some steps later,
+    after completion, and reused. On the device's timeline, over the ``computing()`` blocks i::
 
-        gap_i          = end of compute i-1 to start of compute i, but for a gap with a pause
-        exposed_copy_i = the part of gap_i in which a batch was copied that the host had asked for
-        prepare_i      = the part of gap_i in which the device augmented and normalised that batch
-        starved_i      = the part of the rest in which the host waited for a batch
-        host_i         = what is left of gap_i: launches, garbage collection, logging, the loop
+        gap_i          = end of compute i-1 to start of compute i, except gaps with a pause
+        exposed_copy_i = the part of gap_i in which a requested batch was copied
+        prepare_i      = the part of gap_i in which the device augmented and normalized that batch
+        starved_i      = the remaining part in which the host waited for a batch
+        host_i         = the rest of gap_i: launches, garbage collection, logging, the loop
         stall_fraction = sum(starved_i + exposed_copy_i) / sum(gap_i + compute_i)
 
-    A wait while the device has queued work is no stall, and work between two steps is no stall.
-    Without device events the stall is ``data_wait_fraction``; on a CPU prepare is the rest of
-    ``next()`` once the feed has given its batch, and host is what is left. Where nothing tells when
-    the device is at work it is None. A step's device figures may fall into the window after its
-    own.
+    Waits while the device has queued work, and work between two steps, are not stalls. Without
+    device events the stall is ``data_wait_fraction``; on a CPU prepare is the rest of ``next()``
+    after the feed has returned its batch, and host is the remainder. It is None if the device's
+    busy time is unknown. A step's device times may be counted in the next window.
 
     Args:
-        device: where the network runs.
-        now: a monotonic clock in seconds, kept as an attribute; None: the device's own.
+        device: of the network.
+        now: a monotonic clock in seconds, also an attribute; None: the device's.
     """
 
     def __init__(
@@ -86,36 +84,36 @@ class StepClock:
         own = accelerator.get(device)
         self.now = now or own.now
         self._timeline = Timeline(own, self.now) if own.has_streams else None
-        # when a call returns, a CPU has done its work; MPS has not
+        # a CPU has finished its work when a call returns; MPS has not
         self._times_compute = own.is_host and not own.has_streams
         self._tells = own.tells
-        # of the open window, and by part of the run of those that are closed
+        # sums of the open window, and of closed windows by part of the run
         self._ledger = Ledger()
         self._closed = [Ledger()]
-        # of the running step: seconds waited and prepared by the host's clock, held, computed
+        # of the current step: host seconds waiting, preparing, held back, computing
         self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0
         self._wait_parts_s: Sums = defaultdict(float)
         self._host_parts_s: Sums = defaultdict(float)
-        # when the running step, wait, block of computing and noted work began; a pause moves them
+        # start of the current step, wait, computing block and noted work; shifted by pauses
         self._since: dict[str, float] = {}
         self._paused = False
-        # the running step is an epoch's first
+        # whether the current step is an epoch's first
         self._first = True
-        # when the running block of computing ended, as far as is known
+        # preliminary end of the current computing block
         self._computed_s: float | None = None
-        # of the batch that ends the running wait: when it was where, and when it was there
+        # stamps of the batch that ends the current wait, and its arrival
         self._arrival: tuple[Stamps | None, float | None] = (None, None)
         self._gc = _Collections(self.now)
-        # of its seconds, those before the running step
+        # its seconds before the current step
         self._gc_mark_s = 0.0
         gc.callbacks.append(self._gc)
         weakref.finalize(self, gc.callbacks.remove, self._gc)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the host time inside the block, around ``next()`` on the feed, as data wait.
+        """Count the block's host time, around ``next()`` on the feed, as data wait.
 
-        One inside another does not count: a feed and its loop may both tell.
+        Nested blocks do not count, because a feed and its loop may both call this.
         """
         if self._paused or "wait" in self._since:
             yield
@@ -134,7 +132,7 @@ class StepClock:
             self._wait_s += there - began
             self._prepare_s += ended - there
             if stamps is not None:
-                # to each part goes what its batch spent there meanwhile
+                # each part gets the batch's time in it during the wait
                 at = began
                 for part, until in zip(_WAIT_PARTS, (*stamps, there), strict=True):
                     until = max(at, min(until, there))
@@ -144,20 +142,19 @@ class StepClock:
                 self._timeline.waits.append((began, there))
 
     def arrived(self, stamps: Stamps | None, there_s: float | None = None) -> None:
-        """Take what is known of the batch that is about to end the running wait.
+        """Record the stamps of the batch that ends the current wait.
 
-        Outside of ``waiting()`` it does not count.
+        Ignored outside of ``waiting()``.
 
         Args:
-            stamps: when it was made, received and pinned, where its feed tells.
-            there_s: when it was there, by the clock ``now``: what is left of the block is no
-                waiting for data.
+            stamps: when it was made, received and pinned, if known.
+            there_s: when it arrived, on the clock ``now``; the rest of the block is not data wait.
         """
         if "wait" in self._since:
             self._arrival = (stamps, there_s)
 
     def held(self, began_s: float) -> None:
-        """Take the time since ``began_s`` out of the running wait: the device had work in store."""
+        """Exclude the time since ``began_s`` from the current wait; the device had queued work."""
         if "wait" in self._since and not self._paused:
             full_s = self.now() - began_s
             self._full_s += full_s
@@ -165,17 +162,17 @@ class StepClock:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Measure the block, around forward, backward and optimizer step.
+        """Measure the block around forward, backward and optimizer step.
 
-        Several in one step add up. Enter it with the network's stream as the current one. A block
-        that raises is not measured on the device.
+        Several blocks in one step add up. Enter it on the network's stream. A block that raises is
+        not measured on the device.
         """
         if self._paused or "compute" in self._since:
             yield
             return
         if "step" not in self._since:
             self.start_epoch()
-        # where the host computes, collections are none of it; elsewhere the device works meanwhile
+        # collections are excluded if the host computes; else the device works in the meantime
         self._since["compute"] = self.now() - self._gc.seconds * self._times_compute
         self._computed_s = None
         if self._timeline:
@@ -193,9 +190,9 @@ class StepClock:
             self._compute_s += max(0.0, ended_s - self._since.pop("compute"))
 
     def computed(self) -> None:
-        """Let the running block of computing end here, unless this is called again before its end.
+        """End the current computing block here, unless this is called again before its end.
 
-        For whoever learns of an optimizer's step, and not whether another one follows.
+        For hooks on optimizer steps, which cannot know whether another step follows.
         """
         if "compute" in self._since and not self._paused:
             self._computed_s = self.now() - self._gc.seconds * self._times_compute
@@ -205,26 +202,26 @@ class StepClock:
     def copied(
         self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None
     ) -> None:
-        """Take the recorded events around one batch's copy, before the block that computes on it.
+        """Record the events around one batch's copy, before the block that computes on it.
 
-        ``ready`` is recorded after what else the device did to the batch, as normalising. A
-        batch that was not copied has ``start`` for its ``end``. The caller must not record the
-        events again: ``event`` gives them out anew. A copy within a block is none of its
-        computing: the block begins behind the first one, and later ones are taken out.
+        ``ready`` is recorded after other device work on the batch, such as normalization. A batch
+        that was not copied has ``start`` as its ``end``. The caller must not reuse the events;
+        ``event`` does. Copies within a block do not count as computing: the block starts after the
+        first copy, and later ones are subtracted.
         """
         if self._timeline and not self._paused:
             self._timeline.copied(Copy(start, end, ready or end))
 
     def event(self, own: Accelerator) -> TimingEvent:
-        """Returns a timed event of ``own`` for ``copied``, one that was read if there is any."""
+        """Returns a timed event of ``own`` for ``copied``, reused if possible."""
         spare = self._timeline.spare if self._timeline else None
         return spare.popleft() if spare else own.event(timed=True)
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
-        """Give work between steps, as logging, a name in ``Window.host_parts_s``.
+        """Name work between steps, such as logging, in ``Window.host_parts_s``.
 
-        Garbage collections inside do not count: they have a figure of their own.
+        Garbage collections inside are counted separately.
         """
         if self._paused or "work" in self._since or "step" not in self._since:
             yield
@@ -237,7 +234,7 @@ class StepClock:
             self._host_parts_s[name] += took_s
 
     def start_epoch(self) -> None:
-        """Begin a step, if none runs, and keep it apart as an epoch's first."""
+        """Start a step, if none is open, and count it separately as an epoch's first."""
         if self._paused:
             return
         self._first = True
@@ -247,7 +244,7 @@ class StepClock:
             self._gc.thread = get_ident()
 
     def step(self, images: int) -> None:
-        """End a step in which this rank used ``images`` images."""
+        """End a step with ``images`` images on this rank."""
         if self._paused:
             return
         now = self.now()
@@ -289,10 +286,10 @@ class StepClock:
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Keep the time inside the block out of all steps, under ``name``.
+        """Exclude the block from all steps, as a pause called ``name``.
 
-        What the clock is told inside does not count. The device first finishes the steps so far
-        (the host waits for it here), and that time is booked to them.
+        Calls inside the block do not count. The host first waits for the device to finish earlier
+        steps, which get that time.
         """
         if self._paused:
             yield
@@ -309,9 +306,9 @@ class StepClock:
             self.left_out(name, began)
 
     def left_out(self, name: str, began_s: float) -> None:
-        """Keep the time since ``began_s`` out of all steps, under ``name``.
+        """Exclude the time since ``began_s`` from all steps, as a pause called ``name``.
 
-        For whoever learns afterwards that it was a pause; it must lie within the running step.
+        For pauses detected afterwards, within the current step.
         """
         took_s = self.now() - began_s
         if self._timeline:
@@ -321,11 +318,11 @@ class StepClock:
             self._since[running] += took_s
 
     def settle(self) -> None:
-        """Let the device finish the steps so far, and book that time to them.
+        """Wait for the device to finish earlier steps, and book that time to them.
 
-        The host waits for the device here. Told where an epoch ends: the next step is kept apart,
-        and the device may have much of this epoch before it. What the device spent on an epoch's
-        first step after the host had gone on is booked to that step.
+        Call it at the end of an epoch, because the next step is counted separately, and the device
+        may still have queued work of this epoch. Device time of an epoch's first step after the
+        host has moved on is booked to that step.
         """
         if self._timeline is None or self._paused:
             return
@@ -341,11 +338,10 @@ class StepClock:
     def watch(
         self, batches: Iterable[Batch], images: Callable[[Batch], int] | None = None
     ) -> Iterator[Batch]:
-        """Yield one epoch of ``batches``, with the body of the caller's loop as the step.
+        """Yield one epoch of ``batches``; the caller's loop body is the step.
 
-        ``images`` counts a batch's images; by default it is the length of the first tensor. Time
-        before and after the loop does not count, nor does a step that ``break`` or an exception
-        leaves.
+        ``images`` counts a batch's images, by default the length of the first tensor. Time before
+        and after the loop does not count, nor does a step left by ``break`` or an exception.
         """
         self.start_epoch()
         try:
@@ -367,22 +363,22 @@ class StepClock:
                 self._since.pop("step", None)
 
     def end_epoch(self) -> None:
-        """Let the device finish, and count no time until a step begins again."""
+        """Wait for the device, and count no time until the next step starts."""
         self.settle()
         if not self._paused:
             self._since.pop("step", None)
 
     def device_steps(self, count: int) -> tuple[float, ...]:
-        """Returns the seconds of the last ``count`` settled steps, from end to end on the device.
+        """Returns the seconds of the last ``count`` finished steps, end to end on the device.
 
-        Empty where they are not known.
+        Empty if unknown.
         """
         ends_s = [*self._timeline.ends_s][-count - 1 :] if self._timeline else []
         steps_s = tuple(later - earlier for earlier, later in pairwise(ends_s))
         return steps_s if len(steps_s) == count else ()
 
     def close_window(self) -> Window | None:
-        """Returns the figures since the last call; None where no step has ended since.
+        """Returns the window since the last call; None if no step has ended.
 
         Never waits for the device.
         """
@@ -396,13 +392,13 @@ class StepClock:
         return ended.window(self._tells)
 
     def start_part(self) -> None:
-        """Begins another part of the run; all windows of the one before are closed."""
+        """Starts another part of the run; all earlier windows are closed."""
         self._closed.append(Ledger())
 
     def total(self, first: int = 0) -> Window:
-        """Returns the figures of the whole run so far, with those of the open window.
+        """Returns the window of the whole run so far, including the open window.
 
-        Or from its part ``first`` on; -1 is the last one. Never waits for the device.
+        Starts at part ``first``; -1 is the last one. Never waits for the device.
         """
         if self._timeline:
             self._timeline.read(self._ledger)
@@ -418,7 +414,7 @@ def _images_in(batch: Any) -> int:
     if not nested:
         return len(items)
     first = items[0]
-    # a detector's pictures have sizes of their own
+    # a detector's images differ in size
     if isinstance(first, (tuple, list)) and getattr(next(iter(first), None), "ndim", 0) == 3:
         return len(first)
     return _images_in(first)

@@ -1,11 +1,11 @@
-"""Declares every logged figure once: its tag, unit, sentence and chart.
+"""Declares every logged metric once: its tag, unit, description and chart.
 
-A time or a share that the clock measures is a field of ``Window``, any other figure a member of
-``Tag``: each with its tag, its unit, what it says, and the page's chart that draws it. Tags, the
-keys of ``report.json`` and what the page shows follow. A new time of the steps is a field here and,
-where it is measured, a call of ``Ledger.count``.
+Times and fractions measured by the clock are fields of ``Window``, other metrics members of
+``Tag``, each with its tag, unit, description and chart in the report. Tags, the keys of
+``report.json`` and the report follow. A new step time is a field here and a call of
+``Ledger.count`` where it is measured.
 
-Light: the standard library alone.
+Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Self
 
-_PROCESSORS = "Processors in use"
-_HELD_BACK = "Held back by the system"
+_PROCESSORS = "CPU cores in use"
+_HELD_BACK = "Waiting for the system"
 _READS = "Reads by this run"
 _UTILIZATION = "GPU utilisation"
 
-# steps by the host's clock: ``Window.step_ms`` where no device tells its own
+# steps by the host's clock: ``Window.step_ms`` without device times
 HOST_STEP = "host_step_ms"
 # relative error of a quantile
 _ERROR = 0.01
@@ -36,16 +36,15 @@ Sums = defaultdict[Any, float]
 
 
 class Metric(NamedTuple):
-    """How a figure is logged and shown.
+    """How a metric is logged and shown.
 
     Attributes:
-        tag: its name in TensorBoard and ``metrics.jsonl``; a ``Spread`` has ``<tag>/median``,
-            ``/p95`` and ``/max``.
-        unit: of its values; ``ms`` is a ``Spread``, ``fraction`` lies in 0..1, nothing is a plain
-            number.
-        text: what a window's figure says, on the page.
-        chart: the title of the page's chart that draws its course; nothing: none does.
-        label: its name in that chart.
+        tag: name in TensorBoard and ``metrics.jsonl``; a ``Spread`` has ``<tag>/median``, ``/p95``
+            and ``/max``.
+        unit: ``ms`` is a ``Spread``, ``fraction`` is in 0..1, empty is a plain number.
+        text: description of a window's value in the report.
+        chart: title of its chart in the report; empty: no chart.
+        label: name in that chart.
     """
 
     tag: str
@@ -56,16 +55,16 @@ class Metric(NamedTuple):
 
 
 class Tag(StrEnum):
-    """A figure that is no window's; what a device cannot give is left out.
+    """A metric outside of windows; metrics unsupported by a device are omitted.
 
-    Above each is what it says; ``docs/reference/metrics.md`` has more. A unit is told where a chart
-    or a bound needs it: else the name has it.
+    The comment above each describes it; ``docs/reference/metrics.md`` has more. A unit is given if
+    a chart or a bound needs it; otherwise it is part of the name.
     """
 
     figure: Metric
 
     def __new__(cls, tag: str, unit: str = "", *charted: str) -> Self:
-        """Makes a member; the arguments are those of ``Metric`` but for the text."""
+        """Creates a member with the arguments of ``Metric`` except the text."""
         member = str.__new__(cls, tag)
         member._value_ = tag
         member.figure = Metric(tag, unit, "", *charted)
@@ -75,57 +74,57 @@ class Tag(StrEnum):
     LOSS = "train/loss"
     # learning rate of the first parameter group
     LR = "train/lr"
-    # validation images whose label is the first guess
+    # fraction of validation images whose label is the top prediction
     VAL_TOP1 = "val/top1", "fraction"
-    # validation images whose label is among the first five guesses
+    # fraction of validation images whose label is among the top five predictions
     VAL_TOP5 = "val/top5", "fraction"
     # mean validation loss
     VAL_LOSS = "val/loss"
-    # most that torch had allocated in the evaluation
+    # peak memory allocated by torch during the evaluation
     VAL_MEMORY_PEAK_BYTES = "val/memory_peak_allocated_bytes"
-    # of the time some kernel ran
+    # fraction of time in which some kernel ran
     GPU_UTILIZATION = "gpu/utilization", "fraction", _UTILIZATION, "some kernel ran"
-    # of the multiprocessors at work
-    GPU_SM_UTILIZATION = "gpu/sm_utilization", "fraction", _UTILIZATION, "its processors in use"
-    # of the time kernels of other programs ran
+    # fraction of active multiprocessors
+    GPU_SM_UTILIZATION = "gpu/sm_utilization", "fraction", _UTILIZATION, "multiprocessors in use"
+    # fraction of time in which kernels of other programs ran
     GPU_OTHERS_UTILIZATION = "gpu/others_utilization", "fraction"
-    # memory of the whole GPU in use
+    # memory in use on the whole GPU
     GPU_MEMORY_USED_BYTES = "gpu/memory_used_bytes"
-    # most that torch had allocated in the window
+    # peak memory allocated by torch during the window
     GPU_MEMORY_PEAK_ALLOCATED_BYTES = "gpu/memory_peak_allocated_bytes"
-    # most that torch had taken from the driver in the window
+    # peak memory reserved by torch during the window
     GPU_MEMORY_PEAK_RESERVED_BYTES = "gpu/memory_peak_reserved_bytes"
-    # power that the whole GPU draws
+    # power draw of the whole GPU
     GPU_POWER_W = "gpu/power_w"
-    # of the workers' time they made batches
+    # fraction of the workers' time spent making batches
     BUSY_FRACTION = (
         "stages/busy_fraction",
         "fraction",
         "Workers making batches",
         "share of their time",
     )
-    # workers that load
+    # number of loader workers
     NUM_WORKERS = "loader/num_workers", "", "Workers", "processes or threads"
-    # of the machine's processor time in use, by all programs
+    # fraction of the machine's CPU time in use, by all programs
     CPU_FRACTION = "host/cpu_fraction", "fraction"
-    # cores that all programs use
+    # cores in use by all programs
     MACHINE_CPU_CORES = "host/machine_cpu_cores", "cores", _PROCESSORS, "the whole machine"
-    # cores that this run uses
+    # cores in use by this run
     CPU_CORES = "host/own_cpu_cores", "cores", _PROCESSORS, "this run"
-    # cores that others take of those this run may use
+    # cores available to this run that others use
     OTHERS_CPU_CORES = "host/others_cpu_cores"
-    # threads of this run that wait for a core, on average
+    # mean number of this run's threads waiting for a core
     QUEUED_THREADS = "host/own_queued_threads"
-    # memory of the machine that is neither free nor cache
+    # memory of the machine, neither free nor cache
     RAM_USED_BYTES = "host/ram_used_bytes"
-    # of the periods a processor quota stopped this run
+    # fraction of periods in which a CPU quota throttled this run
     THROTTLED_FRACTION = (
         "host/throttled_fraction",
         "fraction",
         _HELD_BACK,
-        "throttled by a processor quota",
+        "throttled by a CPU quota",
     )
-    # of the time this run waited for memory
+    # fraction of time this run waited for memory
     MEMORY_STALL_FRACTION = (
         "host/memory_stall_fraction",
         "fraction",
@@ -134,7 +133,7 @@ class Tag(StrEnum):
     )
     # read from local disks, by all programs
     DISK_READ_BYTES_PER_S = "host/disk_read_bytes_per_s"
-    # returned to this run by read calls
+    # returned by this run's read calls
     READ_BYTES_PER_S = "host/own_read_bytes_per_s", "bytes/s", _READS, "asked for"
     # fetched from storage for this run
     STORAGE_BYTES_PER_S = (
@@ -149,7 +148,7 @@ class Tag(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, 95th percentile and maximum of one figure, in the unit that its name carries."""
+    """Median, 95th percentile and maximum of a metric, in the unit of its name."""
 
     median: float
     p95: float
@@ -157,32 +156,33 @@ class Spread:
 
 
 def _figure(*declared: str) -> Any:
-    """Declares a field of ``Window``; the arguments are those of ``Metric``."""
+    """Declares a field of ``Window`` with the arguments of ``Metric``."""
     return field(default=None, metadata={"figure": Metric(*declared)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The figures of a stretch of steps: of one logged window, or of a whole run.
+    """The metrics of consecutive steps: of one logged window, or of a whole run.
 
-    The first step of every epoch is kept apart, because in it workers start, kernels are chosen and
-    networks compiled. ``elapsed_s + first_step_s + sum(pauses_s.values())`` is the wall time. A
-    figure that this device cannot give, or that no step has given yet, is None, and absent from a
-    mapping. ``StepClock`` says what the words mean.
+    The first step of every epoch is counted separately, because it includes starting workers,
+    choosing kernels and compiling networks. ``elapsed_s + first_step_s + sum(pauses_s.values())``
+    is the wall time. Metrics unsupported by the device or not measured yet are None, or absent from
+    a mapping. ``StepClock`` defines the terms.
 
     Attributes:
-        steps: that ended, without first ones.
+        steps: finished steps, without first steps.
         images: in these steps.
         elapsed_s: wall time of these steps, without pauses.
-        shares: of the time, by part: ``compute``, ``launch`` (between kernels, where that was
-            looked into), ``prepare``, ``starved``, ``exposed_copy`` and ``host``. They sum to 1.
-            Where computing has no clock: ``starved`` alone.
-        wait_parts: of the data wait, until its batch was made (``make``), received (``transport``),
-            pinned (``pin``) and here (``move``). They sum to 1; empty where no batch told.
-        host_parts_s: wall time inside the steps by the name of the work, and ``gc``.
-        stall_basis: the clock of ``shares`` and what comes of them: the host's, or device events.
-        first_steps: that ended.
-        first_step_s: wall time of the first steps together, with what lay between two epochs.
+        shares: fractions of time: ``compute``, ``launch`` (between kernels, if measured),
+            ``prepare``, ``starved``, ``exposed_copy`` and ``host``. They sum to 1. Only ``starved``
+            if computing cannot be timed.
+        wait_parts: fractions of the data wait, until the batch was made (``make``), received
+            (``transport``), pinned (``pin``) and delivered (``move``). They sum to 1; empty if
+            unknown.
+        host_parts_s: wall time inside the steps by named work, and ``gc``.
+        stall_basis: the clock of ``shares`` and derived values: the host's, or device events.
+        first_steps: finished first steps.
+        first_step_s: total wall time of first steps, including the time between epochs.
         pauses_s: wall time by name.
     """
 
@@ -192,7 +192,7 @@ class Window:
     stall_fraction: float | None = _figure(
         "stall/data_fraction",
         "fraction",
-        "of the time the device had nothing to run for want of data",
+        "of the time the device was idle due to missing data",
         "Stalled share of the time",
         "stalled",
     )
@@ -202,8 +202,7 @@ class Window:
     step_ms: Spread | None = _figure(
         "time/step_ms",
         "ms",
-        "one step: end to end of computing on the device, where the host runs ahead; else host "
-        "time",
+        "one step: end to end of computing on the device, if the host runs ahead; else host time",
     )
     data_wait_ms: Spread | None = _figure(
         "time/data_wait_ms",
@@ -216,7 +215,7 @@ class Window:
     compute_ms: Spread | None = _figure(
         "time/compute_ms",
         "ms",
-        "forward, backward and update: device time on CUDA, host time on a CPU",
+        "forward, backward and optimizer step: device time on CUDA, host time on a CPU",
     )
     gap_ms: Spread | None = _figure(
         "time/gap_ms", "ms", "between two blocks of computing on the device"
@@ -224,10 +223,10 @@ class Window:
     exposed_copy_ms: Spread | None = _figure(
         "time/exposed_copy_ms",
         "ms",
-        "of the gap: a copy ran of a batch that the host had asked for",
+        "of the gap: a requested batch was being copied",
     )
     prepare_ms: Spread | None = _figure(
-        "time/prepare_ms", "ms", "batches were augmented and normalised"
+        "time/prepare_ms", "ms", "batches were augmented and normalized"
     )
     starved_ms: Spread | None = _figure(
         "time/starved_ms",
@@ -240,17 +239,17 @@ class Window:
     launch_ms: Spread | None = _figure(
         "time/launch_ms",
         "ms",
-        "host time within computing, where the device has a time line of its own",
+        "host time within computing, if the device has its own timeline",
     )
     data_wait_fraction: float | None = _figure(
         "stall/data_wait_fraction",
         "fraction",
-        "of the time the host was blocked on the feed: an upper bound on the harm",
+        "of the time the host was blocked on the feed: an upper bound of the stall",
     )
     device_full_fraction: float | None = _figure(
         "time/device_full_fraction",
         "fraction",
-        "of the time the host waited, two steps ahead of the device: no harm",
+        "of the time the host waited, two steps ahead of the device: harmless",
     )
     shares: Mapping[str, float]
     wait_parts: Mapping[str, float]
@@ -264,14 +263,13 @@ class Window:
 class Ledger:
     """The sums behind a ``Window``, in fixed memory; the clock and the device's timeline add to it.
 
-    A quantile of a time is within 1 % of the value of its rank (below a microsecond: within a
-    microsecond), the maximum is exact. The buckets' bounds grow by a constant factor (DDSketch;
-    Masson, Rim and Lee, VLDB 2019).
+    Quantiles of a time are within 1 % (below a microsecond: within a microsecond), the maximum is
+    exact. Bucket bounds grow by a constant factor (DDSketch; Masson, Rim and Lee, VLDB 2019).
 
     Attributes:
-        sums: numbers by name, in groups. ``run`` has what the host's clock counts, and at first the
-            arguments; ``device``, ``wait``, ``host`` and ``pause`` have seconds by part. Each time
-            of a ``Window`` is a group, too: how many values each bucket has.
+        sums: numbers by name, in groups. ``run`` has host clock sums, and initially the arguments;
+            ``device``, ``wait``, ``host`` and ``pause`` have seconds by part. Each time of a
+            ``Window`` is also a group, with the number of values per bucket.
         longest: the largest value of each time, in milliseconds.
     """
 
@@ -283,14 +281,14 @@ class Ledger:
     def count(self, name: str, seconds: float) -> None:
         """Count one value of a time."""
         ms = 1e3 * seconds
-        # values outside are counted as these two: at most 1,383 buckets
+        # values outside are clamped to these two, at most 1,383 buckets
         clipped = min(max(ms, 1e-3), 1e9)
         self.sums[name][math.ceil(math.log(clipped) / _LOG_GROWTH)] += 1
         if ms > self.longest[name]:
             self.longest[name] = ms
 
     def merge(self, other: Ledger) -> None:
-        """Add all that ``other`` holds."""
+        """Add the sums of ``other``."""
         for group, sums in other.sums.items():
             add(self.sums[group], sums)
         for name, ms in other.longest.items():
@@ -305,25 +303,25 @@ class Ledger:
         found = [self.longest[name]]
         for share in (0.95, 0.5):
             bucket, _ = counts[bisect_left(ranks, share * ranks[-1])]
-            # relatively as far from one bound of the bucket as from the other
+            # the geometric middle of the bucket
             found.append(min(math.exp(bucket * _LOG_GROWTH) * (1 - _ERROR), found[0]))
         return Spread(*reversed(found))
 
     def window(self, by_host: bool = True) -> Window:
-        """Returns the figures that these sums make.
+        """Returns the window of these sums.
 
-        ``by_host`` says that without device times the host's waits are the device's, at most.
+        ``by_host``: without device times, the host's waits are an upper bound of the device's.
         """
         run = self.sums["run"]
         spreads = {name: self.quantiles(name) for name in self.longest}
-        # a device tells of its steps late, and of some not at all
+        # a device reports its steps late, and some not at all
         spreads.setdefault("step_ms", spreads.pop(HOST_STEP, None))
         spent_s = dict(self.sums["device"])
         whole_s = sum(spent_s.values())
         on_device = whole_s > 0
         if on_device:
             if run["usual_s"]:
-                # of computing, what the device waited for launches has a name of its own
+                # launch waits within computing have their own name
                 waited = max(0.0, 1 - run["kernels_s"] / run["usual_s"])
                 spent_s["launch"] = waited * spent_s["compute"]
                 spent_s["compute"] -= spent_s["launch"]
@@ -365,7 +363,7 @@ def add(sums: Sums, more: Mapping[Any, float]) -> None:
 
 
 def _shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
-    """Returns each part of ``whole``, at most 1; empty where that is nothing."""
+    """Returns each part as a fraction of ``whole``, at most 1; empty if that is 0."""
     if whole <= 0:
         return {}
     return {name: min(1.0, part / whole) for name, part in parts.items()}
@@ -374,22 +372,22 @@ def _shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
 STEP_FIGURES: Mapping[str, Metric] = {
     each.name: each.metadata["figure"] for each in fields(Window) if "figure" in each.metadata
 }
-"""The figures of ``Window`` by their names, which are also their keys in ``report.json``."""
+"""The metrics of ``Window`` by name, which is also the key in ``report.json``."""
 
 
 FIGURES: Sequence[Metric] = (*STEP_FIGURES.values(), *(tag.figure for tag in Tag))
-"""All figures, in the order in which the page draws their charts."""
+"""All metrics, in the order of the report's charts."""
 
 
 def by_tag(window: Window, ranks: int = 1) -> dict[str, float | Spread | None]:
-    """Returns the figures of ``window`` by tag, with the images of all ``ranks`` at its rate."""
+    """Returns the metrics of ``window`` by tag, with throughput over all ``ranks``."""
     found = {figure.tag: getattr(window, name) for name, figure in STEP_FIGURES.items()}
     found[STEP_FIGURES["images_per_s"].tag] = window.images_per_s and ranks * window.images_per_s
     return found
 
 
 def as_report(total: Window, ranks: int) -> dict[str, Any]:
-    """Returns what ``report.json`` has of a whole run of so many ranks; what is empty is None."""
+    """Returns the entry of a whole run in ``report.json``; empty values are None."""
     logged = by_tag(total, ranks)
     mappings = ("shares", "wait_parts", "host_parts_s")
     return {
@@ -402,10 +400,10 @@ def as_report(total: Window, ranks: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """One rank's step in milliseconds: means, but for ``step_ms``, a median.
+    """One rank's step in milliseconds: means, except ``step_ms``, a median.
 
-    ``stalled_ms`` is device time idle for want of data, not the host's wait, which is harmless
-    while work is queued. None: the device cannot tell.
+    ``stalled_ms`` is device time idle due to missing data, not the host's wait, which is harmless
+    while work is queued. None: unknown for the device.
     """
 
     rank: int
@@ -416,7 +414,7 @@ class RankFigures:
 
     @classmethod
     def of(cls, rank: int, total: Window, forward_ms: float | None) -> RankFigures:
-        """Returns the figures of a rank's whole run."""
+        """Returns the means of a rank's whole run."""
         mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
         host = total.shares.get("host")
         return cls(

@@ -1,6 +1,6 @@
 """Names blocks of the step loop in a profiler's trace.
 
-Light: the standard library alone; torch is touched by what records.
+Imports only the standard library; the recorder imports torch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 Mark = Callable[[str], AbstractContextManager[Any]]
 
 _NOTHING = nullcontext()
-# of the recording that runs
+# of the active recording
 _mark: Mark | None = None
 
 
 def named(name: str) -> AbstractContextManager[Any]:
-    """Returns a block that a trace shows as ``name``; next to free while nothing records."""
+    """Returns a block that a trace shows as ``name``; nearly free if nothing records."""
     return _NOTHING if _mark is None else _mark(name)
 
 
 def record(mark: Mark | None) -> None:
-    """Lets ``mark`` make the blocks of all threads from now on; None: nothing records."""
+    """Sets the ``mark`` that makes blocks in all threads; None: nothing records."""
     global _mark
     _mark = mark

@@ -1,14 +1,14 @@
 """Divides the workers' time into reading, decoding, each transform and batch assembly.
 
-A worker times every batch, by two looks at the clock, so that its total is exact. How the total
-divides among the stages comes of *laps*: a data set that names its ``stages`` is given a function
-to call at the end of each. Laps are taken of whole batches, as many as make one sample in 30 ms of
-work, so that they cost less than a thousandth of it: of all where a sample takes longer, of few
-where it takes microseconds. A rare slow sample may then be missed or counted for others.
+A worker reads the clock twice per batch, so its total is exact. *Laps* divide the total among the
+stages: a dataset with ``stages`` receives a function to call at the end of each. Laps are taken of
+whole batches, about one sample per 30 ms of work, to cost less than a thousandth: of all batches if
+samples take longer, of few if they take microseconds. A rare slow sample may be missed or counted
+for others.
 
-Throughput follows operational laws (Denning and Buzen 1978): with w seconds of wall and c of
-processor time a sample, n workers give at most n / w images/s, and C processors C / (c + r + s),
-where receiving an image takes r and the step s of them.
+Throughput follows operational laws (Denning and Buzen 1978): with w seconds of wall and c of CPU
+time per sample, n workers make at most n / w images/s, and C cores C / (c + r + s), where receiving
+an image takes r and the step s CPU seconds.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .figures import Tag
 if TYPE_CHECKING:
     from torch import Tensor
 
-# told to a lap at the beginning of a sample, or of a batch
+# passed to a lap at the start of a sample or a batch
 START = ""
-# all of a sample, where a data set names no stages
+# the whole sample, if a dataset has no stages
 SAMPLE = "sample"
 READ = "read"
 DECODE = "decode"
-# a batch but for its samples
+# a batch without its samples
 COLLATE = "collate"
-# of that, to get memory that another process can map
+# part of it, allocating shared memory
 SHARE = "share"
 GROUPS: Mapping[str, str] = {
     READ: "storage",
@@ -42,31 +42,31 @@ GROUPS: Mapping[str, str] = {
     SHARE: "transport",
     SAMPLE: "sample",
 }
-# the group of every stage that is not in GROUPS
+# group of stages that are not in GROUPS
 AUGMENT = "augment"
 
 Clock = Callable[[], float]
-# called by a data set with the name of each stage at its end
+# called by a dataset with each stage's name at its end
 Lap = Callable[[str], None]
 
-# a worker's row: samples, busy seconds; then the figures of ``Work``, but for ``moved``;
-# then wall seconds by stage, then processor seconds
+# a worker's row: samples, busy seconds; the fields of ``Work`` except ``moved``; wall seconds by
+# stage, then CPU seconds
 _COUNTS = 2
 _HEAD = 6
-# of work for a sample that is timed: the laps of one take some 10 us, where caches are cold
+# work per timed sample; its laps take some 10 us with cold caches
 _EVERY_S = 0.03
 
 
 class Stamps(NamedTuple):
-    """When a batch came where, on ``time.perf_counter``.
+    """Timestamps of a batch on ``time.perf_counter``.
 
-    That is one clock for all processes of a machine. Unpickling sets ``received_s``, and the
-    batch's ``pin_memory`` sets ``pinned_s``, after the tensors.
+    All processes of a machine share this clock. Unpickling sets ``received_s``, and the batch's
+    ``pin_memory`` sets ``pinned_s``, after the tensors.
 
     Attributes:
-        made_s: the worker had it complete.
-        received_s: this process had it; ``made_s`` where it was made here.
-        pinned_s: it lay in page-locked memory; ``received_s`` where nothing pins.
+        made_s: completed by the worker.
+        received_s: received by this process; ``made_s`` if it was made here.
+        pinned_s: copied to pinned memory; ``received_s`` without pinning.
     """
 
     made_s: float
@@ -74,7 +74,7 @@ class Stamps(NamedTuple):
     pinned_s: float
 
     def pin_memory(self) -> Stamps:
-        """Returns the same with ``pinned_s`` now."""
+        """Returns a copy with ``pinned_s`` set to now."""
         return self._replace(pinned_s=time.perf_counter())
 
     def __reduce__(self) -> tuple[Callable[[float], Stamps], tuple[float]]:
@@ -82,13 +82,13 @@ class Stamps(NamedTuple):
 
 
 def received(made_s: float) -> Stamps:
-    """Returns the stamps of a batch that arrives now."""
+    """Returns stamps with ``received_s`` set to now."""
     now_s = time.perf_counter()
     return Stamps(made_s, now_s, now_s)
 
 
 class StageCost(NamedTuple):
-    """Wall and processor seconds of all samples in one stage; the difference is waiting."""
+    """Wall and CPU seconds of all samples in one stage; the difference is waiting."""
 
     wall_s: float
     cpu_s: float
@@ -96,14 +96,12 @@ class StageCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageTotals:
-    """What a feed's workers have done.
+    """The work of a feed's workers.
 
     Attributes:
-        samples: how many they have made.
-        busy_s: wall seconds that they spent on them, summed over the workers; the stages' wall
-            seconds add up to it.
-        stages: by name, in the order in which a sample goes through them; then ``collate``, and
-            ``share`` of processes.
+        samples: number of samples made.
+        busy_s: wall seconds of making samples, summed over workers; the sum of all stages.
+        stages: by name, in processing order; then ``collate``, and ``share`` for processes.
     """
 
     samples: int
@@ -111,12 +109,12 @@ class StageTotals:
     stages: Mapping[str, StageCost]
 
     def since(self, before: StageTotals | None) -> StageTotals:
-        """Returns what was done after ``before``, an earlier reading; None: all of it."""
+        """Returns the work since ``before``, an earlier reading; None: all of it."""
         if before is None:
             return self
         stages = {}
         for name, cost in self.stages.items():
-            # below zero where the earlier reading had given the stage too much
+            # negative if the earlier reading overestimated the stage
             pairs = zip(cost, before.stages[name], strict=True)
             stages[name] = StageCost(*(max(0.0, now_s - then_s) for now_s, then_s in pairs))
         return StageTotals(
@@ -126,9 +124,9 @@ class StageTotals:
         )
 
     def by_tag(self, worker_s: float) -> dict[str, float]:
-        """Returns wall milliseconds per sample of each stage, and how busy the workers were.
+        """Returns wall milliseconds per sample and stage, and the workers' utilization.
 
-        ``worker_s`` are the seconds of all workers together.
+        ``worker_s`` is the total time of all workers.
         """
         if not self.samples or worker_s <= 0:
             return {}
@@ -136,7 +134,7 @@ class StageTotals:
         return {**each, Tag.BUSY_FRACTION: min(1.0, self.busy_s / worker_s)}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns each stage's name, its group, and what a sample takes, in milliseconds."""
+        """Returns each stage's name, group, and milliseconds per sample."""
         return [
             {
                 "name": name,
@@ -149,14 +147,14 @@ class StageTotals:
 
 
 class Work(NamedTuple):
-    """What the samples took that were timed one by one, over all workers.
+    """Times of individually timed samples, over all workers.
 
     Attributes:
-        samples: samples that are done.
-        moved: workers that have done a sample.
+        samples: finished samples.
+        moved: workers that have finished a sample.
         wall_s: sum of the samples' wall times in seconds.
         wall_sq_s2: sum of their squares.
-        cpu_s: sum of the processor seconds of the threads that made the samples.
+        cpu_s: sum of the CPU seconds of the threads that made the samples.
     """
 
     samples: int
@@ -167,17 +165,17 @@ class Work(NamedTuple):
 
 
 def shared_rows(rows: int, columns: int, shared: bool = True) -> Tensor:
-    """Returns float64 zeros ``[rows, columns]``: each process writes its own row, one reads all.
+    """Returns float64 zeros ``[rows, columns]``; each process writes its row, one reads all.
 
-    An aligned float64 is stored by one instruction on every 64-bit machine: without a lock a reader
-    finds each figure as it was before or after a write, never half of both. Figures that are
-    written together may be seen apart. Pickled for a worker process, the memory itself travels, as
-    torch's batches do; it is gone with its last owner.
+    An aligned float64 is stored by one instruction on every 64-bit machine, so a reader without a
+    lock never sees half a value. Values written together may be seen at different times. Pickling
+    shares the memory with a worker process, as for torch's batches; it is freed with its last
+    owner.
 
     Raises:
         RuntimeError, OSError: there is no shared memory to be had.
     """
-    # not above: what imports this file for a type needs no torch
+    # local import, because importing this file for a type must not load torch
     import torch
 
     zeros = torch.zeros(rows, columns, dtype=torch.float64)
@@ -185,26 +183,25 @@ def shared_rows(rows: int, columns: int, shared: bool = True) -> Tensor:
 
 
 def cells(rows: Tensor, slot: int) -> memoryview[float]:
-    """Returns the figures of one row: ten times faster to write than the tensor."""
-    # numpy's arrays are buffers
+    """Returns a view of one row, ten times faster to write than the tensor."""
+    # numpy arrays are buffers
     return memoryview(rows[slot].numpy())  # type: ignore[arg-type]
 
 
 class StageMeter:
-    """The totals of one feed's workers, in memory that they share.
+    """The totals of one feed's workers, in shared memory.
 
-    The totals only grow, whatever becomes of the workers. A reading may miss the batch or the
-    sample that a worker is just adding, or a part of its figures.
+    The totals never decrease, even if workers die. A reading may miss all or part of a batch or
+    sample that a worker is just adding.
 
     Attributes:
         stages: of samples and batches, in order.
-        rows: of figures, one of each worker; a ``StageTimer`` and ``timed`` write them.
+        rows: one per worker, written by a ``StageTimer`` and ``timed``.
 
     Args:
-        stages: the data set's, in order.
-        workers: how many will write, from slot 0 on; without any the process itself does, into slot
-            0.
-        shared: whether they are processes; threads need no shared memory.
+        stages: of the dataset, in order.
+        workers: number of writers, from slot 0; with none, the process itself writes to slot 0.
+        shared: whether they are processes, because threads need no shared memory.
 
     Raises:
         RuntimeError, OSError: there is no shared memory to be had.
@@ -218,25 +215,25 @@ class StageMeter:
         self.rows = shared_rows(max(1, workers), _HEAD + 2 * len(self.stages), shared)
 
     def read(self) -> StageTotals:
-        """Returns the totals over all slots, now.
+        """Returns the current totals over all slots.
 
-        A worker's time divides among the stages as that of its timed samples does.
+        A worker's time is divided among the stages in proportion to its timed samples.
         """
         sizes = (_HEAD, len(self.stages), len(self.stages))
         counts, wall_s, cpu_s = self.rows.clone().split(sizes, dim=1)
-        # a worker's busy seconds, by those that its timed samples stand for
+        # scale from the timed samples' seconds to a worker's busy seconds
         scale = (counts[:, 1] / wall_s.sum(dim=1)).nan_to_num(posinf=0.0)
         samples, busy_s = counts[:, :_COUNTS].sum(dim=0).tolist()
-        # two clocks are not read at the very same moment
+        # two clocks are not read at exactly the same time
         cpu_s = cpu_s.minimum(wall_s)
         costs = map(StageCost, (scale @ wall_s).tolist(), (scale @ cpu_s).tolist())
         stages = dict(zip(self.stages, costs, strict=True))
         return StageTotals(int(samples), busy_s, stages)
 
     def timed(self, slot: int, make: Callable[..., Any], samples: int = 1) -> Callable[..., Any]:
-        """Returns ``make``, each call of which counts as ``samples`` of worker ``slot``'s ``work``.
+        """Wraps ``make`` so that each call counts as ``samples`` of worker ``slot``'s ``work``.
 
-        A consumer only sees a queue, and a batch may take seconds. A call that raises does not
+        A consumer sees only a queue, and a batch may take seconds. A call that raises does not
         count.
         """
         row = cells(self.rows, slot)
@@ -256,23 +253,23 @@ class StageMeter:
         return made
 
     def work(self) -> Work:
-        """Returns the totals of what ``timed`` counts, now."""
+        """Returns the current totals of ``timed``."""
         rows = self.rows[:, _COUNTS:_HEAD].clone()
         samples, *seconds = rows.sum(dim=0).tolist()
         return Work(int(samples), int((rows[:, 0] > 0).sum()), *seconds)
 
 
 class StageTimer:
-    """Times a worker's batches, and the samples of a batch for ``_EVERY_S`` of work for each.
+    """Times a worker's batches, and about one sample per ``_EVERY_S`` of work.
 
-    For each batch call ``begin`` and ``end``. A batch with timed samples stands for all since the
+    Call ``begin`` and ``end`` for each batch. A batch with timed samples represents all since the
     last such batch.
 
     Args:
-        meter: has the totals.
-        slot: the row of ``meter`` that this writes, one thread at a time.
+        meter: holds the totals.
+        slot: the row of ``meter`` to write, by one thread at a time.
         now: the wall clock in seconds.
-        cpu_now: the thread's processor clock in seconds.
+        cpu_now: the thread's CPU clock in seconds.
     """
 
     def __init__(
@@ -288,7 +285,7 @@ class StageTimer:
         # of a batch with timed samples
         self._marks: list[tuple[str, float, float]] = []
         mark = self._marks.append
-        # takes no lookup of this object's
+        # avoids an attribute lookup
         self._lap: Lap = lambda stage: mark((stage, now(), cpu_now()))
         # work since the last batch with timed samples
         self._worked_s = math.inf
@@ -297,10 +294,10 @@ class StageTimer:
         self._samples = self._since = 0
 
     def begin(self, samples: int) -> Lap | None:
-        """Starts a batch; returns what times its samples, or None where none is timed.
+        """Starts a batch; returns the timer of its samples, or None if they are not timed.
 
-        It is called with ``START`` at the beginning of a sample, and with the name of a stage at
-        the end of each.
+        Call the timer with ``START`` at the start of a sample, and with each stage's name at its
+        end.
         """
         self._samples = samples
         self._since += samples
@@ -314,18 +311,18 @@ class StageTimer:
         return self._lap
 
     def mark(self, stage: str) -> None:
-        """Note that a stage of the batch itself ends, such as ``COLLATE`` or ``SHARE``.
+        """Record the end of a stage of the batch itself, such as ``COLLATE`` or ``SHARE``.
 
-        What follows ``START`` until ``end`` is ``COLLATE``.
+        Time from ``START`` to ``end`` is ``COLLATE``.
         """
         if self._marks:
             self._lap(stage)
 
     def end(self, samples: int) -> Stamps:
-        """Add what the batch took to the totals; its last sample is there.
+        """Add the batch's time to the totals, after its last sample.
 
-        If several workers fill one batch, each times its part; where two see to the same samples,
-        one of them counts them.
+        If several workers fill one batch, each times its part; samples made by two are counted
+        once.
         """
         made_s = self._now()
         busy_s = made_s - self._begun_s
@@ -336,10 +333,10 @@ class StageTimer:
         if self._marks:
             if self._marks[-1][0] == START:
                 self._lap(COLLATE)
-            # what the timed samples took, by stage, for all samples that they stand for
+            # time of the timed samples by stage, scaled to the samples they represent
             weight = self._since / self._samples
             for (_, wall_then, cpu_then), (stage, wall, cpu) in pairwise(self._marks):
-                # none is of a beginning, or of a stage that the data set does not name
+                # excludes starts and stages that the dataset does not list
                 if column := self._columns.get(stage):
                     row[column] += weight * (wall - wall_then)
                     row[column + len(self._columns)] += weight * (cpu - cpu_then)
@@ -348,21 +345,21 @@ class StageTimer:
 
 
 def roofline(cores: float, *each_s: float) -> float:
-    """Returns the images/s at which loading and steps fill ``cores``.
+    """Returns the images/s at which loading and steps use all ``cores``.
 
-    ``each_s`` are processor seconds an image, such as of loading, of receiving and of the step.
+    ``each_s`` are CPU seconds per image, such as for loading, receiving and the step.
     """
     return cores / sum(each_s) if any(each_s) else math.inf
 
 
 def workers_for(images_per_s: float, wall_s: float) -> int:
-    """Returns the fewest workers for a rate, where a sample takes one of them ``wall_s``.
+    """Returns the fewest workers for a rate, if a sample takes a worker ``wall_s``.
 
-    At least 1; a twentieth of a worker is none.
+    At least 1; a twentieth of a worker is rounded down.
     """
     return max(1, math.ceil(images_per_s * wall_s - 0.05))
 
 
 def total(stages: Collection[StageCost]) -> StageCost:
-    """Returns the seconds of several stages together."""
+    """Returns the total seconds of several stages."""
     return StageCost(sum(cost.wall_s for cost in stages), sum(cost.cpu_s for cost in stages))

@@ -1,11 +1,10 @@
 """Computes the device's busy and waiting time from timing events, without synchronization.
 
-Events give the time between two points of the device; what the host did meanwhile is known by the
-host's clock. To bring the two together takes no synchronisation: beside each block an event is
-recorded on a stream that nothing else runs on, so that the device passes the event at once. Where
-another thread or a shared queue holds the event up, it shows the block's begin too early. So does
-the block before plus the time since, less what two clocks drift apart. As both can only be too
-early, the later one is used.
+Events give the time between two points on the device; the host's clock gives the host's activity.
+Aligning the two needs no synchronization: for each block an event is recorded on an otherwise idle
+stream, so it completes immediately. If another thread or a shared queue delays the event, the
+block's start is estimated too early. The previous block plus the time since, minus the clock drift,
+is also too early or exact, so the later of both is used.
 """
 
 from __future__ import annotations
@@ -23,20 +22,19 @@ from .figures import Ledger, Sums, add
 if TYPE_CHECKING:
     from ..runtime.accelerator import Accelerator
 
-# from when to when, in seconds of the host's clock
+# interval in seconds of the host's clock
 Span = tuple[float, float]
-# ``torch.cuda.Event(enable_timing=True)``, or what has its record, query, synchronize and
-# elapsed_time
+# ``torch.cuda.Event(enable_timing=True)``, or an object with the same methods
 TimingEvent = Any
 
-# host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
+# minimum host seconds per device second; quartz clocks drift by up to 50 ppm
 _SLOWEST = 1 - 1e-4
 
 
 class Copy(NamedTuple):
     """Events of one batch: its copy from start to end, and when it is ready.
 
-    ``end`` is ``start`` where nothing was copied: the batch was made on the device. ``amid`` a
+    ``end`` is ``start`` if nothing was copied because the batch was made on the device. ``amid`` a
     block, on its stream, kernels wait for it.
     """
 
@@ -48,32 +46,32 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """Events around and beside one block of computing, with what the host knew of it."""
+    """Events of one computing block, with the host's measurements."""
 
     start: TimingEvent
     end: TimingEvent
     mark: TimingEvent
-    # that it was begun on
+    # on which it started
     stream: Any = None
     # the host's clock just before ``mark`` was recorded
     mark_s: float = 0.0
-    # blocked on the feed since the block before
+    # blocked on the feed since the previous block
     waits: Sequence[Span] = ()
-    # of the batches that it computes on
+    # of its batches
     copies: tuple[Copy, ...] = ()
-    # ``start``, or behind its first copy
+    # ``start``, or after its first copy
     begin: TimingEvent = None
     # part of an epoch's first step
     first: bool = False
-    # the block before is not known, so neither is the gap
+    # the previous block is unknown, and so is the gap
     fresh: bool = False
-    # it was held back; recent steps computed so long
+    # compute time of recent steps, if it was held back
     usual_s: float = 0.0
-    # the host's clock as the step ended of which it is the last block
+    # host time at the end of the step, for its last block
     stepped_s: float | None = None
 
     def passed(self) -> bool:
-        """Returns whether the device has done the block, the copies for it and the mark."""
+        """Returns whether the device has finished the block, its copies and the mark."""
         return (
             self.end.query()
             and self.mark.query()
@@ -82,18 +80,18 @@ class _Slot:
 
 
 class Timeline:
-    """Events around blocks of computing; ``StepClock`` says what the figures mean.
+    """Events around computing blocks; ``StepClock`` defines the metrics.
 
     Args:
-        own: makes the events, and says on which streams to record them.
+        own: creates the events, and selects their streams.
         now: the host's clock in seconds.
 
     Attributes:
-        waits: since the last block, when the host was blocked on the feed; told by the clock.
-        copies: the events of the batches that the next block computes on; told by the clock.
-        fresh: the running block is not measured; between blocks: the gap before the next is not
-            known.
-        ends_s: when the device ended each of the last steps, by the host's clock.
+        waits: intervals since the last block in which the host was blocked on the feed; set by the
+            clock.
+        copies: events of the next block's batches; set by the clock.
+        fresh: the current block is not measured; between blocks, the next gap is unknown.
+        ends_s: end of each of the last steps on the device, in host time.
     """
 
     def __init__(self, own: Accelerator, now: Callable[[], float]) -> None:
@@ -103,36 +101,36 @@ class Timeline:
         # as many as the host was ahead of the device
         self._free: list[_Slot] = []
         self._pending: deque[_Slot] = deque()
-        # of the block that has begun, if it is measured
+        # of the current block, if it is measured
         self._running: _Slot | None = None
-        # the end of the running block is recorded already
+        # the end of the current block is already recorded
         self._marked = False
-        # those of loops that never compute are no more
+        # bounded for loops that never compute
         self.waits: deque[Span] = deque(maxlen=64)
         self.copies: deque[Copy] = deque(maxlen=64)
-        # of copies that were read; a loop may record others
+        # reusable events of finished copies
         self.spare: deque[TimingEvent] = deque(maxlen=64)
-        # the last one read: the next gap begins at its end
+        # the last one read, at whose end the next gap starts
         self._previous: _Slot | None = None
-        # when the device passed that end, by the host's clock
+        # host time of that end
         self._passed_s = -math.inf
         self.fresh = True
-        # measured blocks of the running step
+        # measured blocks of the current step
         self._unended = 0
         self._steps = 0
-        # if the next block is to be held back: how long steps compute
+        # compute time of steps, if the next block is to be held back
         self._hold_s = 0.0
-        self._held = 0  # blocks that were
+        self._held = 0  # number of held blocks
         self._copies = 0  # for the last block
-        # a megabyte; tuning times fewer steps together
+        # one megabyte; tuning times fewer steps together
         self.ends_s: deque[float] = deque(maxlen=1 << 15)
-        # after the host, the device ended epochs' first steps
+        # delay of the device at epochs' first steps
         self._late_s = 0.0
-        # all gaps of the step that is being read, so far
+        # sum of gaps of the step being read
         self._known = True
         self._step_s: Sums = defaultdict(float)  # of that step
         self._usual_s = 0.0  # of that step, if it was held back
-        # the last steps, as a window may be too short to read one within it
+        # of the last steps, because a window may be too short
         self._recent_s: deque[Sums] = deque(maxlen=16)
 
     def begin(self, *, first: bool) -> None:
@@ -156,7 +154,9 @@ class Timeline:
         self._hold_back(slot)
 
     def copied(self, copy: Copy) -> None:
-        """Take a copy: of the next block, or of the running one, which begins behind the first."""
+        """Record a copy for the next block, or for the current one, which starts after the
+        first.
+        """
         slot = self._running
         if slot is None:
             self.copies.append(copy)
@@ -173,9 +173,9 @@ class Timeline:
             self._hold_back(slot)
 
     def _hold_back(self, slot: _Slot) -> None:
-        """Let the device wait here, if it is to and no copy for the block follows.
+        """Hold the device here, if requested and no copy for the block follows.
 
-        One from pageable memory would wait for the device.
+        A copy from pageable memory would wait for the device.
         """
         copied = len(slot.copies) >= self._copies
         if not (self._hold_s and copied) or slot.first:
@@ -191,7 +191,7 @@ class Timeline:
         self._hold_s = 0.0
 
     def mark_end(self) -> None:
-        """Let the running block end here, unless this is called again."""
+        """End the current block here, unless this is called again."""
         slot = self._running
         assert slot is not None
         self._copies = len(slot.copies)
@@ -201,7 +201,7 @@ class Timeline:
         self._marked = True
 
     def end(self, *, whole: bool) -> None:
-        """End the block; one that is not ``whole`` is left out."""
+        """End the block; discard it unless it is ``whole``."""
         if not self._marked:
             self.mark_end()
         slot = self._running
@@ -216,37 +216,36 @@ class Timeline:
         self._unended += 1
 
     def step(self, ledger: Ledger) -> None:
-        """End a step: its blocks' times belong together."""
+        """End a step and group its blocks."""
         if self._unended:
-            # fresh again already where the step's last block is missing
+            # already fresh if the step's last block is missing
             if not self.fresh:
                 self._pending[-1].stepped_s = self._now()
             self._unended = 0
-        # events have nearly always come by then; by the tenth step a run's third is read, the first
-        # one that is known
+        # events are nearly always complete by then; at the tenth step the third is read, the first
+        # known one
         self.read(ledger, keep=7)
         self._steps += 1
-        # the host stays ahead for some steps: they are no measure for the next time
+        # the host stays ahead for some steps, which do not count for the next trial
         if self._steps % 40 != 10 or self._held >= 3:
             return
-        # Where the device may be waiting for launches it is held back in one of the next blocks:
-        # the host is then ahead, and kernels run without a pause. That takes less time than usual
-        # by what the device had waited: all of it, or part where the queue was full or the host
-        # waited for the device.
+        # If the device may be waiting for launches, it is held back in one of the next blocks, so
+        # that the host runs ahead and kernels run without gaps. The time saved is the launch wait,
+        # or a part of it if the queue was full or the host waited for the device.
         launch = ledger.quantiles("launch_ms")
         usual_s, starved_s = (
             median([step_s[name] for step_s in self._recent_s] or [math.inf])
             for name in ("compute", "starved")
         )
-        # not where a slow loader would catch up meanwhile
+        # not if a slow loader would catch up in the meantime
         if launch and launch.median >= 900 * usual_s and starved_s < usual_s / 10:
             self._hold_s = usual_s
 
     def finish(self, ledger: Ledger) -> float:
-        """Wait until the device has done all that the network's stream was given.
+        """Wait until the device has finished the network's stream.
 
-        Returns the seconds by which the device ended epochs' first steps after the host, since the
-        last call.
+        Returns the total delay in seconds of the device behind the host at epochs' first steps,
+        since the last call.
         """
         end = self._event()
         end.record(self._own.stream())
@@ -258,14 +257,14 @@ class Timeline:
         return late_s
 
     def read(self, ledger: Ledger, keep: int = 0) -> None:
-        """Count the blocks that the device has done, but for the newest ``keep``.
+        """Count finished blocks, except the newest ``keep``.
 
-        Blocks of the running step are left too.
+        Blocks of the current step are not counted yet.
         """
         while len(self._pending) > max(keep, self._unended) and self._pending[0].passed():
             slot = self._pending.popleft()
             self._count(slot, ledger)
-            # one may be the start and the end
+            # start and end may be the same
             self.spare.extend({id(e): e for copy in slot.copies for e in copy[:3]}.values())
             if self._previous:
                 self._free.append(self._previous)
@@ -277,7 +276,7 @@ class Timeline:
         if previous:
             gap_s = max(0.0, previous.end.elapsed_time(slot.begin)) / 1e3
         block_s = slot.begin.elapsed_time(slot.end) / 1e3
-        # when the device began the block, by the host's clock
+        # start of the block on the device, in host time
         start_s = max(
             slot.mark_s + slot.mark.elapsed_time(slot.begin) / 1e3,
             self._passed_s + gap_s * _SLOWEST,
@@ -316,10 +315,10 @@ class Timeline:
 def _explain(
     slot: _Slot, previous: _Slot | None, gap: Span, block_s: float, ledger: Ledger
 ) -> dict[str, float]:
-    """Returns the seconds of a block, and of the ``gap`` before it, by what filled them."""
+    """Returns the seconds of a block and of the ``gap`` before it, by part."""
     free_s = gap[0]
     if slot.waits:
-        # a copy before the host asked is ahead of its time, and delays nothing
+        # a copy before the request is early and delays nothing
         free_s = max(free_s, slot.waits[0][0])
     spent_s = {"compute": block_s, "exposed_copy": 0.0, "prepare": 0.0}
     exposed: list[Span] = []
@@ -333,7 +332,7 @@ def _explain(
         ready_s = gap[0] + previous.end.elapsed_time(copy.ready) / 1e3
         for name, until_s in (("exposed_copy", began_s + copied_s), ("prepare", ready_s)):
             span = max(free_s, began_s), min(gap[1] + copy.amid * block_s, until_s)
-            # what runs on one stream comes one after the other
+            # work on one stream is sequential
             if span[0] < span[1]:
                 exposed.append(span)
                 spent_s[name] += span[1] - span[0]
@@ -346,8 +345,8 @@ def _explain(
 
 
 def _overlap(some: Sequence[Span], others: Sequence[Span]) -> float:
-    """Returns the seconds that lie in one of ``some`` and in one of ``others``.
+    """Returns the overlap of ``some`` and ``others`` in seconds.
 
-    Within each of the two, spans do not overlap.
+    Spans within each do not overlap.
     """
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in some for b in others)

@@ -1,1 +1,1 @@
-"""The data room opens data sets, decodes their images and augments them."""
+"""The data room opens datasets, decodes their images and augments them."""

@@ -1,8 +1,8 @@
 """Augments uint8 batches ``[N, 3, H, W]`` on their device, from ColorJitter to mixup.
 
-The pixels are those of torchvision's functions on tensors, which take one parameter for a whole
-batch; here each image has its own. Parameters come from the host as float64 ``[N]``; the host
-never waits for the device.
+The pixels equal those of torchvision's tensor functions, which take one parameter per batch; here
+each image has its own. Parameters are float64 ``[N]`` drawn on the host; the host never waits for
+the device.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from .own import OwnAugment
 # as torchvision's ColorJitter numbers them
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 
-# uint8 pixels that a CPU works on at a time: their float32 forms then stay in its caches
+# uint8 pixels per chunk on a CPU, so that their float32 copies fit in its caches
 _CACHED_BYTES = 1 << 20
 
 _BINS = 31
-# streams of random numbers, as seeding's
+# random streams, as in seeding
 _ERASE = 4
 _MIX = 5
 _TRIES = 10
-# In torchvision's order, in which those that are done together are neighbours; then 3-Augment's.
+# in torchvision's order, which keeps operations of one group adjacent, then 3-Augment's
 Op = IntEnum(
     "Op",
     "Identity ShearX ShearY TranslateX TranslateY Rotate Brightness Color Contrast Sharpness "
     "Posterize Solarize AutoContrast Equalize Grey Blur",
     start=0,
 )
-# The first operations of groups that are done together, and the end of the last group.
+# the first operation of each group that runs together, and the end of the last group
 _GROUPS = (
     Op.ShearX, Op.Brightness, Op.Sharpness, Op.Posterize, Op.Solarize, Op.AutoContrast, Op.Equalize,
     Op.Grey, Op.Blur, len(Op),
 )  # fmt: skip
-# largest shear, shift (as a share of the side, and in pixels), angle, change of colour, bits lost
+# largest shear, shift (fraction of the side, and pixels), angle, color change, bits dropped
 _NARROW = 0.3, 150 / 331, 0, 30, 0.9, 4
 _WIDE = 0.99, 0, 32, 135, 0.99, 6
-# AutoAugment's pairs: operation, probability in tenths, magnitude; to invert is Solarize 9
+# AutoAugment's pairs: operation, probability in tenths, magnitude; invert is Solarize 9
 _IMAGENET = """Posterize 4 8    Rotate 6 9
 Solarize 6 5    AutoContrast 6 0
 Equalize 8 0    Equalize 6 0
@@ -83,9 +83,8 @@ Equalize 8 0    Equalize 6 0""".splitlines()
 class BatchAugment:
     """Applies ``parts`` one after the other; a function of (seed, epoch, index) and the pixels.
 
-    A part makes of uint8 ``[N, 3, H, W]`` and float64 draws ``[N, part.draws]`` in [0, 1) new
-    images; each image takes its own draws. The user's ``own`` function comes last, with a whole
-    batch.
+    A part maps uint8 ``[N, 3, H, W]`` and float64 draws ``[N, part.draws]`` in [0, 1), one row per
+    image, to new images. The user's ``own`` function runs last, on the whole batch.
     """
 
     parts: Sequence[Policy | ColorJitter]
@@ -94,7 +93,7 @@ class BatchAugment:
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, seed: int) -> BatchAugment | None:
-        """Returns rotation, a policy and colour jitter as ``augment`` sets them; None for none."""
+        """Returns the rotation, policy and color jitter that ``augment`` sets, or None."""
         parts: list[Policy | ColorJitter] = []
         if most := augment.rotate:
             parts.append(Policy(["Rotate 10 -1"], 1, between=(-most, most)))
@@ -133,16 +132,16 @@ class BatchAugment:
 
 @dataclass(slots=True)
 class BatchRng:
-    """The random numbers of a batch, on its ``device``: each image's by (seed, epoch, index)."""
+    """Random numbers of a batch on its ``device``; per image a function of (seed, epoch, index)."""
 
     seed: int
     batch: Any
     device: torch.device
-    # numbers of each image that were given
+    # numbers already drawn per image
     _drawn: int = 0
 
     def uniform(self, count: int) -> Tensor:
-        """Returns the next ``count`` numbers of each image, float32 ``[N, count]`` in [0, 1)."""
+        """Returns the next ``count`` numbers per image, float32 ``[N, count]`` in [0, 1)."""
         first = self._drawn
         self._drawn += count
         indices = self.batch.indices.numpy()
@@ -152,13 +151,13 @@ class BatchRng:
 
 
 class ColorJitter:
-    """Changes brightness, contrast, saturation and hue in a drawn order, as ``v2.ColorJitter``.
+    """Changes brightness, contrast, saturation and hue in random order, as ``v2.ColorJitter``.
 
     Args:
-        brightness: most change of the factor 1, which stays at least 0; 0: none.
+        brightness: largest change of the factor 1, clamped at 0; 0 disables it.
         contrast: the same for contrast.
         saturation: the same for saturation.
-        hue: most turn of the hue to either side, 1 being the whole circle; 0: none.
+        hue: largest hue rotation in either direction, 1 being the full circle; 0 disables it.
     """
 
     def __init__(self, brightness: float, contrast: float, saturation: float, hue: float) -> None:
@@ -172,14 +171,14 @@ class ColorJitter:
         self.draws = 2 * len(self._kinds)
 
     def choose(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each image's kinds of change, in order, and amounts, ``[N, kinds]``."""
+        """Returns each image's operations, in order, and their amounts, ``[N, kinds]``."""
         count = len(self._kinds)
         order = draws[:, :count].argsort(axis=1)
         amounts = self._low + (self._high - self._low) * draws[:, count:]
         return self._kinds[order], np.take_along_axis(amounts, order, axis=1)
 
     def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
-        """Returns ``images`` with other colours."""
+        """Returns the jittered ``images``."""
         for kinds, amounts in zip(*(chosen.T for chosen in self.choose(draws)), strict=True):
             # All blends at once, then the hues of the other images.
             hue = kinds == HUE
@@ -191,21 +190,20 @@ class ColorJitter:
 
 
 class Policy:
-    """Does random operations to each image, as a published policy says.
+    """Applies random operations to each image, following a published policy.
 
-    An image draws one of the ``rows``, ``times`` times. A row's operations follow each other; each
-    has its own probability, and half the time the other direction if there are two. torchvision's
-    defaults hold: a moved pixel comes from the nearest one, and black from outside. The images of
-    an operation are worked on at once; shears, shifts and rotations are one operation with
-    different matrices.
+    Each image draws one of the ``rows``, ``times`` times. A row's operations run in sequence; each
+    has its own probability, and a random direction if it has two. Interpolation is nearest and the
+    fill black, as torchvision's defaults. All images of an operation are processed together;
+    shears, shifts and rotations are one operation with different matrices.
 
     Args:
-        rows: operations, each with its probability in tenths and its magnitude, of ``bins`` from 0
-            on, or -1 for one that is drawn ``between``.
+        rows: operations, each with its probability in tenths and its magnitude, a bin from 0, or -1
+            to draw it ``between``.
         bins: number of magnitudes.
-        ends: the largest ones: ``_NARROW`` or ``_WIDE``.
-        times: how many rows an image draws.
-        between: least and most; by default of a blur's width.
+        ends: largest magnitudes, ``_NARROW`` or ``_WIDE``.
+        times: number of rows drawn per image.
+        between: smallest and largest magnitude; by default of the blur width.
     """
 
     def __init__(
@@ -216,7 +214,7 @@ class Policy:
         times: int = 1,
         between: Sequence[float] = (0.1, 2.0),
     ) -> None:
-        # torchvision's transforms take a while to import
+        # slow to import
         from torchvision.transforms.v2 import functional
 
         words = [[Op.__members__.get(word, word) for word in row.split()] for row in rows]
@@ -233,11 +231,10 @@ class Policy:
 
     @classmethod
     def from_config(cls, augment: AugmentConfig) -> Policy | None:
-        """Returns the policy that ``augment`` names, or None.
+        """Returns the policy selected by ``augment``, or None.
 
-        RandAugment (arXiv:1909.13719), TrivialAugment's wide one (arXiv:2103.10158) and
-        AutoAugment's for ImageNet (arXiv:1805.09501) are torchvision's, 3-Augment
-        (arXiv:2204.07118) is timm's.
+        RandAugment (arXiv:1909.13719), TrivialAugmentWide (arXiv:2103.10158) and AutoAugment for
+        ImageNet (arXiv:1805.09501) follow torchvision, 3-Augment (arXiv:2204.07118) follows timm.
         """
         every = range(Op.Equalize + 1)
         match augment.auto:
@@ -256,7 +253,7 @@ class Policy:
         drawn = draws.reshape(len(draws), -1, 1 + self._table.shape[1])
         rows = (len(self._table) * drawn[..., 0]).astype(np.int64)
         ops, tenths, bins = np.moveaxis(self._table[rows], -1, 0)
-        # one draw says whether an operation is done and, of that, in which direction or how much
+        # one draw decides whether an operation runs, and its direction or amount
         chances = drawn[..., 1:]
         ops = np.where(10 * chances < tenths, ops, Op.Identity)
         amounts = _levels(self._ends, self._bins, height, width)[ops, bins]
@@ -273,8 +270,8 @@ class Policy:
         return images
 
     def _operate(self, images: Tensor, ops: np.ndarray, amounts: np.ndarray) -> None:
-        """Does to each of ``images`` what ``ops`` and ``amounts`` say, in place."""
-        # as they lie in memory: whole images are copied, not byte by byte
+        """Applies ``ops`` with their ``amounts`` to ``images``, in place."""
+        # in memory order, so that whole images are copied, not single bytes
         whole = images.permute(0, 2, 3, 1)
         for first, end in pairwise(_GROUPS):
             at = np.flatnonzero((first <= ops) & (ops < end))
@@ -302,13 +299,13 @@ class Policy:
             whole.index_copy_(0, rows, part.permute(0, 2, 3, 1))
 
 
-# a CPU asks for each few images of a batch
+# a CPU calls this for every few images of a batch
 @lru_cache
 def _levels(ends: Sequence[float], bins: int, height: int, width: int) -> np.ndarray:
-    """Returns operations' magnitudes by bin, ``[operations, bins]``, rounded as torchvision's.
+    """Returns magnitudes by bin, ``[operations, bins]``, rounded as in torchvision.
 
-    They are shares, pixels, degrees, bits lost and, for solarizing, a share of white; the last
-    operations have none.
+    Units are fractions, pixels, degrees, dropped bits and, for solarize, a fraction of white; the
+    last operations have no magnitude.
     """
     shear, share, pixels, degrees, change, bits = ends
     shifts = (share * side + pixels for side in (width, height))
@@ -318,10 +315,10 @@ def _levels(ends: Sequence[float], bins: int, height: int, width: int) -> np.nda
 
 
 def moves(ops: np.ndarray, amounts: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Returns for ``affine`` where shears, shifts and rotations find a pixel."""
+    """Returns the inverse matrices of shears, shifts and rotations for ``affine``."""
     across, down, right, below, turn = amounts * (ops == np.c_[Op.ShearX : Op.Brightness])
     sine, cosine = np.sin(np.radians(turn)), np.cos(np.radians(turn))
-    # shears are about the upper left corner
+    # the origin of shears is the upper left corner
     to_x = cosine, across - sine, across * height / 2 - np.trunc(right)
     to_y = down + sine, cosine, down * width / 2 - np.trunc(below)
     return np.moveaxis(np.array([to_x, to_y], np.float32), -1, 0)
@@ -335,14 +332,14 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 def per_image(values: np.ndarray, images: Tensor) -> Tensor:
-    """Returns ``values``, one for each of ``images``, on their device, ``[N, 1, 1, 1]``."""
+    """Returns ``values``, one per image, on the device of ``images``, ``[N, 1, 1, 1]``."""
     return to_device(values, images.device).view(-1, 1, 1, 1)
 
 
 def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
-    """Changes brightness, contrast or saturation, as ``kinds`` says; 1 does nothing.
+    """Changes brightness, contrast or saturation, selected by ``kinds``; a factor of 1 is a no-op.
 
-    Each of the three is a blend with a grey: with black, with the luma's mean, with the luma.
+    Each is a blend: with black, with the mean luma, with the luma.
     """
     rests = np.where(kinds == BRIGHTNESS, 0.0, 1.0 - factors)
     shares = to_device(np.stack((factors, rests)), images.device)
@@ -356,16 +353,16 @@ def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
 
 
 def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
-    """Turns hues by ``turns``, 1 being the whole circle.
+    """Rotates hues by ``turns``, 1 being the full circle.
 
-    The colour's place on the circle in sixths, then each channel from it (Smith 1978, "Color gamut
+    Computes the hue in sixths of the circle, then each channel from it (Smith 1978, "Color gamut
     transform pairs").
     """
     pixels = images.float()
     red, green, blue = pixels.split(1, dim=1)
     value = pixels.amax(1, keepdim=True)
     chroma = value - pixels.amin(1, keepdim=True)
-    # a grey pixel has no hue, and needs none
+    # gray pixels have no hue
     span = chroma.clamp(min=1)
     sixth = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
     sixth = torch.where(value == red, (green - blue) / span, sixth)
@@ -376,7 +373,7 @@ def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
 
 
 def adjust_sharpness(images: Tensor, factors: np.ndarray) -> Tensor:
-    """Blends images with their blurred selves: 1 does nothing, 0 blurs, the border stays."""
+    """Blends images with blurred copies: 1 is a no-op, 0 blurs; border pixels stay."""
     pixels = images.float()
     around = F.avg_pool2d(pixels, 3, stride=1, divisor_override=1)
     inner = pixels[:, :, 1:-1, 1:-1]
@@ -387,27 +384,28 @@ def adjust_sharpness(images: Tensor, factors: np.ndarray) -> Tensor:
 
 
 def affine(images: Tensor, matrices: np.ndarray) -> Tensor:
-    """Moves each pixel by ``matrices``, float32 ``[N, 2, 3]``, to the nearest; outside is black.
+    """Applies ``matrices``, float32 ``[N, 2, 3]``, with nearest interpolation and black fill.
 
     Matrices act on pixel coordinates (x, y, 1) whose origin is the image's centre. The arithmetic
-    is torchvision's to the last bit, or pixels half-way between two would come from the other.
+    matches torchvision to the last bit, because ties between two pixels would round differently
+    otherwise.
     """
     count, _, height, width = images.shape
     places = torch.ones(height, width, 3, device=images.device)
     places[..., 0] = torch.arange(width, device=images.device) - (width - 1) / 2
     places[..., 1] = (torch.arange(height, device=images.device) - (height - 1) / 2).unsqueeze(1)
-    # which are at -1 and 1
+    # at -1 and 1
     to_edges = matrices / np.array([[width / 2], [height / 2]], dtype=np.float32)
-    # A product of matrices rounds as this processor's library has it, and so does torchvision's.
+    # matrix products round as the CPU's BLAS does, in torchvision too
     grid = places.view(-1, 3) @ to_device(to_edges, images.device).mT
     grid = grid.view(count, height, width, 2)
     return F.grid_sample(images.float(), grid, mode="nearest", align_corners=False).to(torch.uint8)
 
 
 def blur(images: Tensor, sigmas: np.ndarray) -> Tensor:
-    """Blurs as Pillow's ``GaussianBlur``: three box filters each way; ``sigmas`` are at most 2.
+    """Blurs like Pillow's ``GaussianBlur``: three box filters per axis; ``sigmas`` are at most 2.
 
-    A box has a part of the pixel at each of its ends (Gwosdek et al. 2011, "Theoretical foundations
+    A box includes fractional pixels at both ends (Gwosdek et al. 2011, "Theoretical foundations
     of Gaussian convolution by extended box filtering").
     """
     square = sigmas**2
@@ -424,11 +422,11 @@ def blur(images: Tensor, sigmas: np.ndarray) -> Tensor:
 
 
 class Mix:
-    """Erases from each image, then mixes each with the one before it; torchvision's v2 transforms.
+    """Erases from each image, then mixes it with the previous one, as torchvision's v2 transforms.
 
-    An erased rectangle is 0 after normalisation: the mean colour. It is a function of (seed, epoch,
-    index); how images are mixed, of (seed, epoch) and the batch's first index. With both mixup and
-    CutMix, each batch gets one or the other.
+    Erased rectangles are 0 after normalization, the mean color. They are a function of (seed,
+    epoch, index), mixing of (seed, epoch) and the first index of the batch. If mixup and CutMix are
+    both set, each batch uses one of them.
     """
 
     def __init__(self, augment: AugmentConfig, classes: int, seed: int) -> None:
@@ -440,13 +438,13 @@ class Mix:
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, classes: int | None, seed: int) -> Mix | None:
-        """Returns what ``augment`` sets, or None; ``classes`` may be None if nothing is mixed."""
+        """Returns the mix that ``augment`` sets, or None; only mixing needs ``classes``."""
         mix = cls(augment, classes or 0, seed)
-        assert classes is not None or not mix._mixers, "mixed labels have a place for each class"
+        assert classes is not None or not mix._mixers, "mixing needs the number of classes"
         return mix if augment.random_erasing or mix._mixers else None
 
     def choose(self, batch: Any) -> tuple[str, float, np.random.Generator]:
-        """Returns how a batch is mixed: the mixer, an image's own share, more chance."""
+        """Returns the mixer of a batch, each image's own share, and further random numbers."""
         rng = order_rng(self._seed, batch.epoch, int(batch.indices[0]), _MIX)
         name, alpha = self._mixers[rng.integers(len(self._mixers))]
         return name, rng.beta(alpha, alpha), rng
@@ -455,12 +453,12 @@ class Mix:
         """Returns the images and labels, mixed in new memory.
 
         Args:
-            images: normalised, float ``[N, 3, H, W]``.
+            images: normalized, float ``[N, 3, H, W]``.
             labels: int64 ``[N]``; mixed ones are float32 ``[N, classes]``.
             batch: has the ``epoch`` and ``indices``, as for ``BatchAugment``.
         """
         height, width = images.shape[2:]
-        # One comparison for the batch: the device waits for no list of rectangles.
+        # one comparison per batch, without a list of rectangles to wait for
         if self._augment.random_erasing:
             indices = batch.indices.numpy()
             draws = uniforms(self._seed, batch.epoch, indices, 1 + 4 * _TRIES, stream=_ERASE)
@@ -478,7 +476,7 @@ class Mix:
         if name == "mixup":
             images = _mixed(images, share)
         else:
-            # A rectangle of the one before, whose area is about 1 - share, cut at the edges.
+            # a rectangle of the previous image, area about 1 - share, clipped at the edges
             half = 0.5 * math.sqrt(1.0 - share)
             x0 = int(rng.integers(width))
             y0 = int(rng.integers(height))
@@ -494,10 +492,10 @@ class Mix:
 
 
 def erased_boxes(draws: np.ndarray, height: int, width: int, augment: AugmentConfig) -> np.ndarray:
-    """Returns random rectangles: top, left, bottom, right, int64 ``[N, 4]``; 0: none fits.
+    """Returns random rectangles: top, left, bottom, right, int64 ``[N, 4]``; 0 if none fits.
 
     The distribution of torchvision's ``v2.RandomErasing``, with four of the ``draws``, ``[N, 4 *
-    tries]``, for each try.
+    tries]``, per try.
     """
     area, aspect, down, across = np.moveaxis(draws.reshape(len(draws), -1, 4), 2, 0)
     least, most = augment.erasing_scale
@@ -515,7 +513,7 @@ def erased_boxes(draws: np.ndarray, height: int, width: int, augment: AugmentCon
 
 
 def _mixed(values: Tensor, share: float) -> Tensor:
-    """Blends ``share`` of each row with the row before; the first follows the last."""
+    """Blends ``share`` of each row with the previous row; the first row with the last."""
     mixed = torch.empty_like(values)
     torch.lerp(values[:-1], values[1:], share, out=mixed[1:])
     torch.lerp(values[-1:], values[:1], share, out=mixed[:1])

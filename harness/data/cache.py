@@ -1,9 +1,9 @@
-"""Keeps decoded pixels in one file, in memory or on disk, mapped by all workers and local ranks.
+"""Caches decoded pixels in one file, in memory or on disk, mapped by all local processes.
 
-The file has a head, a table with a column for each image, and room for pixels, which are only
-appended: views stay valid. The place of an image's pixels is written last, so that a killed writer
-leaves none half. Pixels of earlier runs are verified on first use, by a checksum with the
-size and time of change of their source. One run at a time writes a file on disk, others read it.
+The file has a header, a table with one column per image, and an append-only pixel area, so views
+stay valid. An image's offset is written last, so a killed writer leaves no partial entry. Pixels of
+earlier runs are verified on first use, by a checksum that includes their source's size and mtime.
+One run at a time writes a file on disk, others read it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .shards import ShardSource
 from .storage import FileSource, Source, Subset, cache_root
 from .transforms import resized
 
-# every rank's value in the order of the ranks, on every rank
+# every rank's value in rank order, on every rank
 Gathered = Callable[[Any], list[Any]]
 
-# raise it when the file's layout changes, or what ``decode`` makes of the same bytes
+# raise it if the file layout or the pixels from ``decode`` change
 _FORMAT = 5
 _HEAD = np.dtype([("key", "S64"), ("used", "<i8"), ("limit", "<i8")])
-# Place (0: nowhere), height, width, and a checksum of pixels and source, all int64.
+# offset (0: none), height, width, and a checksum of pixels and source, all int64
 _COLUMN_BYTES = 32
 
 
@@ -48,17 +48,17 @@ _COLUMN_BYTES = 32
 class PixelCache:
     """The decoded images of ``source``: columns ``first`` onwards of ``file``."""
 
-    # as ``open_caches`` leaves it
+    # as set by ``open_caches``
     file: MappedFile
-    # a byte for each column, zero until a process of this run wrote the image or found it right
+    # a byte per column, nonzero once this run wrote or verified the image
     checked: MappedFile
     # the column of the source's first image
     first: int
     # a folder's files, or a part of them
     source: Any
-    # most pixels of an image's longer side, larger ones are shrunk; None: any
+    # largest longer side in pixels, larger images are shrunk; None: any
     max_side: int | None
-    # the filter that shrinks them
+    # interpolation for shrinking
     interpolation: str
 
     def __post_init__(self) -> None:
@@ -75,15 +75,15 @@ class PixelCache:
         return PixelCache, tuple(getattr(self, field.name) for field in fields(self))
 
     def get(self, i: int) -> np.ndarray | None:
-        """Returns the pixels of image ``i``, a read-only view that stays valid; None: not here."""
-        # in this order: the image may just now be given another place
+        """Returns the pixels of image ``i``, a permanent read-only view; None if not cached."""
+        # in this order, because the image may be moved concurrently
         checked = self._checked[i]
         place = int(self._places[i])
         if not place:
             return None
         height = int(self._heights[i])
         width = int(self._widths[i])
-        # the source file may be gone, and numbers may be damaged
+        # the source file may be missing, and numbers may be corrupt
         with suppress(OSError, ValueError):
             flat = self._pixels[place : place + 3 * height * width]
             pixels = flat.reshape(height, width, 3)
@@ -92,40 +92,40 @@ class PixelCache:
             if self._digests[i] == self._digest(i, pixels):
                 self._checked[i] = 1
                 return pixels
-        # so that the next put gives it another
+        # the next put writes it again
         if self.file.writable:
             self._places[i] = 0
         return None
 
     def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
-        """Keeps ``pixels``, shrunk if they are too large, while there is room; returns them."""
+        """Caches ``pixels`` while there is room, shrunk if too large; returns them."""
         if self.max_side is not None:
             pixels = shrunk(pixels, self.max_side, self.interpolation)
         if self._places[i] or not self.file.writable:
             return pixels
         content = np.ascontiguousarray(pixels)
-        # the source file is gone, or the disk has less left than there was at first
+        # the source file is missing, or the disk filled up
         with suppress(OSError):
             digest = self._digest(i, content)
             place = self._room(content.nbytes)
             if place:
                 self._heights[i], self._widths[i], _ = content.shape
                 self._digests[i] = digest
-                # Not through the map: a fault for each page, and SIGBUS on a full disk. The
-                # kernel's locks around it order all of this before the place, on any processor.
+                # Not through the map, which costs a fault per page and SIGBUS on a full disk. The
+                # kernel's locks order the write before the offset on any CPU.
                 if os.pwrite(self.file.fd, content.data, place) == content.nbytes:
                     self._places[i] = place
                     self._checked[i] = 1
         return pixels
 
     def _room(self, size: int) -> int:
-        """Returns where ``size`` bytes may be written; 0: the cache is full."""
+        """Returns an offset for ``size`` bytes; 0 if the cache is full."""
         head = self._head
-        # most often once it is full, and then without the lock
+        # a full cache needs no lock
         if head["used"] + size > head["limit"]:
             return 0
-        # Not the file's own lock, which the run holds. A lock belongs to one opening of a file,
-        # which threads and forked processes share. A process that is killed unlocks.
+        # Not the cache file's lock, which the run holds. A lock belongs to an open file, which
+        # threads and forked processes share, and is released if its process is killed.
         with open(path_of(self.checked.fd), "r+b", buffering=0) as own:
             fcntl.flock(own, fcntl.LOCK_EX)
             place = int(head["used"])
@@ -139,13 +139,13 @@ class PixelCache:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory that the cache may still take; 0 on a disk."""
+        """Bytes of memory that the cache may still allocate; 0 on disk."""
         if os.fstat(self.file.fd).st_nlink:
             return 0
         return max(0, int(self._head["limit"] - self._head["used"]))
 
     def stats(self) -> dict[str, int]:
-        """Returns how many ``images`` of all ``samples`` take how many ``bytes`` of ``limit``."""
+        """Returns ``images`` of ``samples`` cached, and ``bytes`` used of ``limit``."""
         places = self._table[0]
         return {
             "images": int(np.count_nonzero(places)),
@@ -155,7 +155,7 @@ class PixelCache:
         }
 
     def summary(self) -> str:
-        """Returns how much is kept, in a line."""
+        """Returns the fill level in one line."""
         images, samples, used, limit = self.stats().values()
         return f"{images} of {samples} images, {used / 1e9:.1f} of at most {limit / 1e9:.1f} GB"
 
@@ -171,14 +171,14 @@ def shrunk(pixels: np.ndarray, max_side: int, interpolation: str) -> np.ndarray:
 def open_caches(
     sources: tuple[Source, Source], data: DataConfig, gathered: Gathered
 ) -> tuple[PixelCache, PixelCache]:
-    """Opens the caches of two sources in one file, which a second run only reads.
+    """Opens the caches of two sources in one file, read-only in a second run.
 
     Every rank calls this. One rank of each machine opens the file, and the others map the same.
 
     Raises:
-        ConfigError: there are no files to decode, or the cache cannot be written.
+        ConfigError: the sources have no files to decode, or the cache cannot be written.
     """
-    # what the pixels of a file depend on, besides its own bytes; torch makes large ones smaller
+    # everything that pixels depend on except the file's bytes; torch shrinks large images
     software = list(map(version, ("pillow", "simplejpeg", "torch")))
     how: tuple[int | None, str] = data.cache_max_side, data.interpolation.name
     pixels = data.exif_orientation, data.background, data.max_pixels
@@ -189,7 +189,7 @@ def open_caches(
         folder, digest = _listed(source, data)
         name.update(os.fsencode(os.path.realpath(folder)) + b"\0")
         key.update(digest)
-    # a file may have come to another's place
+    # a file may have replaced another
     key.update(name.digest())
     path = cache_root() / "decoded" / name.hexdigest()[:32]
     count = sum(map(len, sources))
@@ -202,20 +202,20 @@ def open_caches(
 
 
 def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
-    """Returns the folder of ``source``, and a digest of its images' paths in their order."""
+    """Returns the folder of ``source``, and a digest of its image paths in order."""
     if isinstance(source, Subset):
         folder, digest = _listed(source.source, data)
         return folder, hashlib.sha256(digest + source.indices.tobytes()).digest()
     if isinstance(source, FileSource | ShardSource):
         return source.root, source.digest()
     raise ConfigError(
-        f"data.cache={data.cache.name}: has no effect with data={data.name}, whose pixels need no "
+        f"data.cache={data.cache.name} has no effect for data={data.name}, whose pixels need no "
         "decoding"
     )
 
 
 def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
-    """Calls ``make`` in one process a machine; returns or raises its outcome on all."""
+    """Calls ``make`` in one process per machine; returns or raises its outcome on all."""
     machine = platform.node()
     with suppress(OSError):
         # containers on one machine do not see each other
@@ -230,9 +230,9 @@ def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
         try:
             made = make()
         except (ConfigError, OSError) as error:
-            # raised here alone, it would leave the others waiting
+            # raising only here would leave the others waiting
             failure = error
-    # as bytes: what other machines hold cannot be opened here
+    # as bytes, because other machines' files cannot be opened here
     told = gathered((failure, pickle.dumps(made)))
     for refused, _ in told:
         if refused is not None:
@@ -241,7 +241,7 @@ def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
 
 
 def _opened(path: Path, data: DataConfig, key: str, count: int) -> tuple[MappedFile, MappedFile]:
-    """Opens the cache's file, and a byte for each of its images."""
+    """Opens the cache file, and one byte per image."""
     if data.cache is DataCache.ram:
         budget_bytes = _budget(data, limits.measure().memory_bytes)
         file = _filled(memory(0), key, count, budget_bytes)
@@ -256,17 +256,17 @@ def _budget(data: DataConfig, free_bytes: int) -> int:
 
 
 def _on_disk(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
-    """Opens the cache file for writing, else for reading, else one in memory without room."""
+    """Opens the cache file for writing, else for reading, else an empty one in memory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return _to_fill(path, data, key, count)
     except OSError as error:
         is_filled = isinstance(error, BlockingIOError)
-        reason = "another run fills it" if is_filled else error.strerror or error
+        reason = "another run is filling it" if is_filled else error.strerror or error
         with suppress(OSError):
             fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
             if _used_bytes(fd, key, count):
-                log.warning("data.cache=disk: %s: %s; it is only read", path, reason)
+                log.warning("data.cache=disk: %s: %s; using it read-only", path, reason)
                 return MappedFile(fd)
             os.close(fd)
         if not is_filled:
@@ -274,26 +274,26 @@ def _on_disk(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
                 f"data.cache=disk: {path}: {reason}; free space, set WELLFED_CACHE to another "
                 "folder, or use data.cache=ram"
             ) from error
-        log.warning("data.cache=disk: %s: %s; this run decodes all images itself", path, reason)
+        log.warning("data.cache=disk: %s: %s; this run decodes every image", path, reason)
         return _filled(memory(0), key, count, 0)
 
 
 def _to_fill(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
-    """Opens the file at ``path`` for writing, made again unless its key is ``key``.
+    """Opens the file at ``path`` for writing, rebuilt unless its key is ``key``.
 
     Raises:
-        BlockingIOError: another process fills it.
+        BlockingIOError: another process is filling it.
     """
     fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, makes_way=True)
     with ExitStack() as opened:
         opened.callback(os.close, fd)
-        # for as long as the file is open: as long as a thread may write
+        # held while the file is open, as long as a thread may write
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_size and not _used_bytes(fd, key, count):
-            log.warning("%s: damaged, or of files or settings that have changed: made again", path)
+            log.warning("%s: corrupt or out of date, rebuilding", path)
             path.unlink()
             return _to_fill(path, data, key, count)
-        # what it takes may go on being taken
+        # space in use may stay in use
         free_bytes = shutil.disk_usage(path.parent).free + os.fstat(fd).st_blocks * 512
         file = _filled(fd, key, count, _budget(data, free_bytes))
         opened.pop_all()
@@ -301,26 +301,26 @@ def _to_fill(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
 
 
 def _used_bytes(fd: int, key: str, count: int) -> int:
-    """Returns how many bytes of the file are given out; 0: it is not the cache with this key."""
+    """Returns the allocated bytes of the file; 0 if it is not the cache with this key."""
     start = _HEAD.itemsize + _COLUMN_BYTES * count
     data = os.pread(fd, start, 0)
     if len(data) < start or data[:64] != key.encode():
         return 0
     table = np.frombuffer(data, np.int64, offset=_HEAD.itemsize).reshape(4, -1)
-    # Not by the head, which may be older than the table after a power failure. As floats, for
-    # products of damaged numbers overflow.
+    # Not from the header, which may be older than the table after a power failure. As floats,
+    # because products of corrupt numbers overflow.
     used = max(start, int((table[0] + 3.0 * table[1] * table[2]).max()))
     return used if used <= os.fstat(fd).st_size else 0
 
 
 def _filled(fd: int, key: str, count: int, budget_bytes: int) -> MappedFile:
-    """Maps the file for writing, with room for ``budget_bytes``, or what it has if more."""
+    """Maps the file for writing, with at least ``budget_bytes`` in all."""
     used = _used_bytes(fd, key, count)
     if not used:
         used = _HEAD.itemsize + _COLUMN_BYTES * count
         reserve(fd, used)
     limit = max(used, budget_bytes)
-    # a hole until pixels come
+    # sparse until pixels are written
     os.ftruncate(fd, max(limit, os.fstat(fd).st_size))
     os.pwrite(fd, np.array([(key.encode(), used, limit)], _HEAD).tobytes(), 0)
     return MappedFile(fd, writable=True)

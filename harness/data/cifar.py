@@ -25,7 +25,7 @@ from .download import fetch, make_once, md5_of
 from .mapped import memory, path_of
 from .storage import ArraySource, cache_root
 
-# of an archive, unpacked: they have 186 MB
+# unpacked size limit of an archive; the real ones have 186 MB
 _MOST_BYTES = 256 << 20
 
 _CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
@@ -80,16 +80,16 @@ _PUBLISHED = {
 
 
 def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
-    """Opens the training and the test set, whose pixels all processes of this machine share.
+    """Opens the training and the test set; all local processes share the pixels.
 
-    CIFAR-100 comes with its 100 fine labels.
+    CIFAR-100 uses its 100 fine labels.
 
-    The archive, or what other programs unpacked of it, is looked for in ``data.root``; else the
-    archive is fetched to there, and stays. Its files are unpacked once, beside it or in the user's
-    cache. Then the archive may be deleted.
+    The archive, or its files unpacked by other programs, is expected in ``data.root``, else the
+    archive is downloaded to it and kept. It is unpacked once, next to it or in the user's cache,
+    and can then be deleted.
 
     Raises:
-        DataError: the archive cannot be had, or is not what the publisher describes.
+        DataError: the archive is unavailable, or differs from the published one.
         DiskError: ``data.root`` cannot be written.
     """
     published = _PUBLISHED[data.name]
@@ -102,7 +102,7 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
     folder = next(filter(Path.is_dir, known), None)
     if folder is None:
         if not (root.exists() or data.download):
-            # refused before anything is written
+            # raised before anything is written
             _fetch(archive, root, data)
         beside, cached = kept
         folder = beside if os.access(root, os.W_OK) or not root.exists() else cached
@@ -111,9 +111,9 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
 
 
 def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
-    """Writes the published files into the folder ``part``, if all are as published.
+    """Writes the published files into the folder ``part`` after checking them.
 
-    A fetched archive lies there too until its digest is known.
+    A downloaded archive is also stored there until its digest is checked.
     """
     published = _PUBLISHED[data.name]
     found = archive
@@ -123,11 +123,13 @@ def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
     try:
         digest = md5_of(found)
     except OSError as error:
-        raise DataError(f"{archive}: cannot be read: {error}; mend it or delete it") from error
+        raise DataError(
+            f"{archive}: cannot be read ({error}); fix its permissions or delete it"
+        ) from error
     if digest != md5:
         raise DataError(
-            f"{archive}: the md5 digest differs: expected {md5}, got {digest}; get it from its "
-            f"publisher, or set data.md5={digest} if this archive is meant"
+            f"{archive}: wrong MD5 digest, expected {md5}, got {digest}; get it from its "
+            f"publisher, or set data.md5={digest} to accept this archive"
         )
     names = published.meta, *published.train, *published.val
     members = read_members(found, [f"{published.folder}/{name}" for name in names])
@@ -140,12 +142,12 @@ def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
 
 def _fetch(archive: Path, target: Path, data: DataConfig) -> None:
     way_out = (
-        f"put {archive.name} into {archive.parent}, or take data=shapes, data=digits or "
-        "data=fake: they need no network"
+        f"put {archive.name} into {archive.parent}, or use data=shapes, data=digits or "
+        "data=fake, which work offline"
     )
     if not data.download:
         raise DataError(
-            f"{archive}: not there, and data.download=false; set it to true, or {way_out}"
+            f"{archive}: missing, and data.download=false; set it to true, or {way_out}"
         )
     mirror = data.mirror or "https://www.cs.toronto.edu/~kriz"
     try:
@@ -163,7 +165,7 @@ def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
         values = _values(read_regular(folder / part, _MOST_BYTES))
         begin = values.index(f"{published.prefix}label_names") + 1
         if values[begin : begin + len(published.classes)] != [*published.classes]:
-            raise ValueError(f"other classes than those of {name}, or another order")
+            raise ValueError(f"its classes or their order differ from {name}")
         for split, batches in (("train", published.train), ("val", published.val)):
             images = []
             labels: list[int] = []
@@ -171,8 +173,8 @@ def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
                 content = read_regular(folder / part, _MOST_BYTES)
                 pixels, given = _batch(content, f"{published.prefix}labels")
                 if not {*given} <= {*range(len(published.classes))}:
-                    raise ValueError("a label is no class")
-                # A row holds the red plane, the green one and the blue one.
+                    raise ValueError("a label is out of range")
+                # a row has a red, a green and a blue plane
                 images.append(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
                 labels += given
             shape = len(labels), 32, 32, 3
@@ -185,10 +187,10 @@ def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
             sources.append(source)
     except OSError as error:
         raise DataError(
-            f"{folder / part}: cannot be read: {error}; mend it or delete it"
+            f"{folder / part}: cannot be read ({error}); fix its permissions or delete it"
         ) from error
     except Exception as error:
-        # a damaged pickle may raise anything
+        # a corrupt pickle may raise anything
         raise DataError(
             f"{name}: member {part} is not as published: {error!r}; get the archive from its "
             "publisher"
@@ -199,21 +201,20 @@ def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
 def read_members(
     archive: Path, wanted: Collection[str], most_bytes: int = _MOST_BYTES
 ) -> dict[str, bytes]:
-    """Returns the bytes of the members of a ``.tar.gz`` whose names are ``wanted``.
+    """Returns the bytes of the ``wanted`` members of a ``.tar.gz``.
 
-    tarfile's extract methods stay unused, also with ``filter="data"``: a chain of links longer than
-    PATH_MAX leads that filter out of its folder (CVE-2025-4517). Here a member's name is only
-    compared, never used as a path. Members that are not wanted are passed over, links and devices
-    among them.
+    Does not call tarfile's extract methods, because a chain of links longer than PATH_MAX escapes
+    even ``filter="data"`` (CVE-2025-4517). Member names are only compared, never used as paths.
+    Other members, including links and devices, are skipped.
 
     Raises:
-        DataError: the archive is damaged, unpacks to more than ``most_bytes``, or lacks a
-            wanted one as a plain file.
+        DataError: the archive is corrupt, unpacks to more than ``most_bytes``, or lacks a wanted
+            regular file.
     """
     found: dict[str, bytes] = {}
     try:
         with open(open_regular(archive), "rb") as file, gzip.open(file) as stream:
-            # to the very end, where gzip keeps its checksum
+            # to the very end, because gzip's checksum is there
             content = stream.read(most_bytes + 1)
         if len(content) > most_bytes:
             raise ValueError(f"unpacks to more than {most_bytes} bytes")
@@ -229,16 +230,16 @@ def read_members(
     except Exception as error:
         # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
         raise DataError(
-            f"{archive}: damaged: {error!r}; delete the file and get it from its publisher"
+            f"{archive}: corrupt ({error!r}); delete the file and get it from its publisher"
         ) from error
     return found
 
 
 def _values(content: bytes) -> list[Any]:
-    """Returns the texts and numbers in a pickle of any protocol, in their order.
+    """Returns the strings and numbers in a pickle of any protocol, in order.
 
-    Nothing is unpickled: pickletools lists the operations, so that a pickle calls nothing and takes
-    no more memory than it has bytes. Bytes become texts. Of truth values there is ``True`` alone.
+    Nothing is unpickled. pickletools lists the operations, so a pickle cannot call anything and
+    needs no more memory than its size. Bytes become strings. The only boolean is ``True``.
     """
     values: list[Any] = []
     for operation, argument, _ in pickletools.genops(content):
@@ -246,7 +247,7 @@ def _values(content: bytes) -> list[Any]:
             values.append(True)
         elif isinstance(argument, bytes | bytearray):
             values.append(argument.decode("latin-1"))
-        # not the numbers of places in the memo and the like
+        # skips memo indices and the like
         elif argument is not None and not re.search("GET|PUT|PROTO|FRAME|GLOBAL", operation.name):
             values.append(argument)
     return values
@@ -260,7 +261,7 @@ def _batch(content: bytes, key: str) -> tuple[np.ndarray, list[int]]:
     text = max((value for value in values if isinstance(value, str)), key=len)
     pixels = np.frombuffer(text.encode("latin-1"), np.uint8)
     if pixels.size != 3072 * len(labels) or "u1" not in values or rows not in pairwise(values):
-        raise ValueError("data is not a row of 3072 bytes for each label, a whole number")
-    # column by column, say a flag before the bytes or, since protocol 5, a letter
+        raise ValueError("data is not one row of 3072 bytes per integer label")
+    # column-major order is marked by a flag before the bytes or, since protocol 5, a letter
     by_columns = values[values.index(text) - 1] is True or "F" in values
     return pixels.reshape(rows, order="F" if by_columns else "C"), labels

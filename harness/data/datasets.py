@@ -1,8 +1,8 @@
-"""Opens the training and validation sets of ``data.name``, and loads their samples.
+"""Opens the training and validation sets of ``data.name`` and loads their samples.
 
-A new data set is a function from ``DataConfig`` to two sources, a line in ``DATASETS`` and one in
-``_SETTINGS``, a file in ``conf/data/`` and a test; or a function of the user's, which
-``harness.data.own`` opens.
+A new dataset is a function from ``DataConfig`` to two sources, a line in ``DATASETS`` and one in
+``_SETTINGS``, a file in ``conf/data/`` and a test; or a user function, which ``harness.data.own``
+opens.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from .table import TableSource, open_evaluated_table, open_table_splits
 from .transforms import Box, CropTransform
 from .whole import Whole, checksum, open_whole
 
-# Not the run's: another seed must not move images from training to validation.
+# fixed: the run's seed must not move images from training to validation
 _SPLIT_SEED = 0
 
 
 @dataclass(eq=False)
 class ImageDataset:
-    """A source, decoded and transformed; a sample depends on (seed, epoch, index) alone."""
+    """A decoded, transformed source; a sample depends only on (seed, epoch, index)."""
 
     source: Source
     transform: CropTransform
@@ -71,13 +71,13 @@ class ImageDataset:
     image_size: int
     seed: int
     cache: PixelCache | None = None
-    # whether a sample that cannot be read is replaced
+    # whether an unreadable sample is replaced
     skips: bool = False
-    # whether black pixels replace it: another one may not be readable either
+    # whether black pixels replace it, because another sample may be unreadable too
     blanks: bool = False
-    # which images need no longer be decoded whole for a random part; None: all
+    # images whose random crop can be decoded alone; None: all
     whole: Whole | None = None
-    # of the user, after the transform
+    # the user's, after the transform
     own: OwnAugment | None = None
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class ImageDataset:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The names that ``fill`` gives its laps, in order."""
+        """The lap names of ``fill``, in order."""
         own = () if self.own is None else (self.own.setting,)
         return ("read", "decode", *self.transform.stages, *own)
 
@@ -102,14 +102,14 @@ class ImageDataset:
         Several threads may call at once.
 
         Args:
-            epoch: chooses the sample's random numbers, with the index.
-            index: place in the source, plus its length each time that an epoch has it again.
+            epoch: seeds the sample's random numbers, with the index.
+            index: index into the source, plus its length for each repeat in an epoch.
             out: uint8 ``[3, image_size, image_size]``.
             lap: called at the end of each of the ``stages``, with its name.
-            instead: place of another image to read.
+            instead: index of another image to read.
 
         Raises:
-            BadSample: the sample cannot be read, for any reason.
+            BadSample: the sample cannot be read.
             ConfigError: the user's augmentation failed.
         """
         if instead is not None and self.blanks:
@@ -118,7 +118,7 @@ class ImageDataset:
         labels = self.source.labels
         place = index % len(labels) if instead is None else instead
         try:
-            # looking into the cache is part of the first stage; cached pixels are not decoded
+            # the cache lookup is part of the first stage
             pixels = None if self.cache is None else self.cache.get(place)
             if pixels is None:
                 image, _ = self.source.read(place)
@@ -145,19 +145,19 @@ class ImageDataset:
         except Exception as error:
             if isinstance(error, BadSample | ConfigError) or is_out_of_memory(error):
                 raise
-            # any error: a StopIteration that got out would end a worker's epoch in silence
+            # any error: a StopIteration would silently end a worker's epoch
             reason = str(error) if isinstance(error, DecodeError) else user_code.message(error)
             raise BadSample(self.source.where(place), reason) from error
 
     def sized(self, size: int) -> ImageDataset:
-        """Returns the data set with images of ``size`` pixels, which show the same parts."""
+        """Returns the dataset with images of ``size`` pixels and the same crops."""
         short = self.options.eval_resize
         short = short and round(short * size / self.options.image_size)
         transform = replace(self.transform, size=size, resize=short)
         return replace(self, transform=transform, image_size=size)
 
     def _decoded(self, place: int, data: bytes, rng: SampleRng) -> tuple[np.ndarray, Box | None]:
-        """Returns the pixels of ``data``, or some of them and the part among them that is drawn."""
+        """Returns the pixels of ``data``, or a region of them and the drawn crop within it."""
         whole = self.whole
         digest = 0 if whole is None else checksum(data)
         if whole is not None and whole.has(place, digest):
@@ -172,7 +172,7 @@ class ImageDataset:
 
 @dataclass(frozen=True, slots=True)
 class FakeDataset:
-    """The numbers of a data set whose tensors the feed makes on the device."""
+    """The sizes of a dataset whose tensors are generated on the device."""
 
     length: int
     image_size: int  # side in pixels
@@ -193,18 +193,18 @@ class Splits:
     val: AnyDataset
     classes: tuple[str, ...]
     name: str
-    root: str  # empty where the data set has a place of its own
-    val_name: str = "validation images"  # or test images, or images: all below root
-    trains: bool = True  # or train is val, which is evaluated
+    root: str  # empty if the dataset has its own location
+    val_name: str = "validation images"  # or "test images", or "images" for all below root
+    trains: bool = True  # False: train is val, for evaluation
 
     @property
     def cache(self) -> PixelCache | None:
-        """Where decoded images of both sets are kept; None: nowhere."""
+        """The decoded cache of both sets, or None."""
         return self.train.cache if isinstance(self.train, ImageDataset) else None
 
     @property
     def labels(self) -> np.ndarray | None:
-        """The training images' labels, int64 ``[N]``; None: unknown until each is read, or none."""
+        """The training labels, int64 ``[N]``; None if there are none or unknown."""
         if not self.trains:
             return None
         if isinstance(self.train, ImageDataset):
@@ -215,21 +215,21 @@ class Splits:
         """Returns ``labels``.
 
         Raises:
-            ConfigError: they are unknown, and ``setting`` needs them.
+            ConfigError: they are unknown but ``setting`` needs them.
         """
         if self.labels is None:
             raise ConfigError(
-                f"{setting}: needs the label of each training image before it is read; give the "
-                f"Dataset of data.name={self.name} an attribute targets, a list of integers as "
-                "torchvision's have it, or return a source"
+                f"{setting} needs all training labels before images are read; give the "
+                f"Dataset of data.name={self.name} an attribute targets, a list of integers as in "
+                "torchvision datasets, or return a source"
             )
         return self.labels
 
     def class_weights(self, optim: OptimConfig) -> list[float] | None:
-        """Returns a weight for each class, as ``optim`` says; None: all are 1.
+        """Returns the class weights set by ``optim``; None: all are 1.
 
         Raises:
-            ConfigError: there are more or fewer classes than weights, or the labels are unknown.
+            ConfigError: the number of weights and classes differ, or the labels are unknown.
         """
         weights = optim.class_weights
         classes = len(self.classes)
@@ -238,25 +238,25 @@ class Splits:
         if weights == "balanced":
             labels = self.labels_for("optim.class_weights=balanced")
             counts = np.bincount(labels, minlength=classes)
-            # a class without an image has no part in the loss
+            # classes without images do not contribute to the loss
             weights = len(labels) / (np.count_nonzero(counts) * counts.clip(1))
         elif weights is not None and len(weights) != classes:
             raise ConfigError(
-                f"optim.class_weights: {len(weights)} numbers, and {self.name} has {classes} "
-                "classes; give one for each, in their order"
+                f"optim.class_weights has {len(weights)} numbers, but {self.name} has {classes} "
+                "classes; give one number per class, in order"
             )
         return weights if weights is None else [*map(float, weights)]
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory that the cache may still take, of all ranks of this machine together."""
+        """Bytes that the cache may still allocate, for all ranks of this machine."""
         return self.cache.reserved_bytes if self.cache is not None else 0
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the training set's name, place, sizes and digest, as plain values.
 
         The digest changes if a file is added, removed or renamed, or a sampled file is modified
-        (all files, up to 400). Of other sources 16 samples are read.
+        (all files, up to 400). Other sources have 16 samples read.
         """
         found: dict[str, Any] = {
             "name": self.name,
@@ -271,17 +271,17 @@ class Splits:
         whole = source
         while isinstance(whole, Subset):
             whole = whole.source
-        # Names alone would miss a file that was rewritten.
+        # names would miss a rewritten file
         digest = hashlib.sha256(os.fsencode("\n".join(source.classes)))
         if isinstance(whole, FileSource | ShardSource):
             digest.update(os.fsencode(whole.root) + whole.digest())
             for i in evenly_spaced(len(source), _LOOKED_AT):
-                # A file may be gone.
+                # a file may be missing
                 with suppress(OSError):
                     digest.update(f"{i} {source.state(i)}\n".encode())
         else:
             for i in evenly_spaced(len(source), 16):
-                # A bad sample, of a user's source by any error, is told when it is loaded.
+                # bad samples are reported when they are loaded
                 with suppress(Exception):
                     content, label = source.read(i)
                     digest.update(f"{np.shape(content)} {len(content)} {label}".encode())
@@ -289,7 +289,7 @@ class Splits:
         return found | {"digest": digest.hexdigest()}
 
 
-# files of a tree: a few milliseconds on a disk
+# files sampled per tree: a few milliseconds on a disk
 _LOOKED_AT = 400
 
 
@@ -309,7 +309,7 @@ def open_digits(data: DataConfig) -> tuple[Source, Source]:
 
 
 def open_folders(data: DataConfig) -> tuple[Source, Source]:
-    """Opens a folder tree of the user's.
+    """Opens a user's folder tree.
 
     Raises:
         ConfigError: ``data.root`` is not set.
@@ -318,11 +318,11 @@ def open_folders(data: DataConfig) -> tuple[Source, Source]:
 
 
 def open_tables(data: DataConfig) -> tuple[Source, Source]:
-    """Opens the images that a table of the user's lists.
+    """Opens the images listed in a user's table.
 
     Raises:
-        ConfigError: ``data.root`` or ``data.table`` is not set, or names something else.
-        DataError: ``TableSource`` refuses the table, or a set is empty.
+        ConfigError: ``data.root`` or ``data.table`` is not set or wrong.
+        DataError: ``TableSource`` rejects the table, or a set is empty.
     """
     return open_table_splits(TableSource(_root(data), data), _held_out(data), _SPLIT_SEED)
 
@@ -341,14 +341,14 @@ def _held_out(data: DataConfig) -> float | Fold | None:
     if data.fold is None:
         return data.split_fraction
     if data.split_fraction is not None:
-        raise ConfigError(f"data.fold={data.fold}: set it or data.split_fraction to null")
+        raise ConfigError(f"data.fold={data.fold} excludes data.split_fraction: set one to null")
     return Fold(data.fold, data.folds)
 
 
 def _root(data: DataConfig) -> str:
     if data.root is None:
         raise ConfigError(
-            f"data.root: data={data.name} needs it, for example data.root=/data/{data.name}"
+            f"data.root is required by data={data.name}, for example data.root=/data/{data.name}"
         )
     return data.root
 
@@ -363,11 +363,11 @@ DATASETS: dict[str, Callable[[DataConfig], tuple[Source, Source]]] = {
     "table": open_tables,
     "shards": open_shard_sets,
 }
-# has no source: load makes it
+# no source, created by load
 FAKE = "fake"
 _NAMES = ", ".join([*DATASETS, FAKE])
 
-# The settings that have an effect for some of our data sets alone.
+# settings that affect only some built-in datasets
 _FILES = "root background cache cache_gb cache_max_side exif_orientation max_pixels"
 _HELD_OUT = "split_fraction fold folds evaluate"
 _CIFAR = "root download md5 mirror"
@@ -387,14 +387,14 @@ _SETTINGS = {
 def load(
     data: DataConfig, augment: AugmentConfig, seed: int, gathered: Gathered = lambda value: [value]
 ) -> Splits:
-    """Opens the data set ``data``, its training images changed as ``augment`` and ``seed`` say.
+    """Opens the dataset ``data``, with training augmentation by ``augment`` and ``seed``.
 
-    Every rank calls this, with ``gathered``, which gives every rank's value in their order, for a
-    cache that they share.
+    Every rank calls this. ``gathered`` returns every rank's value in rank order, for a shared
+    cache.
 
     Raises:
-        ConfigError: an unknown name, a setting without effect, or one that is missing.
-        DataError: the data set is missing, incomplete or unreadable.
+        ConfigError: a name is unknown, or a setting has no effect or is missing.
+        DataError: the dataset is missing, incomplete or unreadable.
     """
     _check_settings(data)
     root = data.root or ""
@@ -404,27 +404,27 @@ def load(
         names = tuple(map(str, range(made.classes)))
         train = FakeDataset(made.train_images, size, made.classes)
         return Splits(train, FakeDataset(made.val_images, size, made.classes), names, FAKE, root)
-    # storage: two sources, or two data sets of the user's that need nothing else
+    # two sources, or two datasets of the user, which need nothing else
     if user_code.is_own(data.name):
         first, second = open_own(data, seed, _SPLIT_SEED)
         if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
             assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
             if data.fraction < 1:
                 raise ConfigError(
-                    f"data.fraction={data.fraction:g}: {data.name} gives a Dataset, not a source; "
-                    "have it return a torch.utils.data.Subset"
+                    f"data.fraction={data.fraction:g}: {data.name} returns a Dataset, no source; "
+                    "return a torch.utils.data.Subset instead"
                 )
             if augment.own:
                 raise ConfigError(
-                    f"augment.own={augment.own}: {data.name} gives a Dataset, whose transforms are "
-                    "its own; call the function there"
+                    f"augment.own={augment.own}: {data.name} returns a Dataset with its own "
+                    "transforms; call the function there"
                 )
             return Splits(first, second, first.classes, data.name, root)
     elif data.name in DATASETS:
         first, second = DATASETS[data.name](data)
     else:
-        # of a checkpoint; the command line's is known
-        raise ConfigError(f"data.name={data.name}: no such data set; choose from {_NAMES}")
+        # from a checkpoint; the command line is already checked
+        raise ConfigError(f"data.name={data.name}: no such dataset; choose from {_NAMES}")
     if data.fraction < 1:
         first = Subset(first, part(first.labels, data.fraction, _SPLIT_SEED))
     kept = val_kept = None
@@ -440,17 +440,17 @@ def load(
     val_images = ImageDataset(second, as_evaluated(data), data, size, seed, val_kept, skips)
     if data.cache_max_side is not None:
         say(
-            f"data.cache_max_side={data.cache_max_side}: crops of some training images change by "
-            f"{crop_error(images):.2f} grey levels a pixel"
+            f"data.cache_max_side={data.cache_max_side}: training crops change by "
+            f"{crop_error(images):.2f} gray levels per pixel on average"
         )
     return Splits(images, val_images, first.classes, data.name, root)
 
 
 def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Splits:
-    """Opens the images that a network is evaluated on, which stand for the training set too.
+    """Opens the images to evaluate a network on, also as the training set.
 
-    Of a folder tree nothing else is looked for, and labels are places in ``classes``, the
-    network's; an empty tuple: they have no names.
+    In a folder tree nothing else is required, and labels are indices into the network's
+    ``classes``; an empty tuple if they have no names.
 
     Raises:
         ConfigError, DataError: as ``load``.
@@ -473,12 +473,12 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
 
 
 def as_evaluated(data: DataConfig) -> CropTransform:
-    """Returns what a decoded image goes through in evaluation."""
+    """Returns the evaluation transform."""
     return CropTransform.from_config(AugmentConfig(Crop.center, hflip=0.0), data)
 
 
 def crop_error(images: ImageDataset) -> float:
-    """Returns how far crops change by what the cache keeps, in grey levels a pixel.
+    """Returns the mean change of crops due to the cache, in gray levels per pixel.
 
     Measured on at most 16 images, larger than ``data.cache_max_side`` or not.
     """
@@ -486,7 +486,7 @@ def crop_error(images: ImageDataset) -> float:
     crops = np.empty((2, 3, images.image_size, images.image_size), np.uint8)
     errors = []
     for i in evenly_spaced(len(images), 16):
-        # A bad sample is told when it is loaded.
+        # bad samples are reported when they are loaded
         with suppress(BadSample):
             for dataset, crop in zip((plain, images), crops, strict=True):
                 dataset.fill(0, i, crop)
@@ -502,7 +502,7 @@ def _check_settings(data: DataConfig) -> None:
         idle = {"cache"}
     for setting in sorted(idle):
         value = getattr(data, setting)
-        # false asks for nothing
+        # false requests nothing
         if value not in (getattr(default, setting), False):
             raise ConfigError(
                 f"data.{setting}={getattr(value, 'name', value)} has no effect with "

@@ -1,9 +1,8 @@
-"""Decodes images to eight-bit RGB: usual JPEG, PNG and WebP by their libraries, others by Pillow.
+"""Decodes images to 8-bit RGB: common JPEG, PNG and WebP by their libraries, others by Pillow.
 
-``decode`` serves data sets and ``wellfed.load``, ``decode_jpeg`` ``wellfed.faster`` too. The bytes
-decide what an image is, never the name of its file. Whatever is wrong with them ends as
-``DecodeError``. Usual JPEGs, PNGs and WebPs are decoded by libjpeg-turbo, libspng and libwebp
-themselves: the same pixels in less time.
+``decode`` serves data sets and ``wellfed.load``, ``decode_jpeg`` ``wellfed.faster`` too. The format
+is detected from the bytes, never from the file name, and every error becomes ``DecodeError``.
+Calling libjpeg-turbo, libspng and libwebp directly gives the same pixels in less time.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ try:
 except ImportError:
     HeifImageFile = None
 
-# as much of a file as ``reader`` and ``foreign`` look at
+# bytes that ``reader`` and ``foreign`` inspect
 HEAD_BYTES = 64
 
 _JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PNG\r\n\x1a\n"
-# What libjpeg-turbo paints over in grey. Bytes too many are harmless in a header and at the image's
-# end: all pixels are there. Before a restart, a table or a scan they may hide more damage, for the
-# decoder keeps its first warning alone.
+# Damage that libjpeg-turbo fills with gray. Extra bytes in a header or at the end are harmless.
+# Before a restart, table or scan they may hide more damage, because the decoder keeps only its
+# first warning.
 _LOSS = re.compile(
     r"premature end|bad \w+ code|of RST|progression|marker 0x(c4|d[0-8a])", re.IGNORECASE
 )
 _USUAL_COLOURS = ("Gray", "YCbCr", "RGB")
-# Arithmetic coding, which never warns of a bad code: what it leaves over are pixels.
+# arithmetic coding never warns of a bad code; leftover bytes are pixels
 _ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 
-# By the EXIF orientation.
+# by EXIF orientation
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -64,8 +63,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# By the kind of a WebP file's first chunk: the first bit of width and height, their mask, and what
-# is to be added.
+# by the type of the first WebP chunk: first bit of width and height, mask, offset
 _WEBP_SIDES = {
     b"WEBPVP8 ": (208, 224, 0x3FFF, 0),
     b"WEBPVP8L": (168, 182, 0x3FFF, 1),
@@ -74,7 +72,7 @@ _WEBP_SIDES = {
 
 
 class _Jpeg(JpegImageFile):
-    """Pillow's reader, but for the resolution in EXIF: it takes time, and damaged blocks warn."""
+    """Pillow's reader without the EXIF resolution, which is slow and warns of damaged blocks."""
 
     def _read_dpi_from_exif(self) -> None:
         pass
@@ -90,7 +88,7 @@ _READERS: tuple[tuple[bytes, type[ImageFile]], ...] = (
     *((b"P%c" % kind, PpmImageFile) for kind in b"123456f"),
 )
 
-# Images that only the extra heif reads, or nothing here. A brand of ISO media follows "ftyp".
+# formats read only with the extra heif, or not at all; an ISO media brand follows "ftyp"
 _FOREIGN = re.compile(
     rb"(?s)(?P<HEIC>.{4}ftyp(he|mif1|msf1))|(?P<JXL>\xff\n|\0\0\0\x0cJXL )"
     rb"|(?P<JP2>\0\0\0\x0cjP  |\xffO\xffQ)|(?P<RAW>.{4}ftypcrx|FUJIFILM|IIR[OS]|MMOR|IIU\0|FOVb)"
@@ -98,18 +96,18 @@ _FOREIGN = re.compile(
 
 
 class DecodeError(ValueError):
-    """Why bytes cannot be decoded to an image."""
+    """Bytes cannot be decoded to an image."""
 
 
 def reader(head: bytes) -> type[ImageFile] | None:
-    """Returns Pillow's reader for a file that starts with ``head``; None: no supported format.
+    """Returns Pillow's reader for a file that starts with ``head``; None if it is unsupported.
 
-    ``HEAD_BYTES`` of the file are enough.
+    The first ``HEAD_BYTES`` of the file suffice.
     """
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return WebPImageFile
     if head[4:8] == b"ftyp" and re.search(b"avi[fs]", head[:HEAD_BYTES]):
-        return AvifImageFile  # None where this Pillow has no reader of it
+        return AvifImageFile  # None if this Pillow has no reader
     if foreign(head) == "HEIC" and HeifImageFile is not None:
         found: type[ImageFile] = HeifImageFile
         return found
@@ -117,13 +115,13 @@ def reader(head: bytes) -> type[ImageFile] | None:
 
 
 def foreign(head: bytes) -> str | None:
-    """Returns the format of an image without a reader of this project's, by its first bytes."""
+    """Returns the format of an unsupported image, by its first bytes."""
     found = _FOREIGN.match(head)
     return found and found.lastgroup
 
 
 def way_to_read(formats: Iterable[str]) -> str:
-    """Returns advice on images of ``formats`` that are not read; empty: there are none."""
+    """Returns advice on images of unsupported ``formats``; empty if there are none."""
     advice = []
     if "HEIC" in formats:
         advice.append('to read HEIC, pip install -e ".[heif]" or uv sync --extra heif')
@@ -136,20 +134,19 @@ def decode(data: bytes, options: DataConfig) -> np.ndarray:
     """Returns the first image of the encoded file ``data``, uint8 ``[H, W, 3]``.
 
     Raises:
-        DecodeError: not an image of a supported format, damaged, or more pixels than
-            ``data.max_pixels``.
+        DecodeError: the image is unsupported, corrupt, or larger than ``data.max_pixels``.
     """
     return decoded(data, options)[0]
 
 
 def decoded(data: bytes, options: DataConfig) -> tuple[np.ndarray, bool]:
-    """Returns what ``decode`` does, and whether they are the pixels as a JPEG has them.
+    """Returns the pixels as ``decode`` does, and whether they are a JPEG's own, unrotated.
 
     Raises:
         DecodeError: as ``decode``.
     """
     pixels = None
-    # an orientation may stand in an EXIF block or in an XMP block, which begin so
+    # an orientation is stored in an EXIF or XMP block, which begin like this
     turns: tuple[bytes, ...] = ()
     is_jpeg = data.startswith(_JPEG)
     if is_jpeg:
@@ -167,49 +164,47 @@ def decoded(data: bytes, options: DataConfig) -> tuple[np.ndarray, bool]:
 
 
 def decode_opened(image: Image.Image, options: DataConfig) -> np.ndarray:
-    """Returns the pixels of an ``image`` of Pillow's as ``decode`` would, uint8 ``[H, W, 3]``."""
+    """Returns the pixels of a Pillow ``image`` as ``decode`` would, uint8 ``[H, W, 3]``."""
     image.load()
     return np.asarray(_turned(_to_rgb(image, options.background), image, options))
 
 
 def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Returns the JPEG ``data``, uint8 ``[H, W, 3]``; None: unusual, ask Pillow.
+    """Returns the JPEG ``data``, uint8 ``[H, W, 3]``; None: left to Pillow.
 
-    Unusual are images of four inks, of more than ``max_pixels``, and what libjpeg-turbo cannot
-    read, or warns of although all pixels are there. The interpreter lock is released meanwhile, and
-    any number of threads may decode. The memory is new each time: the allocator hands out what the
-    image before gave back, and a buffer kept for each thread was no faster.
+    Pillow decodes CMYK images, images larger than ``max_pixels``, and images that libjpeg-turbo
+    cannot read or warns about although all pixels are present. The GIL is released while decoding.
+    Each call allocates; a buffer per thread was no faster.
 
     Raises:
-        DecodeError: libjpeg-turbo warned of missing or corrupt data, or there are too many scans.
+        DecodeError: the data is truncated or corrupt, or has too many scans.
     """
     try:
-        # first, for decoding asks for the memory unasked, whatever size the header claims
+        # checked first, because decoding allocates whatever size the header claims
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         if width * height > max_pixels:
             return None
-        # Each scan goes through all pixels, even one of ten bytes; libjpeg writes 10 of three
-        # colours, 18 of four inks. Counting takes time: of fewer pixels and bytes, no number of
-        # scans takes more than seconds.
+        # Each scan visits all pixels, even a scan of ten bytes; libjpeg writes 10 scans for RGB, 18
+        # for CMYK. Counting is slow, and smaller images decode within seconds in any case.
         if width * height * len(data) > 2**35:
             flat = np.frombuffer(data, np.uint8)
             scans = (flat[:-2] == 0xFF) & (flat[1:-1] == 0xDA) & (flat[2:] == 0)
             if np.count_nonzero(scans) > 32:
-                raise DecodeError("more than 32 scans, which take too long; encode the file again")
+                raise DecodeError("progressive JPEG with more than 32 scans; re-encode it")
         pixels: np.ndarray = simplejpeg.decode_jpeg(data)
     except DecodeError:
         raise
     except (ValueError, KeyError, RuntimeError) as error:
-        # damaged, of an unknown colour space, or no decoder to be had
+        # corrupt, an unknown color space, or no decoder
         if _LOSS.search(str(error)) or ("extraneous" in str(error) and _ARITHMETIC.search(data)):
-            raise DecodeError(f"damaged: the decoder reported missing data ({error})") from error
+            raise DecodeError(f"truncated or corrupt JPEG ({error})") from error
         return None
-    # Decoding showed that the data is whole. Pillow turns other colours into RGB differently.
+    # Decoding showed that the data is complete. Pillow converts other color spaces differently.
     return pixels if colours in _USUAL_COLOURS else None
 
 
 def jpeg_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
-    """Returns width and height of a JPEG that ``decode_jpeg`` may decode; None: ask Pillow."""
+    """Returns width and height of a JPEG that ``decode_jpeg`` can decode; None: left to Pillow."""
     with suppress(ValueError, KeyError, RuntimeError):
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         if colours in _USUAL_COLOURS and width * height <= max_pixels:
@@ -218,9 +213,9 @@ def jpeg_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
 
 
 def _usual_png(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Returns the PNG ``data``, uint8 ``[H, W, 3]``; None: unusual or damaged, ask Pillow.
+    """Returns the PNG ``data``, uint8 ``[H, W, 3]``; None: left to Pillow.
 
-    Usual are eight bits of grey or of three colours, and palettes, without transparency.
+    Decodes 8-bit gray, RGB and palette images without transparency.
     """
     width, height = (int.from_bytes(data[at : at + 4]) for at in (16, 20))
     usual = data[24:26] in (b"\x08\0", b"\x08\x02") or data[25:26] == b"\x03"
@@ -230,9 +225,9 @@ def _usual_png(data: bytes, max_pixels: int) -> np.ndarray | None:
 
 
 def _usual_webp(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Returns the WebP ``data``, uint8 ``[H, W, 3]``; None: unusual or damaged, ask Pillow.
+    """Returns the WebP ``data``, uint8 ``[H, W, 3]``; None: left to Pillow.
 
-    Usual are still ones without transparency and without metadata but a colour profile.
+    Decodes still images without transparency and without metadata other than a color profile.
     """
     kind = data[12:16]
     unusual = {b"VP8 ": 0, b"VP8L": data[24:25] >= b"\x10", b"VP8X": data[20:21] not in b"\0\x20"}
@@ -244,16 +239,16 @@ def _usual_webp(data: bytes, max_pixels: int) -> np.ndarray | None:
 
 
 def _webp_sides(data: bytes) -> tuple[int, int]:
-    """Returns the width and height that a WebP claims; 1 and 1 of another format."""
+    """Returns the width and height in a WebP header; 1 and 1 for another format."""
     x, y, mask, more = _WEBP_SIDES.get(data[8:16], (0, 0, 0, 1))
     head = int.from_bytes(data[:30], "little")
     return (head >> x & mask) + more, (head >> y & mask) + more
 
 
 def _by_pillow(data: bytes, options: DataConfig, pixels: np.ndarray | None) -> Image.Image:
-    """Returns the image in mode RGB, made of ``pixels`` if those are known.
+    """Returns the image in mode RGB, from ``pixels`` if given.
 
-    Pillow reads every format, and what it says of damage is final.
+    Pillow reads every format and has the last word on corruption.
     """
     plugin = reader(data)
     if plugin is None:
@@ -263,24 +258,22 @@ def _by_pillow(data: bytes, options: DataConfig, pixels: np.ndarray | None) -> I
                 "repository"
             )
         if found := foreign(data):
-            raise DecodeError(f"{found}, which is not read; {way_to_read([found])}")
+            raise DecodeError(f"{found} is not supported; {way_to_read([found])}")
         raise DecodeError(
             "not an image of a supported format (JPEG, PNG, WebP, AVIF, BMP, TIFF, GIF, PPM)"
             if data
             else "empty file"
         )
-    # Pillow's own limit is one for the process and warns before it refuses: it must not be lower
-    # than the user's.
+    # Pillow's limit is global and warns first; it must not be lower than the user's.
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, options.max_pixels)
     try:
-        # Pillow's reader of WebP takes memory for the whole canvas as it is made.
+        # Pillow's WebP reader allocates the whole canvas when it opens
         _check_size(*_webp_sides(data), options)
-        # Not Image.open: it tries other formats as well, and warns of a large image that the next
-        # line refuses anyway.
+        # Not Image.open, which tries other formats and warns of images that the next line rejects.
         image = plugin(io.BytesIO(data))
         _check_size(*image.size, options)
-        # Width and height of a TIFF's tile, which may be larger than the image.
+        # width and height of a TIFF tile, which may exceed the image
         tags = getattr(image, "tag_v2", {})
         _check_size(tags.get(322, 0), tags.get(323, 0), options)
         if pixels is not None:
@@ -294,17 +287,17 @@ def _by_pillow(data: bytes, options: DataConfig, pixels: np.ndarray | None) -> I
     except DecodeError:
         raise
     except Exception as error:
-        # Pillow's readers raise anything on damaged bytes
+        # Pillow's readers raise anything on corrupt bytes
         text = str(error) or type(error).__name__
         kind = "truncated file" if "truncated" in text.lower() else "cannot be decoded"
         raise DecodeError(f"{kind}: {text}") from error
 
 
 def _turned(rgb: Image.Image, image: Image.Image, options: DataConfig) -> Image.Image:
-    """Returns ``rgb`` as the EXIF block of ``image`` says, if it is to be asked."""
+    """Returns ``rgb`` rotated by the EXIF orientation of ``image``, if enabled."""
     turn = None
     if options.exif_orientation:
-        # A damaged EXIF block just says nothing of the orientation: the pixels are whole.
+        # with a corrupt EXIF block the pixels are still complete
         with suppress(Exception):
             turn = _TURNS[image.getexif()[ExifTags.Base.Orientation]]
     return rgb if turn is None else rgb.transpose(turn)
@@ -319,18 +312,18 @@ def _check_size(width: int, height: int, options: DataConfig) -> None:
 
 
 def _load_png(image: PngImageFile, data: bytes) -> None:
-    """Loads ``image`` of ``data``, whose compressed pixels may end early.
+    """Loads ``image`` of ``data``, whose compressed pixels may be truncated.
 
     Raises:
-        DecodeError: pixels are missing. Pillow leaves them as its memory was.
+        DecodeError: pixels are missing, which Pillow leaves uninitialized.
     """
-    # a value that few images end with
+    # a value with which few images end
     memory = Image.new(image.mode, image.size, 77)
     unread = memory.getpixel((0, 0))
     image.im = memory.im
     image.load()
     if image.info.get("interlace") or image.getpixel((image.width - 1, image.height - 1)) == unread:
-        # into black memory: there the missing ones differ
+        # decoded again into black memory, missing pixels differ
         again = PngImageFile(io.BytesIO(data))
         again.load()
         if again.tobytes() != image.tobytes():
@@ -341,19 +334,19 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
     """Returns a loaded ``image`` in mode RGB.
 
     Raises:
-        ValueError: a grey value lies outside the range, so that nothing says what is white.
+        ValueError: a gray value is out of range, so the white level is unknown.
     """
     if image.mode == "F" or image.mode.startswith("I"):
-        # Grey of 16 bits or of fractions 0..1, scaled: Pillow's own conversion saturates.
+        # scale gray of 16 bits or of floats 0..1, which Pillow's conversion saturates
         values = np.asarray(image)
         white = 1.0 if image.mode == "F" else 65535.0
         tags = getattr(image, "tag_v2", {})
         if tags.get(BITSPERSAMPLE) == (12,):
             white = 4095.0
-        # so that NaN is refused too
+        # rejects NaN too
         if not (values.min() >= 0 and values.max() <= white):
             raise ValueError(f"pixels of mode {image.mode} outside 0..{white:g}")
-        # in float32, which rounds alike and takes half of the memory
+        # float32 rounds the same and takes half the memory
         grey = np.rint(values * np.float32(255.0 / white)).astype(np.uint8)
         if tags.get(PHOTOMETRIC_INTERPRETATION) == 0:
             grey = 255 - grey
@@ -370,6 +363,6 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
     if image.mode == "RGB":
         return image
     if image.mode == "CMYK" and isinstance(image, JpegImageFile) and "adobe" not in image.info:
-        # Pillow takes every CMYK JPEG for one of Adobe's inverted ones
+        # Pillow treats every CMYK JPEG as inverted, as Adobe's are
         return ImageChops.invert(image).convert("RGB")
     return image.convert("RGB")

@@ -1,4 +1,4 @@
-"""Downloads files, and lets only one process at a time create a folder."""
+"""Downloads files, and creates folders in one process at a time."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from ..runtime.errors import DataError, DiskError
 from ..runtime.files import open_regular, remove
 from ..runtime.folder import log
 
-# how often a wait looks for a signal
+# interval of signal checks while waiting
 _POLL_S = 0.1
-# longest silence of a server; a signal is heard after it at the latest
+# timeout of a silent server, also the longest reaction time to a signal
 _SILENCE_S = 10.0
 _PAUSE_S = 1.0
 
 
 def fetch(url: str, target: Path) -> None:
-    """Fetches ``url``, of http or https, to ``target``, in at most three attempts.
+    """Downloads the http or https ``url`` to ``target``, in at most three attempts.
 
     Raises:
-        DataError: no such address, or the server cannot be reached, or refuses.
+        DataError: the address is invalid, or the server is unreachable or returns an error.
         OSError: ``target`` cannot be written.
     """
-    # The address is not repeated here: it may hold a secret.
+    # the address is not repeated because it may contain a secret
     if not re.fullmatch("https?://[^/@]+/[^@]*", url):
         raise DataError(
-            "data.mirror: not an http or https address, or one with a user name or a password, "
-            "which would end in the logs; set another, or put the file into data.root by hand"
+            "data.mirror must be an http or https address without user name and password, "
+            "which would be logged; change it, or put the file into data.root yourself"
         )
     for attempts_left in (2, 1, 0):
         try:
@@ -47,7 +47,7 @@ def fetch(url: str, target: Path) -> None:
         except (HTTPException, URLError, ConnectionError, TimeoutError) as error:
             if isinstance(error, HTTPError):
                 error.close()
-            # that of a loop of redirects has three lines
+            # the text of a redirect loop has three lines
             reason = str(getattr(error, "reason", error)).partition("\n")[0]
             signals.check()
             if not attempts_left:
@@ -67,13 +67,13 @@ def _transfer(url: str, target: Path) -> None:
                 file.write(chunk)
                 bar.advance(len(chunk))
         if reply.length:
-            raise ConnectionError(f"the connection closed, {reply.length} bytes early")
+            raise ConnectionError(f"the connection closed {reply.length} bytes early")
 
 
 def make_once(folder: Path, is_made: Callable[[], object], write: Callable[[Path], None]) -> None:
-    """Makes ``folder`` in one process: ``write`` fills another, renamed once it is whole.
+    """Creates ``folder`` in one process; ``write`` fills a temporary folder, which is then renamed.
 
-    What lies in its place, and is not what ``is_made`` accepts, is removed.
+    An existing ``folder`` that ``is_made`` rejects is removed.
 
     Raises:
         DiskError: it cannot be written.
@@ -81,19 +81,19 @@ def make_once(folder: Path, is_made: Callable[[], object], write: Callable[[Path
     part = folder.with_name(f"{folder.name}.part")
     try:
         with exclusive(folder.with_name(f"{folder.name}.lock")):
-            # by another process, meanwhile
+            # by another process in the meantime
             if is_made():
                 return
             try:
-                # of a process that was killed
+                # left by a killed process
                 remove(part)
                 part.mkdir()
                 write(part)
                 if os.path.lexists(folder):
-                    log.warning("%s: damaged, or of other settings: made again", folder)
+                    log.warning("%s: corrupt or out of date, rebuilding", folder)
                     remove(folder)
-                # No fsync: it takes longer than the writing, and what a power failure cut off is
-                # refused when it is read.
+                # No fsync, which takes longer than writing; files truncated by a power failure are
+                # rejected when read.
                 os.replace(part, folder)
             finally:
                 remove(part)
@@ -112,20 +112,20 @@ def md5_of(path: Path) -> str:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Holds the lock file ``path``, which exists meanwhile.
+    """Holds a lock on the file ``path``, which exists in the meantime.
 
-    A killed process leaves no lock behind. What lies there and is no regular file gives way.
+    A killed process leaves no lock behind. Anything but a regular file is replaced.
 
     Raises:
         OSError: it cannot be opened.
-        Interrupted: a signal came while waiting.
+        Interrupted: a signal arrived while waiting.
     """
     told = False
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     while True:
         with open(open_regular(path, flags, makes_way=True), "r+b") as file:
-            # "Not yet": another process holds it, or has removed it since the opening.
+            # another process holds it, or has removed it since it was opened
             owned = False
             with suppress(BlockingIOError, FileNotFoundError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -134,12 +134,12 @@ def exclusive(path: Path) -> Iterator[None]:
                 try:
                     yield
                 finally:
-                    # A folder may be read-only by now.
+                    # the folder may have become read-only
                     with suppress(OSError):
                         path.unlink()
                 return
         if not told:
-            say(f"Waiting for the process that holds {path}")
+            say(f"Waiting for the process that locked {path}")
             told = True
         signals.check()
         time.sleep(_POLL_S)

@@ -1,8 +1,7 @@
-"""Lists the images of a data set as packed arrays in one mapped file.
+"""Lists the images of a dataset as packed arrays in one mapped file.
 
-The file is remembered while nothing that it was made of changes. In a tree of class folders,
-links are followed wherever they lead, but not into a folder that was read already. What is no image
-is left out, counted and named.
+The file is cached until one of its inputs changes. In a tree of class folders, links are followed
+wherever they lead, but no folder is read twice. Other files are skipped, counted and listed.
 """
 
 from __future__ import annotations
@@ -27,41 +26,40 @@ from ..runtime.files import read_kept, write_kept
 from .decode import HEAD_BYTES, foreign, reader
 from .mapped import MappedFile, in_memory
 
-# Of the file, and of the rules by which a scan chooses and is trusted: raise it with either.
+# raise it if the file layout or the rules of scanning and trust change
 _FORMAT = 10
-# a folder changed so shortly before its scan may change again without another time of change
+# a folder changed this recently may change again within the same mtime
 _RACY_NS = 2_000_000_000
 
-# A file of these names is an image or a fault; of any other, only if its first bytes say so.
+# files with these suffixes are images or errors; others only by their first bytes
 SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .png .webp .bmp .dib .tif .tiff .gif .ppm .pgm .pbm .pnm .pfm".split()
 )
-# What operating systems, archivers and network storage leave in folders, besides hidden names.
+# left by operating systems, archivers and network storage, in addition to hidden files
 _LITTER = frozenset(
     b"thumbs.db|ehthumbs.db|desktop.ini|__macosx|@eadir|@recycle|#recycle|#snapshot|$recycle.bin|"
     b"system volume information|lost+found|__pycache__".split(b"|")
 )
 _BROKEN_LINK = "broken link"
-_REPEATED = "link to a folder that is read already"
+_REPEATED = "link to a folder already read"
 
 
 class Index:
-    """The images of a data set, by class and path.
+    """The images of a dataset, by class and path.
 
-    Pickled, an index is its mapped file: lists of strings would grow every worker's memory, page by
-    page, as reference counts change. The file has the columns, names, facts in JSON, the number of
-    images, the number of columns and the length of the facts.
+    An index pickles as its mapped file, because reference counts of string lists would copy their
+    pages in every worker. The file has the columns, names, facts in JSON, the number of images, the
+    number of columns and the length of the facts.
 
     Attributes:
         folders: the class folders' names or the labels of a table, sorted.
-        labels: int64 ``[N]``, read-only: the place in ``folders`` of each image's class.
-        ends: int64 ``[N]``: where each image's name ends in ``names``, and the next one begins.
+        labels: int64 ``[N]``, read-only, indices into ``folders``.
+        ends: int64 ``[N]``, the end of each image's name in ``names``.
         more: further columns, int64 ``[N]`` each.
-        names: the paths below the class folders, or what a table has of each image, uint8, one
-            behind the other.
-        skipped: how many entries were left out, by reason; an image's format is a reason.
+        names: the concatenated paths below the class folders, or names in a table, uint8.
+        skipped: number of skipped entries by reason, which may be an image format.
         examples: the first three paths of each.
-        watched: the state of each folder or file by whose change one of the images would show.
+        watched: the state of each folder or file whose change could affect the images.
     """
 
     def __init__(self, file: MappedFile) -> None:
@@ -89,14 +87,14 @@ class Index:
         return os.fsdecode(self.names[begin : self.ends[i]].tobytes())
 
     def left_out(self) -> str:
-        """Returns what was left out, by reason, with examples; nothing if all is there."""
+        """Returns skipped entries by reason, with examples; empty if there are none."""
         return ", ".join(
             f"{count} {reason} ({', '.join(self.examples[reason])}{', ...' * (count > 3)})"
             for reason, count in self.skipped.most_common()
         )
 
     def digest(self) -> bytes:
-        """Returns 32 bytes that follow from the images' paths and labels alone."""
+        """Returns a 32-byte digest of the images' paths and labels."""
         found = hashlib.sha256(b"\0".join(self.folders))
         for array in (self.labels, self.ends, self.names):
             found.update(array.data)
@@ -104,10 +102,10 @@ class Index:
 
 
 def listing(root: bytes) -> Index:
-    """Returns an index of all images below ``root``, or of the file ``root``, that is not kept.
+    """Returns an uncached index of all images below ``root``, or of the file ``root``.
 
-    They belong to one class folder, whose name is empty. A file that may not be read is among
-    them: whoever reads it is told.
+    They belong to one class folder with an empty name. Unreadable files are included and raise when
+    they are read.
 
     Raises:
         DataError: a folder cannot be read.
@@ -118,9 +116,9 @@ def listing(root: bytes) -> Index:
 def open_index(root: bytes, kept: Path) -> Index:
     """Returns the index of the class folders in ``root``.
 
-    A later run finds the index in the folder ``kept``, and only asks every folder of the tree for
-    its times of change. Not detected: files written in place, links re-targeted outside the tree.
-    Trees with broken links are scanned each time, for nothing shows when a target comes.
+    A later run loads the index from the folder ``kept`` and only checks the mtime of every folder.
+    Files written in place and links re-targeted outside the tree are not detected. Trees with
+    broken links are rescanned each time, because a new target leaves no trace.
 
     Raises:
         DataError: something cannot be read.
@@ -134,16 +132,16 @@ def open_index(root: bytes, kept: Path) -> Index:
 
 
 def remembered(kept: Path, source: bytes, make: Callable[[], tuple[Index, bool]]) -> Index:
-    """Returns the index of ``source`` in the folder ``kept``; ``make`` makes it again if need be.
+    """Returns the index of ``source`` from the folder ``kept``; ``make`` rebuilds it if needed.
 
-    ``make`` returns the index, and whether a change of what it watches would show all changes.
+    ``make`` returns the index, and whether watching detects every change.
     """
-    # Another user may read other files.
+    # another user may have other read permissions
     key = b"\0".join((b"%d %d" % (_FORMAT, os.geteuid()), source))
     place = kept / hashlib.sha256(key).hexdigest()[:32]
     if content := read_kept(place, key):
         index = Index(in_memory(content))
-        # a folder of the tree may be gone
+        # a folder may be missing
         with suppress(FileNotFoundError):
             states = index.watched.items()
             if all(path_state(os.fsencode(path)) == state for path, state in states):
@@ -164,7 +162,7 @@ def pack(
 ) -> Index:
     """Returns an index in memory.
 
-    ``columns`` are the labels, ``[N]``, and what is ``more``; ``left_out`` has all entries by
+    ``columns`` are the labels, ``[N]``, and ``more``; ``left_out`` has all skipped entries by
     reason.
     """
     ends = np.cumsum([*map(len, names)], dtype=np.int64)
@@ -180,11 +178,11 @@ def pack(
 
 
 class _Scan:
-    """One pass over the class folders in ``root``, or if ``flat`` over the images below it.
+    """One scan of the class folders in ``root``, or if ``flat`` of the images below it.
 
     Images are sorted by their paths, which are relative to their class folder. ``watched`` has the
-    folders by whose ``path_state``, as it was before they were read, a change would show: those
-    of the tree, and those that links to images lead to.
+    ``path_state``, before reading, of all folders of the tree and of those to which image links
+    lead.
 
     Raises:
         DataError: something cannot be read.
@@ -208,7 +206,7 @@ class _Scan:
                 if not os.path.exists(entry.path):
                     self.left_out[_BROKEN_LINK].append(entry.path)
                 elif not os.path.isdir(entry.path):
-                    self.left_out["file beside the class folders"].append(entry.path)
+                    self.left_out["file next to the class folders"].append(entry.path)
                 elif os.path.realpath(entry.path) in _with_parents(root):
                     self.left_out[_REPEATED].append(entry.path)
                 else:
@@ -216,7 +214,7 @@ class _Scan:
         if self._unreadable:
             names = listed(list(map(os.fsdecode, sorted(self._unreadable))))
             raise DataError(
-                f"cannot read {names}: mend the permissions, or take them out of the folder"
+                f"cannot read {names}: fix the permissions, or move them out of the folder"
             )
 
     def index(self) -> Index:
@@ -234,7 +232,7 @@ class _Scan:
         start = len(os.path.join(folder, b""))
         found = []
         pending = [folder]
-        # after the folders themselves, by name
+        # after the folders, by name
         links: list[bytes] = []
         read = _with_parents(self._root)
         while pending or links:
@@ -279,7 +277,7 @@ class _Scan:
         return shown
 
     def _unfit(self, entry: os.DirEntry[bytes]) -> str | None:
-        """Why ``entry`` is left out; None: it is an image or a folder."""
+        """Why ``entry`` is skipped; None for an image or a folder."""
         suffix = os.path.splitext(entry.name)[1].lower()
         # also for a link that leads to itself
         if entry.is_symlink() and not os.path.exists(entry.path):
@@ -292,7 +290,7 @@ class _Scan:
                 self.watched[beside] = path_state(beside)
         if not entry.is_file():
             return "not a regular file"
-        # asked for the user that files are opened as
+        # checked for the effective user, who opens files
         if not os.access(entry.path, os.R_OK, effective_ids=True):
             raise PermissionError
         if suffix in SUFFIXES:
@@ -301,7 +299,7 @@ class _Scan:
             head = file.read(HEAD_BYTES)
         plugin = reader(head)
         if suffix and plugin is TiffImageFile:
-            # most raw formats of cameras begin like it, and have a thumbnail where it has pixels
+            # most raw camera formats begin like TIFF but contain a thumbnail
             return os.fsdecode(suffix[1:].upper())
         return None if plugin else foreign(head) or "not an image"
 
@@ -315,11 +313,10 @@ def _with_parents(folder: bytes) -> set[bytes]:
 
 
 def path_state(path: bytes) -> list[int]:
-    """Returns the number and times of a folder or file.
+    """Returns the inode number and times of a folder or file.
 
-    A folder's change with its entries' names, a file's with its content.
-
-    The second of the times cannot be set by a program, as ``rsync -a`` and ``tar`` set the first.
+    A folder's times change with its entries' names, a file's with its content. Programs such as
+    ``rsync -a`` and ``tar`` set the first time (mtime), but cannot set the second (ctime).
     """
     status = os.stat(path)
     return [status.st_ino, status.st_mtime_ns, status.st_ctime_ns]

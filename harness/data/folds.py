@@ -1,4 +1,4 @@
-"""Deals images into parts that are alike by class, with whole groups together."""
+"""Splits images into stratified parts that keep groups together."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ..runtime.seeding import order_rng
 
 
 class Fold(NamedTuple):
-    """One of several parts of a data set, each of which validates once."""
+    """One fold of a dataset for cross-validation."""
 
     fold: int
     folds: int
 
 
 def dealt(labels: np.ndarray, groups: np.ndarray, shares: np.ndarray, seed: int) -> np.ndarray:
-    """Returns the part of each image, int64 ``[N]``, as ``seed`` chooses.
+    """Returns the part of each image, int64 ``[N]``, drawn by ``seed``.
 
     Each part gets about its share of every class, and at least one image if there are enough.
-    Groups of several images are dealt first, the largest before the others, each to the part where
-    the squared differences from the shares grow least. Single images then fill each class up.
+    Groups of several images are assigned first, from large to small, each to the part whose squared
+    difference from its shares grows least. Single images then fill up each class.
 
     Args:
         labels: int64 ``[N]``.
         groups: int64 ``[N]``, from 0: images of the same number stay together.
-        shares: float ``[parts]``, of 1 in all.
-        seed: chooses among equals.
+        shares: float ``[parts]``, sum 1.
+        seed: breaks ties.
     """
     sizes, totals = np.bincount(groups), np.bincount(labels)
-    # images that each part should have of each class, and those that it has
+    # target and actual number of images per part and class
     wanted = np.maximum(np.outer(shares, totals), 1)
     wanted *= totals / wanted.sum(0)
     counts = np.zeros_like(wanted)
@@ -45,7 +45,7 @@ def dealt(labels: np.ndarray, groups: np.ndarray, shares: np.ndarray, seed: int)
         own = slice(begins[group], begins[group + 1])
         of, more = label_of[own], images[own]
         cost = ((2 * counts[:, of] + more) * more / wanted[:, of] / totals[of]).sum(1)
-        # rounded: equal costs differ in their last digits
+        # rounded, because equal costs differ in the last digits
         part_of[group] = part = np.lexsort((counts.sum(1) / shares, cost.round(9)))[0]
         counts[part, of] += more
     singles = order[several:]

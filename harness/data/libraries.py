@@ -1,7 +1,7 @@
-"""Calls C libraries that wheels bring: libspng, libwebp, and libjpeg-turbo for parts of images.
+"""Calls C libraries from wheels: libspng, libwebp, and libjpeg-turbo for parts of images.
 
-They come with pyspng, Pillow and turbojpeg. ctypes gives the interpreter lock back while they
-decode, which pyspng's own module does not. Without a library, its function returns None.
+They are installed with pyspng, Pillow and turbojpeg. ctypes releases the GIL while they decode, but
+pyspng's own module does not. If a library is missing, its function returns None.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _BYTES = ctypes.c_char_p
 # left, top, width and height in pixels
 _Box = tuple[int, int, int, int]
 
-# turbojpeg.h: what tj3Get and tj3Set are asked for
+# turbojpeg.h: parameters of tj3Get and tj3Set
 _STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS, _PROGRESSIVE = 0, 4, 5, 6, 8, 12
-# by the subsampling, from 4:4:4 to 4:1:1, width and height of a block of all colours
+# block width and height by subsampling, from 4:4:4 to 4:1:1
 _BLOCKS = ((8, 8), (16, 8), (16, 16), (8, 8), (8, 16), (32, 8))
-# grey and YCbCr; the decoder makes other colours differently
+# gray and YCbCr; other color spaces are decoded differently
 _USUAL_COLOURS = (1, 2)
-# of fewer pixels a part takes as long as the whole
+# below this many pixels a part takes as long as the whole
 _LEAST_PIXELS = 60_000
-# spng.h: the format RGB8; grey and palette become RGB
+# spng.h: format RGB8; converts gray and palettes
 _SPNG_RGB8 = 4
-# of a comment or a profile, as Pillow allows
+# size limit of a comment or a profile, as in Pillow
 _CHUNK_BYTES = 1 << 20
 
 
 def decode_png(data: bytes, width: int, height: int) -> np.ndarray | None:
     """Decodes a PNG by libspng to uint8 ``[H, W, 3]``, without its transparency.
 
-    Returns None unless the file is whole: all checksums are right up to its end.
+    Returns None unless the file is complete and all checksums match.
     """
     if not (spng := _spng()):
         return None
@@ -74,22 +74,22 @@ def decode_webp(data: bytes, width: int, height: int) -> np.ndarray | None:
 def decode_jpeg_part(
     data: bytes, choose: Callable[[int, int], _Box]
 ) -> tuple[np.ndarray, _Box] | None:
-    """Decodes a part of a JPEG that was decoded whole before without a fault.
+    """Decodes a part of a JPEG that was once decoded in full without errors.
 
-    What lies below the part is not read. The pixels are those that the whole image has: blocks are
-    decoded whole, and one more beside them if a colour of theirs is interpolated at the edge.
+    Data below the part is not read. The pixels equal those of the full image. Whole blocks are
+    decoded, plus a neighbor if colors are interpolated across the edge.
 
     Args:
         data: the file's bytes.
-        choose: returns left, top, width and height of the part of an image of this width and
-            height; called once, or not at all if None is returned.
+        choose: returns left, top, width and height of the part, given the image's width and height;
+            called once, or never if the result is None.
 
     Returns:
-        uint8 ``[H, W, 3]`` and the place of the part in it; None: a small or unusual image, or no
-        library.
+        uint8 ``[H, W, 3]`` and the position of the part in it; None for a small or unusual image,
+        or without the library.
 
     Raises:
-        ValueError: the decoder complains.
+        ValueError: the decoder reports an error.
     """
     if not (turbo := _turbojpeg()):
         return None
@@ -106,7 +106,7 @@ def decode_jpeg_part(
             return None
         left, top, part_width, part_height = choose(width, height)
         across, down = _BLOCKS[subsampling]
-        # the next colour to the left and to the right; above and below, the library decodes it
+        # the next color to the left and right; the library decodes those above and below
         colour = across // 8
         x, end_x = _blocks_around(left - colour, left + part_width + colour, across, width)
         y, end_y = _blocks_around(top, top + part_height, down, height)
@@ -126,7 +126,7 @@ def decodes_parts() -> bool:
 
 
 def in_use() -> list[str]:
-    """Returns what decodes images in place of Pillow."""
+    """Returns the libraries that decode images instead of Pillow."""
     libraries = {"parts of JPEG": _turbojpeg(), "PNG": _spng(), "WebP": _webp()}
     return ["JPEG", *(name for name, library in libraries.items() if library)]
 
@@ -136,14 +136,14 @@ class _Region(ctypes.Structure):
 
 
 def _blocks_around(begin: int, end: int, block: int, whole: int) -> tuple[int, int]:
-    """Returns begin and end in whole blocks, within the ``whole``."""
+    """Returns begin and end rounded outward to blocks, within the ``whole``."""
     return max(0, begin // block * block), min(whole, -(-end // block) * block)
 
 
 @cache
 def _turbojpeg() -> SimpleNamespace | None:
     return _library(
-        # the system's, of version 3
+        # the system library, version 3
         [*_beside("turbojpeg", "turbojpeg.libs/libturbojpeg*"), "libturbojpeg.so.0"],
         "tj3",
         {"Decompress8"},
@@ -185,13 +185,13 @@ def _webp() -> SimpleNamespace | None:
 def _library(
     paths: Sequence[str], prefix: str, long: set[str], **types: tuple[Any, ...]
 ) -> SimpleNamespace | None:
-    """Returns functions of the first library that has them; None: there is none.
+    """Returns functions of the first library that has them, or None.
 
     Args:
-        paths: where it may be.
-        prefix: of the functions' names.
-        long: those during which other threads run; others are too short for it.
-        types: of each function, its result's and its arguments'.
+        paths: candidate files.
+        prefix: of the function names.
+        long: functions that release the GIL; the others are too short for it.
+        types: result and argument types of each function.
     """
     for path in paths:
         with suppress(OSError, AttributeError):
@@ -206,7 +206,7 @@ def _library(
 
 
 def _beside(package: str, pattern: str) -> list[str]:
-    """Returns the files of ``pattern`` in the folder of ``package``, which is not imported."""
+    """Returns the files matching ``pattern`` in the folder of ``package``, without importing it."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return []

@@ -15,11 +15,11 @@ import xxhash
 
 
 class MappedFile:
-    """All bytes of an open file, shared by every process that is handed this object.
+    """All bytes of an open file, shared by every process that receives this object.
 
-    Pickles as its path, on Linux ``/proc/<pid>/fd/<n>``. Keep the object until the receiver
-    has unpickled it: ``fd`` is closed with it. The file ends when the last process that maps it
-    does; nothing is left behind.
+    Pickles as its path, on Linux ``/proc/<pid>/fd/<n>``. Keep the object until the receiver has
+    unpickled it, because it closes ``fd``. The file is freed when the last process that maps it
+    exits.
 
     Attributes:
         fd: the file's descriptor in this process.
@@ -44,15 +44,15 @@ def _opened(path: str, writable: bool) -> MappedFile:
 
 
 def path_of(fd: int) -> str:
-    """Returns a path by which each process of this machine opens the file behind ``fd``."""
+    """Returns a path by which any local process can open the file behind ``fd``."""
     if sys.platform == "darwin":
         return fcntl.fcntl(fd, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0").decode()
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def in_memory(content: bytes) -> MappedFile:
-    """Returns a file in memory that holds ``content``, for reading."""
-    # nothing at all cannot be mapped
+    """Returns an in-memory file with ``content``, for reading."""
+    # an empty file cannot be mapped
     fd = memory(max(1, len(content)))
     os.pwrite(fd, content, 0)
     return MappedFile(fd)
@@ -61,8 +61,8 @@ def in_memory(content: bytes) -> MappedFile:
 def memory(size: int) -> int:
     """Returns the descriptor of ``size`` zero bytes of memory.
 
-    They take no memory until they are written. Unlike files in /dev/shm they have no limit of their
-    own, and no name that could be left behind. Elsewhere than on Linux, a temporary file has them.
+    Memory is allocated on write. Unlike files in /dev/shm they have no separate limit and leave no
+    name behind. A temporary file is used on systems other than Linux.
     """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("wellfed")
@@ -74,10 +74,10 @@ def memory(size: int) -> int:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Makes a file at least ``size`` bytes long, zero where nothing was written, all on its disk.
+    """Allocates at least ``size`` bytes of a file on disk; unwritten bytes are zero.
 
     Raises:
-        OSError: the disk is full. Later it would kill whoever writes to the map.
+        OSError: the disk is full, which would later kill any process that writes to the map.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)
@@ -86,7 +86,7 @@ def reserve(fd: int, size: int) -> None:
 
 
 def checksum(content: np.ndarray, *facts: object) -> int:
-    """Returns 63 bits of all bytes of ``content`` (C-contiguous), its shape and ``facts``."""
+    """Returns a 63-bit digest of ``content`` (C-contiguous), its shape and ``facts``."""
     digest = xxhash.xxh3_64(repr((*content.shape, *facts)).encode())
     digest.update(content.data)
     return digest.intdigest() >> 1

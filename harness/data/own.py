@@ -1,9 +1,9 @@
-"""Opens the user's own data set, and calls the user's own augmentation.
+"""Opens the user's own dataset, and calls the user's own augmentation.
 
-The function ``data.name=my_module:open_splits`` gives two sets, to train and to validate. Each is
-a source (``harness.data.storage.Source``), decoded and augmented as ours are, or a
-``torch.utils.data.Dataset`` of (image, label) with transforms of its own. An example
-of each is in ``docs/how-to/own-model-and-data.md``.
+The function ``data.name=my_module:open_splits`` returns a training and a validation set. Each is a
+source (``harness.data.storage.Source``), decoded and augmented like built-in datasets, or a
+``torch.utils.data.Dataset`` of (image, label) with its own transforms.
+``docs/how-to/own-model-and-data.md`` has an example of each.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .storage import ArraySource, FileSource, Source, Subset
 
 
 class OwnSource:
-    """A source of the user's, with labels as the feed wants them.
+    """A user's source, with labels as the feed expects them.
 
-    ``where`` names the source in messages.
+    ``where`` identifies the source in messages.
 
     Raises:
-        ConfigError: it lacks a member, or its labels are no places in its classes.
+        ConfigError: a member is missing, or labels are no indices into the classes.
     """
 
     def __init__(self, given: Any, where: str) -> None:
-        with user_code.explained(f"{where}: a source has classes, labels, length, where and read:"):
+        with user_code.explained(f"{where}: a source has classes, labels, __len__, read, where:"):
             self.classes = _names(given.classes)
             labels = np.asarray(given.labels)
             length = len(given)
@@ -47,8 +47,8 @@ class OwnSource:
         if not _are_places(labels, length, len(self.classes)):
             raise ConfigError(
                 f"{where}: its labels are {_kind(labels)}, its length is {length}, and it has "
-                f"{len(self.classes)} classes; each sample must have a label, an integer, which is "
-                "a place in classes, from 0"
+                f"{len(self.classes)} classes; each sample needs an integer label, "
+                "an index into classes from 0"
             )
         self.labels = labels.astype(np.int64)
 
@@ -60,26 +60,26 @@ class OwnSource:
         return str(self._where(i))
 
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
-        """Returns what the user's source gives for sample ``i``.
+        """Returns content and label of sample ``i`` from the user's source.
 
         Raises:
-            BadSample: it gave another label, or neither bytes nor pixels.
-            Exception: what the user's source raises.
+            BadSample: the label differs, or the content is neither bytes nor pixels.
+            Exception: any error of the user's source.
         """
         content, label = self._read(i)
         if float(label) != self.labels[i]:
-            raise BadSample(self.where(i), f"read({i}) gave label {label!r}, not {self.labels[i]}")
+            raise BadSample(self.where(i), f"read({i}) has label {label!r}, not {self.labels[i]}")
         is_pixels = isinstance(content, np.ndarray) and content.dtype == np.uint8
         if isinstance(content, bytes) or (is_pixels and content.shape[2:] == (3,)):
             return content, int(self.labels[i])
         raise BadSample(
             self.where(i),
-            f"read({i}) gave {_kind(content)}; it must give bytes, or uint8 pixels [H, W, 3]",
+            f"read({i}) returned {_kind(content)}; return bytes, or uint8 pixels [H, W, 3]",
         )
 
 
 class OwnAugment:
-    """The function ``name`` of the user's, as ``setting`` names it, which augments images.
+    """The user's augmentation function ``name``, given by ``setting``.
 
     Raises:
         ConfigError: there is no such function.
@@ -91,17 +91,17 @@ class OwnAugment:
         self._function = user_code.found(setting, name)
 
     def __call__(self, images: Any, rng: Any) -> Any:
-        """Returns the pixels made of ``images``, an array or tensor, of its type and shape.
+        """Returns augmented ``images``, an array or tensor of unchanged type and shape.
 
         Raises:
-            ConfigError: the function failed, or gave something else.
+            ConfigError: the function failed, or returned something else.
         """
         must = _kind(images)
         with user_code.explained(f"{self._begin} failed with"):
             made = self._function(images, rng)
         if not isinstance(made, type(images)) or _kind(made) != must:
-            text = f"{self._begin} gave {_kind(made)}; it must return {must}"
-            # what is no function, but can be called, may have no code
+            text = f"{self._begin} returned {_kind(made)}; it must return {must}"
+            # a callable object may have no code
             if code := getattr(self._function, "__code__", None):
                 text += f" ({os.path.relpath(code.co_filename)}:{code.co_firstlineno})"
             raise ConfigError(text)
@@ -110,24 +110,24 @@ class OwnAugment:
 
 @dataclass(eq=False)
 class OwnDataset:
-    """A ``torch.utils.data.Dataset`` of (image, label), with transforms of its own, for a feed.
+    """A ``torch.utils.data.Dataset`` of (image, label) with its own transforms, for a feed.
 
-    A sample depends on (seed, epoch, index) alone: while it is made, the global random states are
-    its own. Threads share those, so that only processes can serve it.
+    The global RNGs are seeded for each sample, by (seed, epoch, index). Threads share them, so only
+    processes can load it.
 
     Raises:
-        ConfigError: it is no data set, or empty.
+        ConfigError: it is not a dataset, or is empty.
     """
 
     given: Any
-    # names it in messages
+    # identifies it in messages
     where: str
     classes: tuple[str, ...]
     image_size: int
     seed: int
-    # of an image of PIL's
+    # of a Pillow image
     options: DataConfig
-    # whether a sample that cannot be read is replaced
+    # whether an unreadable sample is replaced
     skips: bool = False
 
     def __post_init__(self) -> None:
@@ -142,8 +142,8 @@ class OwnDataset:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """The samples' labels, int64 ``[N]``, by ``targets`` as of torchvision's; None: unknown."""
-        # a data set of the user's may raise anything
+        """The labels, int64 ``[N]``, from ``targets`` as of torchvision datasets; or None."""
+        # a user's dataset may raise anything
         with suppress(Exception):
             labels = _targets(self.given)
             if _are_places(labels, len(self), len(self.classes)):
@@ -153,11 +153,11 @@ class OwnDataset:
     def fill(self, epoch: int, index: int, out: np.ndarray, instead: int | None = None) -> int:
         """Writes sample ``index`` into ``out``, uint8 ``[3, S, S]``; returns its label.
 
-        ``instead`` is the place of another one to read. To an index that an epoch has again, the
-        length is added each time.
+        ``instead`` is the index of another sample to read. For each repeat in an epoch, the index
+        is increased by the length.
 
         Raises:
-            BadSample: the data set failed, or gave no image of that size with its label.
+            BadSample: the dataset failed, or returned no image of that size with a label.
         """
         place = index % len(self) if instead is None else instead
         where = f"{self.where}, sample {place}"
@@ -165,21 +165,21 @@ class OwnDataset:
             with seeded(self.seed, epoch, index):
                 sample = self.given[place]
         except Exception as error:
-            # no sample's fault
+            # not caused by the sample
             if is_out_of_memory(error):
                 raise
             raise BadSample(where, user_code.message(error)) from error
         last = len(self.classes) - 1
         try:
             if not isinstance(sample, tuple | list) or len(sample) != 2:
-                raise ValueError(f"it gave {_kind(sample)}; return image, label")
+                raise ValueError(f"it returned {_kind(sample)}; return image, label")
             image, label = sample
             out[:] = _pixels(image, self.image_size, self.options)
             is_name = isinstance(label, str) and not label.isdecimal()
             if is_name or np.asarray(label).size != 1:
                 raise ValueError(
-                    f"its label is {_kind(label)}; return the place of its class in classes, which "
-                    "is int(label.argmax()) of a one-hot label"
+                    f"its label is {_kind(label)}; return an index into classes, which "
+                    "is int(label.argmax()) for a one-hot label"
                 )
             number = int(label)
             if number != float(label) or not 0 <= number <= last:
@@ -196,11 +196,11 @@ def _are_places(labels: np.ndarray, length: int, classes: int) -> bool:
 
 
 def _targets(given: Any) -> np.ndarray:
-    """Returns the labels that ``given`` or what it is a part of has; or raises anything."""
+    """Returns the labels of ``given``, or of the dataset of which it is a subset; may raise."""
     if isinstance(given, torch.utils.data.Subset):
         return _targets(given.dataset)[given.indices]
     if getattr(given, "target_transform", None) is not None:
-        raise ValueError("labels are others once they are read")
+        raise ValueError("samples have other labels than targets")
     return np.asarray(given.targets)
 
 
@@ -209,11 +209,11 @@ def open_own(
 ) -> tuple[Source, Source] | tuple[OwnDataset, OwnDataset]:
     """Opens the training and the validation set by the user's function ``data.name``.
 
-    With ``data.evaluate=test`` the second is the test set. The function is given ``data`` and
+    With ``data.evaluate=test`` the second is the test set. The function receives ``data`` and
     ``split_seed``; ``seed`` is the run's.
 
     Raises:
-        ConfigError: the function failed, or did not give two sources or two data sets alike.
+        ConfigError: the function failed, or did not return two sources or two datasets.
     """
     splits = user_code.call("data.name", data.name, data, split_seed)
     begin = f"data.name={data.name}"
@@ -222,15 +222,15 @@ def open_own(
     wheres = f"{begin}: the training set", f"{begin}: the {'test' if tests else 'validation'} set"
     are_sources = [hasattr(part, "read") for part in pair]
     if len({*are_sources}) > 1:
-        raise ConfigError(f"{begin}: one set is a source, the other is not; return two of a kind")
+        raise ConfigError(f"{begin}: return two sources or two Datasets, not one of each")
     with user_code.explained(f"{begin}: its classes cannot be read:"):
         given = [getattr(part, "classes", None) for part in pair]
         of_sets = {_names(classes) for classes in given if classes is not None}
     if len(of_sets) > 1:
-        raise ConfigError(f"{begin}: its training and validation set have different classes")
+        raise ConfigError(f"{begin}: the training and validation sets have different classes")
     if all(are_sources):
         train, val = (
-            # sources of ours are known to the arrays and the cache
+            # built-in sources work with arrays and the cache
             part
             if isinstance(part, ArraySource | FileSource | ShardSource | Subset)
             else OwnSource(part, where)
@@ -238,11 +238,11 @@ def open_own(
         )
         return train, val
 
-    # what is returned may name the classes, else the training set does, or what that is a part of
+    # classes of the returned value, else of the training set or its parent dataset
     named = splits if hasattr(splits, "classes") else pair[0]
     while not hasattr(named, "classes"):
         if not hasattr(named, "dataset"):
-            raise ConfigError(f"{wheres[0]} has no classes; give it an attribute classes, a list")
+            raise ConfigError(f"{wheres[0]} has no classes; give it a list of names, classes")
         named = named.dataset
     with user_code.explained(f"{begin}: its classes cannot be read:"):
         classes = _names(named.classes)
@@ -251,7 +251,7 @@ def open_own(
         OwnDataset(part, where, classes, data.image_size, seed, data, skips)
         for part, where in zip(pair, wheres, strict=True)
     )
-    # Mistakes of its transforms show now, and in 15 of 16 starts a random flip.
+    # Reveals transform errors now, and unseeded random flips in 15 of 16 starts.
     try:
         for dataset in () if first.skips else (first, second):
             _check_seeds(dataset)
@@ -261,21 +261,21 @@ def open_own(
 
 
 def _check_seeds(dataset: OwnDataset) -> None:
-    """Warns if the same seeds give other samples; raises BadSample."""
+    """Warns if equal seeds give different samples; raises BadSample."""
     twice = np.empty((8, 3, dataset.image_size, dataset.image_size), np.uint8)
     for i, out in enumerate(twice):
         dataset.fill(0, i % 4, out)
     if (twice[:4] != twice[4:]).any():
         log.warning(
-            "%s: samples differ each time with the same seeds: a random generator of its own makes "
-            "them, and may repeat itself in every worker and epoch; draw from random, numpy.random "
+            "%s: samples differ although the seeds are equal. A private random generator "
+            "may repeat itself in every worker and epoch; draw from random, numpy.random "
             "or torch instead",
             dataset.where,
         )
 
 
 def _pair(splits: Any, tests: bool, begin: str) -> tuple[Any, Any]:
-    """Returns the training set in ``splits``, and the one to evaluate.
+    """Returns the training set in ``splits``, and the set to evaluate.
 
     Raises:
         ConfigError: there are too few or too many.
@@ -293,17 +293,17 @@ def _pair(splits: Any, tests: bool, begin: str) -> tuple[Any, Any]:
 
 
 def _names(classes: Iterable[Any]) -> tuple[str, ...]:
-    # a set's order differs from process to process
+    # the order of a Python set differs between processes
     if isinstance(classes, str | set | frozenset):
-        raise TypeError(f"of type {type(classes).__name__}; make them a list")
+        raise TypeError(f"expected a list, got {type(classes).__name__}")
     return tuple(map(str, classes))
 
 
 def _pixels(image: Any, size: int, options: DataConfig) -> np.ndarray:
-    """Returns ``image`` as uint8 ``[3, size, size]``; one of PIL's as if it were read from a file.
+    """Returns ``image`` as uint8 ``[3, size, size]``; a Pillow image as if read from a file.
 
     Raises:
-        ValueError: it has another size or form, or values that no pixels have.
+        ValueError: size, shape or values are wrong.
     """
     if isinstance(image, Image.Image):
         image = decode_opened(image, options).transpose(2, 0, 1)
@@ -312,16 +312,16 @@ def _pixels(image: Any, size: int, options: DataConfig) -> np.ndarray:
     kind = _kind(image)
     if not isinstance(image, np.ndarray) or image.ndim != 3 or image.shape[0] not in (1, 3):
         raise ValueError(
-            f"it gave {kind}; it must give an image of PIL's, or a tensor [3, S, S] of uint8, or "
+            f"it returned {kind}; return a Pillow image, or a tensor [3, S, S] of uint8, or "
             "of floats from 0 to 1"
         )
     if image.shape[1:] != (size, size):
         raise ValueError(
             f"its image is {kind}; have your transforms resize each to {size} x {size}, or set "
-            "data.image_size to the side that they give"
+            "data.image_size to their output size"
         )
     if image.dtype != np.uint8:
-        # so that NaN is refused too
+        # rejects NaN too
         if not (image.dtype.kind == "f" and image.min() >= 0 and image.max() <= 1):
             raise ValueError(
                 f"its values, {kind} of {image.min():.3g} to {image.max():.3g}, are neither uint8 "
@@ -332,7 +332,7 @@ def _pixels(image: Any, size: int, options: DataConfig) -> np.ndarray:
 
 
 def _kind(value: Any) -> str:
-    """Returns what ``value`` is, with the shape of an array."""
+    """Describes the type of ``value``, with the shape of an array."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return f"{value.dtype} {list(value.shape)}"
     if isinstance(value, list | tuple):

@@ -22,12 +22,12 @@ _FROM_COCO = (
 
 
 def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yields the number of each row with its values; the first has the names of the columns.
+    """Yields each row's number and values; the first row has the column names.
 
-    Text has its names in row 1, as a spreadsheet shows it; JSONL and Parquet have them in no row.
+    Names are row 1 of text, as in a spreadsheet, and not counted in JSONL and Parquet.
 
     Raises:
-        DataError: the table cannot be read; it names the row.
+        DataError: the table cannot be read; the message has the row number.
     """
     number = 0
     word = shell_word(path)
@@ -39,7 +39,7 @@ def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
             lines = map(bytes.decode, file)
             if head.startswith(_WORKBOOKS):
                 raise DataError(
-                    f"{path}: workbooks are not read; save the sheet as CSV UTF-8, or type "
+                    f"{path}: workbooks are not supported; save the sheet as CSV UTF-8, or run "
                     f"libreoffice --convert-to csv {word}, and set data.table to that file"
                 )
             if head.startswith(b"PAR1"):
@@ -52,39 +52,39 @@ def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
             for number, row in rows:
                 if not number and "annotations" in row:
                     raise DataError(
-                        f"{path}: COCO's lists are not read; make a table of them, and set "
+                        f"{path}: COCO files are not supported; convert them to a table, and set "
                         f"data.table to it: jq -r {shell_word(_FROM_COCO)} {word} > {word}.csv"
                     )
                 yield number, row
         if not number:
-            raise DataError(f"{path}: is empty; write path,label and a row for each image")
+            raise DataError(f"{path}: empty; write path,label and one row per image")
     except ImportError as error:
         raise DataError(
-            f"{path}: Parquet needs pyarrow: pip install pyarrow; or save it as CSV"
+            f"{path}: Parquet needs pyarrow. Run pip install pyarrow, or save it as CSV"
         ) from error
     except UnicodeDecodeError as error:
         name = "UTF-16" if head.startswith(_UTF16) else "WINDOWS-1252"
         raise DataError(
-            f"{path}: row {number + 1} is not UTF-8; if it is {name}, type iconv -f {name} "
+            f"{path}: row {number + 1} is not UTF-8; if it is {name}, run iconv -f {name} "
             f"-t UTF-8 {word} > {word}.csv, and set data.table to that file"
         ) from error
     except (csv.Error, ValueError, AttributeError) as error:
         raise DataError(
-            f"{path}: row {number + 1} cannot be read: {error}; CSV may lack a quote, and JSONL "
-            f"has an object in each line, as jq -c '.[]' {word} makes them of a list"
+            f"{path}: row {number + 1} cannot be read: {error}; CSV may lack a quote, JSONL "
+            f"needs one object per line, which jq -c '.[]' {word} prints from a list"
         ) from error
 
 
 def text(value: Any) -> str:
-    """Returns a value of a table as text; nothing for one that is missing, or that is several."""
+    """Returns a table value as text; empty if it is missing or a list."""
     if value is None or value != value or isinstance(value, list | dict):
         return ""
-    # of a column of whole numbers with gaps
+    # an integer column with missing values
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _dialect(first: str) -> dict[str, Any]:
-    """Returns how ``csv`` reads a text with this ``first`` line."""
+    """Returns the ``csv`` options for a text with this ``first`` line."""
     widths = {
         each: len(next(csv.reader([first], delimiter=each, skipinitialspace=True), []))
         for each in "\t,;|"

@@ -1,10 +1,10 @@
-"""Generates the data set of shapes: a tree of JPEG files, shared by all runs.
+"""Generates the shapes dataset, a tree of JPEG files shared by all runs.
 
-A file's bytes follow from the settings and its index, so that the number of processes and their
-order change nothing. Other versions of numpy or Pillow may round or compress differently.
+A file's bytes depend only on the settings and its index, not on the number of processes. Other
+versions of numpy or Pillow may round or compress differently.
 
 A picture has a photograph's power spectrum, near 1/f^2 (Field 1987, https://doi.org/10.1364/
-JOSAA.4.002379), and its bytes a pixel: the cost of decoding is a photograph's.
+JOSAA.4.002379), and bytes per pixel, so it costs as much to decode.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ..runtime.files import read_json
 from .download import make_once
 from .storage import Source, cache_root, open_folder_splits
 
-# Of the tree's form. Trees with earlier pictures are used as they are.
+# version of the tree's layout, not of its images
 _VERSION = 2
 _MARKER = "shapes.json"
-# 0.1 s of one core: how long a signal waits
+# 0.1 s of one core, the reaction time to a signal
 _CHUNK_PIXELS = 1_000_000
 
-# A figure is a polygon whose points lie at radius 1 and at its second number in turn.
+# a figure is a polygon whose points alternate between radius 1 and its second number
 _FIGURES = {
     "circle": (24, 1.0),
     "square": (4, math.cos(math.pi / 4)),
@@ -55,14 +55,14 @@ _FIGURES = {
 
 
 def open_shapes(data: DataConfig) -> tuple[Source, Source]:
-    """Opens the training and the validation set, and makes them first if they are missing.
+    """Opens the training and the validation set; generates them first if they are missing.
 
-    They lie in ``data.root``, or in a folder of the user's cache named after ``data.generate``.
+    They are stored in ``data.root``, or in the user's cache under the digest of ``data.generate``.
 
     Raises:
         ConfigError: fewer images than classes.
-        DataError: ``data.root`` holds something else, or files of the tree are missing.
-        DiskError, Interrupted: the disk is full, a signal came; nothing half-made is left.
+        DataError: ``data.root`` has other contents, or files of the tree are missing.
+        DiskError, Interrupted: the disk is full, or a signal arrived; no partial tree is left.
     """
     generate = data.generate
     counts = {"train": generate.train_images, "val": generate.val_images}
@@ -70,7 +70,7 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
         if count < generate.classes:
             raise ConfigError(
                 f"data.generate.{split}_images={count} is less than data.generate.classes="
-                f"{generate.classes}: every class needs an image"
+                f"{generate.classes}; every class needs an image"
             )
     facts = {"version": _VERSION, **asdict(generate)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
@@ -78,33 +78,33 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     is_made = partial(_is_made, tree, facts)
     if not is_made():
         with suppress(OSError):
-            # an empty folder is no loss
+            # replacing an empty folder loses nothing
             tree.rmdir()
         if data.root and os.path.lexists(tree):
             raise DataError(
-                f"{tree}: holds something else, or shapes of other settings; set data.root to a "
+                f"{tree}: contains other files, or shapes with other settings; set data.root to a "
                 "folder that does not exist yet"
             )
         if not data.download:
-            raise DataError(f"{tree}: not there, and data.download=false; set data.download=true")
+            raise DataError(f"{tree}: missing, and data.download=false; set data.download=true")
         try:
             make_once(tree, is_made, partial(_draw_all, generate, counts, facts))
         except BrokenProcessPool as error:
             raise DataError(
-                f"{tree}: a process that draws was killed, perhaps for want of memory; start again"
+                f"{tree}: an image-generation process was killed, possibly out of memory; run again"
             ) from error
     sources = open_folder_splits(tree, None, 0)
     for (split, count), source in zip(counts.items(), sources, strict=True):
         if len(source) != count:
             raise DataError(
-                f"{tree / split}: {len(source)} images in place of {count}; delete "
-                "the folder above it and it is made again"
+                f"{tree / split}: {len(source)} images instead of {count}; delete "
+                "its parent folder to generate it again"
             )
     return sources
 
 
 def _is_made(tree: Path, facts: dict[str, int]) -> bool:
-    """Whether ``tree`` is whole, and has these ``facts``."""
+    """Whether ``tree`` is complete, and has these ``facts``."""
     try:
         return bool(read_json(tree / _MARKER) == facts)
     except (OSError, ValueError):
@@ -114,7 +114,7 @@ def _is_made(tree: Path, facts: dict[str, int]) -> bool:
 def _draw_all(
     generate: GenerateConfig, counts: dict[str, int], facts: dict[str, int], part: Path
 ) -> None:
-    """Fills the new folder ``part``, in as many processes as pay."""
+    """Fills the new folder ``part``, with as many processes as are worth starting."""
     images = [(split, i) for split, count in counts.items() for i in range(count)]
     pixels = generate.width * generate.height
     processes = _processes(pixels * len(images))
@@ -129,13 +129,13 @@ def _draw_all(
                 bar.advance()
                 signals.check()
         finally:
-            pool.shutdown(cancel_futures=True)  # waits: nobody writes after this
+            pool.shutdown(cancel_futures=True)  # waits for all writers
     (part / _MARKER).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     say(f"Generated {generate.train_images} + {generate.val_images} images of shapes")
 
 
 def _processes(pixels: int) -> int:
-    """Returns how many processes draw: of fewer pixels each, their start takes longer."""
+    """Returns the number of processes; with fewer pixels each, starting them takes longer."""
     return max(1, min(int(limits.measure().cores), pixels // 2_000_000))
 
 
@@ -151,17 +151,17 @@ def _write(part: Path, generate: GenerateConfig, image: tuple[str, int]) -> None
 
 
 def class_name(label: int, classes: int) -> str:
-    """Returns the name of a class: its figure, with the number of its hue beyond ten classes."""
+    """Returns a class name: its figure and, beyond ten classes, its hue number."""
     hue, figure = divmod(label, len(_FIGURES))
     name = [*_FIGURES][figure]
     return name if classes <= len(_FIGURES) else f"{name}-{hue:03d}"
 
 
 def draw(label: int, classes: int, width: int, height: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws a picture of class ``label`` from ``rng``, uint8 ``[height, width, 3]``.
+    """Draws an image of class ``label`` with ``rng``, uint8 ``[height, width, 3]``.
 
-    A figure on a ground, both with the grain of 1/f noise. Its place, size, turn and all but its
-    hue are chance.
+    It shows a figure on a background, both with 1/f noise. Everything except its form and hue is
+    random.
     """
     size = np.array([width, height])
     side = size.min()
@@ -176,16 +176,16 @@ def draw(label: int, classes: int, width: int, height: int, rng: np.random.Gener
     figures = Image.new("L", (width, height))
     ImageDraw.Draw(figures).polygon(points.ravel().tolist(), fill=1)
 
-    # hue, saturation and value of the ground and the figure
+    # hue, saturation and value of background and figure
     ground = rng.uniform((0, 0, 0.1), (1, 0.3, 0.9))
     turn = (hue + rng.uniform(-0.25, 0.25)) / math.ceil(classes / len(_FIGURES))
-    # at least 0.2 brighter or darker than the ground
+    # at least 0.2 brighter or darker than the background
     value = 0.1 + (ground[2] - 0.1 + rng.uniform(0.2, 0.6)) % 0.8
     tint = turn, rng.uniform(0.2, 0.6), value
     palette = np.array([colorsys.hsv_to_rgb(*ground), colorsys.hsv_to_rgb(*tint)], np.float32)
 
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
-    # no constant part
+    # zero mean
     frequency[0, 0] = np.inf
     white = rng.standard_normal((height, width), np.float32)
     grain = np.fft.irfft2(np.fft.rfft2(white) * frequency**-1.1, (height, width))

@@ -1,11 +1,11 @@
-"""Copies a folder of images, with the large ones made smaller: ``wellfed shrink``.
+"""Copies a folder of images and shrinks the large ones: ``wellfed shrink``.
 
     wellfed shrink /data/photos /data/photos-500 --max-side 500 --quality 90
 
-Folders, names and links stay, and files that are no images come along. An image whose longer side
-is larger is resized, turned as its EXIF block says, and saved in its own format; any other file is
-copied as it is, also one that cannot be read, which is listed. A second call goes on where the
-first one ended. Exit codes: 0; 2: the folders or options are refused; 3: an image cannot be read.
+Folders, names and links are kept. An image with a longer side is resized, rotated by its EXIF
+orientation, and saved in its own format. All other files are copied unchanged, including unreadable
+images, which are listed. A second call resumes an interrupted one. Exit codes: 0; 2: wrong folders
+or options; 3: an image is unreadable.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .datasets import AnyDataset, ImageDataset
 from .decode import HEAD_BYTES, DecodeError, decode, reader
 from .storage import evenly_spaced
 
-# in the copy: what it was made of
+# in the copy, describes its source
 RECORD = ".wellfed-shrink.json"
 _FILTER = "bicubic"
 MAX_SIDE = 500
 QUALITY = 90
-# what tells how much faster a copy is: so many images, for so many seconds
+# number of images, and seconds, to measure the speedup of a copy
 _TRIED = 64
 _TRIED_S = 2.0
 _OPTIONS = DataConfig(exif_orientation=True)
@@ -49,10 +49,10 @@ _OPTIONS = DataConfig(exif_orientation=True)
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What a folder is a copy of."""
+    """Source and options of a copy."""
 
     source: str
-    # of an image's longer side, in pixels, at most
+    # largest longer side, in pixels
     max_side: int
     # of JPEG and WebP
     quality: int
@@ -62,7 +62,7 @@ class Copy:
 
     @classmethod
     def at(cls, folder: Path) -> Copy | None:
-        """Returns what ``folder``, or one above it, is a copy of; None: it is none."""
+        """Returns the source of ``folder`` or of a parent; None if it is not a copy."""
         for place in (folder, *folder.absolute().parents):
             if (place / RECORD).is_file():
                 return cls(**read_json(place / RECORD))
@@ -70,24 +70,24 @@ class Copy:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what the command line says, and returns the exit code."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="wellfed shrink", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("folder", type=Path, help="the images, in any tree")
-    parser.add_argument("out", type=Path, help="the folder of the copy")
+    parser.add_argument("folder", type=Path, help="folder of images, nested as you like")
+    parser.add_argument("out", type=Path, help="folder for the copy")
     parser.add_argument(
         "--max-side",
         type=int,
         default=MAX_SIDE,
-        help="pixels of the longer side, at most; default %(default)s",
+        help="largest longer side in pixels (default: %(default)s)",
     )
     parser.add_argument(
         "--quality",
         type=int,
         default=QUALITY,
-        help="of JPEG and WebP, 1 to 100; default %(default)s",
+        help="JPEG and WebP quality, 1 to 100 (default: %(default)s)",
     )
     typed = parser.parse_args(arguments)
     if typed.max_side < 1 or not 1 <= typed.quality <= 100:
@@ -100,21 +100,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def shrink(folder: Path, out: Path, max_side: int, quality: int) -> None:
-    """Copies ``folder`` to ``out``, by as many threads as there are cores.
+    """Copies ``folder`` to ``out``, with one thread per core.
 
     Raises:
-        ConfigError: one folder lies in the other, or ``out`` is something else already.
-        DataError: an image cannot be read; all others are there.
+        ConfigError: one folder contains the other, or ``out`` has other contents.
+        DataError: an image is unreadable; all others are copied.
     """
     source, target = folder.resolve(), out.resolve()
     if not source.is_dir():
         raise ConfigError(f"{folder}: no such folder")
     if source == target or source in target.parents or target in source.parents:
-        raise ConfigError(f"{out}: lies in {folder}, or around it; name a folder beside it")
+        raise ConfigError(f"{out}: overlaps {folder}; name a folder next to it")
     wanted = Copy(str(source), max_side, quality)
     found = Copy.at(target) if (target / RECORD).exists() else None
     if target.exists() and found != wanted and any(target.iterdir()):
-        raise ConfigError(f"{out}: holds {found or 'other files'}; name a new folder")
+        raise ConfigError(f"{out}: contains {found or 'other files'}; name a new folder")
     target.mkdir(parents=True, exist_ok=True)
     write_whole(target / RECORD, json.dumps(asdict(wanted)).encode())
     files = [*_files(source, target)]
@@ -134,17 +134,17 @@ def shrink(folder: Path, out: Path, max_side: int, quality: int) -> None:
             unreadable += filter(None, [running.popleft().result()])
             bar.advance(1)
     before, after = (sum(os.path.getsize(pair[i]) for pair in files) for i in (0, 1))
-    say(f"{out}: {len(files)} files, {after / 1e6:.0f} MB; {folder} has {before / 1e6:.0f} MB")
+    say(f"{out}: {len(files)} files, {after / 1e6:.0f} MB; the original has {before / 1e6:.0f} MB")
     if unreadable:
         raise DataError(
-            f"{len(unreadable)} images cannot be read and are copied as they are: "
+            f"{len(unreadable)} images cannot be read and were copied unchanged: "
             f"{listed(unreadable)}"
         )
 
 
 def _files(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
-    """Yields each file with the place of its copy; makes folders, and links within the tree."""
-    # with the real folders around each, which a link may lead back to
+    """Yields each file with the path of its copy; creates folders, and links within the tree."""
+    # with the real parent folders, to which a link may lead back
     pending = [(source, target, {source})]
     while pending:
         folder, made, around = pending.pop()
@@ -167,9 +167,9 @@ def _files(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _copy(path: Path, place: Path, max_side: int, quality: int) -> str | None:
-    """Copies a file, made smaller if it is a large image; returns why it cannot be read, if so."""
+    """Copies a file, shrunk if it is a large image; returns the error of an unreadable one."""
     state = path.stat()
-    # as a call before this one left it
+    # as left by an earlier call
     if place.exists() and place.stat().st_mtime_ns == state.st_mtime_ns:
         return None
     data = path.read_bytes()
@@ -181,7 +181,7 @@ def _copy(path: Path, place: Path, max_side: int, quality: int) -> str | None:
         wrong = f"{path}: {error}"
     part = place.with_name(f".{place.name}.part")
     part.write_bytes(data)
-    # an unreadable one is looked at again
+    # check an unreadable image again
     if wrong is None:
         os.utime(part, ns=(state.st_atime_ns, state.st_mtime_ns))
     part.replace(place)
@@ -189,7 +189,7 @@ def _copy(path: Path, place: Path, max_side: int, quality: int) -> str | None:
 
 
 def reduced(data: bytes, max_side: int, quality: int) -> bytes:
-    """Returns an encoded image made smaller, in its own format, or as it is if it is small enough.
+    """Returns an encoded image in its own format, shrunk if it is too large.
 
     Raises:
         DecodeError: as ``decode``.
@@ -206,11 +206,11 @@ def reduced(data: bytes, max_side: int, quality: int) -> bytes:
 
 
 def speedup(images: AnyDataset) -> float | None:
-    """Returns how many times as fast samples are made from a copy as ``wellfed shrink`` makes it.
+    """Returns the speedup of loading samples from a copy by ``wellfed shrink``.
 
-    At most 64 files, within two seconds or little more, are shrunk in memory; then both forms are
-    decoded, cut and resized, and this thread's processor time is compared. None: they are no files,
-    or decoded ones are kept.
+    Shrinks at most 64 files in memory, for about two seconds, then decodes, crops and resizes both
+    versions and compares this thread's CPU time. None if there are no files, or decoded images are
+    cached.
     """
     if not isinstance(images, ImageDataset) or images.cache is not None:
         return None
@@ -220,7 +220,7 @@ def speedup(images: AnyDataset) -> float | None:
     for i in evenly_spaced(len(images), _TRIED):
         if time.monotonic() > until_s:
             break
-        # a bad sample is told when it is loaded
+        # bad samples are reported when they are loaded
         with suppress(DecodeError, OSError, ValueError):
             content, _ = images.source.read(i)
             if not isinstance(content, bytes):

@@ -24,13 +24,13 @@ from .decode import way_to_read
 from .folder_index import Index, listing, open_index
 from .folds import Fold, dealt
 
-# of one file; larger ones are no images, and would take the run's memory
+# of one file; larger files are not images and could exhaust memory
 _MOST_BYTES = 1 << 30
-TEST_KEPT = "test is kept apart; evaluate it by mode=evaluate resume=RUN data.evaluate=test"
+TEST_KEPT = "the test set is not used. To evaluate it: mode=evaluate resume=RUN data.evaluate=test"
 
 
 class Source(Protocol):
-    """A data set; ``labels``, int64 ``[N]``, are places in ``classes``, the names."""
+    """A dataset; ``labels``, int64 ``[N]``, are indices into the names ``classes``."""
 
     classes: tuple[str, ...]
 
@@ -44,13 +44,13 @@ class Source(Protocol):
         """Returns bytes or uint8 pixels ``[H, W, 3]``, and the label; raises BadSample."""
 
     def where(self, i: int) -> str:
-        """Returns where sample ``i`` lies, for messages."""
+        """Returns the location of sample ``i``, for messages."""
 
 
 class FileSource:
     """The image files below ``root`` that ``index`` lists."""
 
-    # names the column of a table that has the images' paths
+    # the table column with the image paths
     key = "path"
 
     def __init__(self, root: str, index: Index) -> None:
@@ -60,7 +60,7 @@ class FileSource:
 
     @property
     def labels(self) -> np.ndarray:
-        """The places of the images' classes in ``classes``, int64 ``[N]``, mapped."""
+        """The images' indices into ``classes``, int64 ``[N]``, memory-mapped."""
         return self.index.labels
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class FileSource:
         """Returns the file's bytes and its label.
 
         Raises:
-            BadSample: the file is gone or unreadable.
+            BadSample: the file is missing or unreadable.
         """
         try:
             return read_regular(self.where(i), _MOST_BYTES), int(self.labels[i])
@@ -102,18 +102,16 @@ class FileSource:
 
 
 class FolderSource(FileSource):
-    """The images below ``root``, by name, with one folder for each class: ``root/class/**/file``.
+    """The images below ``root`` in one folder per class, ``root/class/**/file``, by name.
 
-    If ``flat``, the images lie anywhere below ``root``, or ``root`` is an image itself. They belong
-    to one class, which has no name.
+    If ``flat``, images anywhere below ``root``, or the image ``root``, belong to one unnamed class.
 
-    Links are followed. Hidden entries and other litter, broken links and loops of links, folders
-    named like images and everything that is not an image are left out, and counted by reason. The
-    list of names is remembered (``Index``).
+    Links are followed. Hidden and system files, broken or circular links, folders with image
+    suffixes and non-images are skipped and counted by reason. The listing is cached (``Index``).
 
     Raises:
-        DataError: ``root`` is missing, has no images, a class without images, or something that may
-            not be read.
+        DataError: ``root`` is missing, has no images or a class without images, or is partly
+            unreadable.
     """
 
     def __init__(self, root: str | os.PathLike[str], flat: bool = False) -> None:
@@ -127,7 +125,7 @@ class FolderSource(FileSource):
             index = open_index(os.fsencode(root), cache_root() / "index")
         super().__init__(os.path.dirname(root) if is_file else root, index)
         left_out = index.left_out()
-        # formats are the reasons in capitals
+        # upper-case reasons are formats
         if advice := way_to_read([reason for reason in index.skipped if reason.isupper()]):
             left_out += f"; {advice}"
         if left_out:
@@ -137,8 +135,8 @@ class FolderSource(FileSource):
         if empty or not filled:
             what = f"no images in {listed(empty)}" if any(empty) else "no images"
             raise DataError(
-                f"{self.root}: {what} (left out: {left_out or 'nothing'}); a data set has one "
-                "folder for each class, with its images; images to predict lie anywhere"
+                f"{self.root}: {what} (skipped: {left_out or 'nothing'}). Training needs one "
+                "folder of images per class; images to predict can be anywhere below"
             )
 
     def where(self, i: int) -> str:
@@ -160,14 +158,14 @@ class ArraySource:
 
     def __getstate__(self) -> dict[str, Any]:
         images = self.images
-        # A part of a map says the offset of the whole one, and is sent as a copy.
+        # a slice of a map reports the offset of the whole map, so it is pickled as a copy
         if not (
             isinstance(images, np.memmap)
             and isinstance(images.base, mmap.mmap)
             and images.flags.c_contiguous
         ):
             return self.__dict__
-        # a worker maps the file too: a pickled map would be a copy of all pixels
+        # workers map the file; a pickled map would copy all pixels
         place = (images.filename, np.uint8, "r", images.offset, images.shape)
         return {**self.__dict__, "images": place}
 
@@ -191,7 +189,7 @@ class ArraySource:
 class Subset:
     """The samples of ``source`` at ``indices``, int64 ``[N]``.
 
-    Labels are places in ``classes``, which holds all of the source's; None: in the source's own.
+    Labels are indices into ``classes``, which contains all of the source's classes (default).
     """
 
     def __init__(
@@ -203,18 +201,18 @@ class Subset:
         self.classes = classes or source.classes
         if classes is not None:
             places = {name: place for place, name in enumerate(classes)}
-            # a class of other parts of the source may be none of these
+            # classes of other parts may be missing
             self.labels = np.array([places.get(name, -1) for name in source.classes])[self.labels]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
-        """Returns what ``source`` reads, and the label."""
+        """Returns the content that ``source`` reads, and the label."""
         return self.source.read(int(self.indices[i]))[0], int(self.labels[i])
 
     def where(self, i: int) -> str:
-        """Returns what ``source`` says."""
+        """Returns the location in ``source``."""
         return self.source.where(int(self.indices[i]))
 
     def state(self, i: int) -> tuple[object, ...]:
@@ -225,7 +223,7 @@ class Subset:
 
 
 def by_class(labels: np.ndarray, classes: int = 0) -> list[np.ndarray]:
-    """Returns the places of each label, int64 and ascending, of at least ``classes`` labels."""
+    """Returns the sorted int64 indices of each label, for at least ``classes`` labels."""
     counts = np.bincount(labels, minlength=classes)
     return np.split(np.argsort(labels, kind="stable"), counts.cumsum()[:-1])
 
@@ -235,8 +233,8 @@ def split(
 ) -> tuple[Subset, Subset]:
     """Splits ``source`` in two by ``seed``.
 
-    The second part has the share or fold ``held_out`` of every class. Images of the same number in
-    ``groups``, int64 ``[N]``, stay together.
+    The second part is the fraction or fold ``held_out`` of every class. Images with the same number
+    in ``groups``, int64 ``[N]``, stay together.
 
     Raises:
         DataError: a class cannot be in both.
@@ -248,7 +246,7 @@ def split(
         if apart < 2:
             of = "" if groups is None else f" in {apart} groups"
             raise DataError(
-                f"class {name} has {len(members)} images{of}: too few to split for validation"
+                f"class {name} has only {len(members)} images{of}, too few to split for validation"
             )
     if isinstance(held_out, float) and groups is None:
         rng = random.Random(seed)
@@ -268,9 +266,9 @@ def split(
 
 
 def part(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Returns the places of ``fraction`` of each class, as ``seed`` chooses, int64 and ascending.
+    """Returns sorted int64 indices of a ``fraction`` of each class, drawn by ``seed``.
 
-    Every class keeps an image, and a larger fraction has the images of a smaller one.
+    Every class keeps an image, and larger fractions contain smaller ones.
     """
     rng = order_rng(seed, 0)
     kept = [rng.permutation(own)[: max(1, round(fraction * len(own)))] for own in by_class(labels)]
@@ -278,7 +276,7 @@ def part(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
 
 
 def evenly_spaced(length: int, most: int) -> list[int]:
-    """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
+    """Returns at most ``most`` evenly spaced indices below ``length``, including both ends."""
     return [int(place) for place in np.linspace(0, length - 1, min(length, most))]
 
 
@@ -289,7 +287,7 @@ def open_folder_splits(
 
     Either ``root/train`` or ``training`` with one of ``val``, ``valid`` or ``validation`` (without
     any of them ``test`` or ``testing``), in capitals too, or one tree of class folders, of which
-    ``held_out``, a share (0..1) or a fold, is kept for validation, as ``seed`` chooses.
+    ``held_out``, a fraction (0..1) or a fold, is drawn by ``seed`` for validation.
 
     Raises:
         DataError: a folder is missing, ambiguous or refused by ``FolderSource``, or the classes
@@ -299,7 +297,7 @@ def open_folder_splits(
     base, sets = find_sets(root, held_out)
     kept = sets.get("train")
     validates = sets.get("val", sets.get("test"))
-    # without a set to validate, Train may be a class
+    # without a validation folder, Train may be a class
     if not kept or not (validates or kept.name == "train"):
         found = sorted(base.glob("[!.]*/"))
         _refuse_level(base, found, held_out)
@@ -307,16 +305,14 @@ def open_folder_splits(
         _refuse_splits(whole)
         if held_out is None:
             raise DataError(
-                f"{base}: no train folder in it (found: {listed([path.name for path in found])}); "
-                "for one tree of class folders set data.split_fraction=0.1"
+                f"{base}: no train folder (found: {listed([path.name for path in found])}); "
+                "if these are classes, set data.split_fraction=0.1"
             )
         _look_at_classes(whole)
         return split(whole, held_out, seed)
-    instead = (
-        f"keep a part of {kept.name} for it: {typed('data.root', kept)} data.split_fraction=0.1"
-    )
+    instead = f"hold out a part of {kept.name}: {typed('data.root', kept)} data.split_fraction=0.1"
     if not validates:
-        raise DataError(f"{base}: no val folder beside {kept.name}; add it, or {instead}")
+        raise DataError(f"{base}: no val folder next to {kept.name}; add one, or {instead}")
     if "test" in sets and validates != sets["test"]:
         say(TEST_KEPT)
     train = FolderSource(kept)
@@ -333,19 +329,19 @@ def open_folder_splits(
     ]
     if only:
         raise DataError(
-            f"the training and the validation set have different classes: {'; '.join(only)}"
+            f"the training and validation sets have different classes: {'; '.join(only)}"
         )
     _look_at_classes(train)
     return train, val
 
 
 def _refuse_level(base: Path, folders: list[Path], held_out: float | Fold | None) -> None:
-    """Refuses a folder whose sets lie in one of its ``folders``, or beside it or its class folder.
+    """Rejects a folder whose sets are in one of its ``folders`` or next to it or its class folder.
 
     Raises:
         DataError: there are such sets.
     """
-    # a part of a training set may be wanted
+    # training on a part may be intended
     above = base.parents[:2] if held_out is None else ()
     for place in (*folders, *above):
         sets: dict[str, Path] = {}
@@ -355,13 +351,13 @@ def _refuse_level(base: Path, folders: list[Path], held_out: float | Fold | None
             found = " and ".join(path.name for path in sets.values())
             unset = f" {_setting(held_out).partition('=')[0]}=null" if held_out else ""
             raise DataError(
-                f"{base}: no train folder in it, and {place} has {found}; set "
+                f"{base}: no train folder, but {place} has {found}; set "
                 f"{typed('data.root', place)}{unset}"
             )
 
 
 def _told_apart(names: Iterable[str], others: Iterable[str]) -> str:
-    """Returns the first five of ``names``, escaped if only invisible signs tell it from another."""
+    """Returns the first five ``names``, escaped if they differ only in invisible characters."""
 
     def seen(name: str) -> str:
         return "".join(unicodedata.normalize("NFKC", name).casefold().split())
@@ -377,7 +373,7 @@ def check_classes(source: Source, where: object) -> None:
     if len(classes) == 1:
         log.warning("%s: only one class, %r: any prediction is correct", where, classes[0])
     if sorted(classes, key=natural) != [*classes]:
-        say(f"classes are sorted as text, not as numbers: {listed(classes)}")
+        say(f"classes are sorted as text, not numerically: {listed(classes)}")
 
 
 def _look_at_classes(source: FolderSource) -> None:
@@ -389,7 +385,7 @@ def _look_at_classes(source: FolderSource) -> None:
         if own in classes and (others := classes.intersection(inner) - {own}):
             target = os.path.join(source.root, min(others))
             log.warning(
-                "%s: its images count as class %r, and %r is a class too; to move them there: "
+                "%s: its images belong to class %r, but %r is also a class; to move them there: "
                 "mv -n %s/* %s",
                 printable(path),
                 own,
@@ -400,14 +396,14 @@ def _look_at_classes(source: FolderSource) -> None:
 
 
 def _setting(held_out: float | Fold) -> str:
-    """Returns the setting that holds images out, as it is typed."""
+    """Returns the hold-out setting as typed."""
     if isinstance(held_out, float):
         return f"data.split_fraction={held_out:g}"
     return f"data.fold={held_out.fold}"
 
 
 def check_unsplit(held_out: float | Fold | None, sets: Iterable[str], where: object) -> None:
-    """Raises ConfigError if ``held_out`` has no effect, as ``where`` has ``sets`` of its own."""
+    """Raises ConfigError if ``held_out`` has no effect because ``where`` has its own ``sets``."""
     if held_out is not None:
         raise ConfigError(
             f"{_setting(held_out)} has no effect: {where} has {' and '.join(sets)}; set it to null"
@@ -417,7 +413,7 @@ def check_unsplit(held_out: float | Fold | None, sets: Iterable[str], where: obj
 def find_sets(
     root: str | os.PathLike[str], held_out: float | Fold | None
 ) -> tuple[Path, dict[str, Path]]:
-    """Returns ``root`` as a path, and the folders in it by the set that they hold.
+    """Returns ``root`` as a path, and its folders by set.
 
     Raises:
         DataError: ``root`` is missing, or two folders may hold one set.
@@ -431,7 +427,7 @@ def find_sets(
         present = [folders[name] for name in names if name in folders]
         if len(present) > 1:
             both = " and ".join(path.name for path in present)
-            raise DataError(f"{base}: {both} may both be the {names[-1]} set; keep one of them")
+            raise DataError(f"{base}: {both} could both be the {names[-1]} set; keep one")
         if present:
             sets[names[0]] = present[0]
     if "train" in sets and len(sets) > 1:
@@ -446,15 +442,14 @@ def open_evaluated(
     seed: int,
     classes: tuple[str, ...],
 ) -> tuple[Source, str]:
-    """Returns the images below ``root`` that ``mode=evaluate`` uses, and what to call them.
+    """Returns the images below ``root`` that ``mode=evaluate`` uses, and a name for them.
 
-    That is the ``test`` or the ``validation`` set, or, if ``root`` holds class folders instead, all
-    images; of these ``held_out``, as ``seed`` chooses, is the validation
-    set of a run that split them. Labels are places in ``classes``, those of a network,
-    by name; an empty tuple stands for the folders' own.
+    These are the ``test`` or ``validation`` set or, if ``root`` holds class folders, all images, or
+    those that ``held_out`` and ``seed`` drew for validation. Labels are indices into ``classes``,
+    the network's class names; an empty tuple selects the folder names.
 
     Raises:
-        DataError: a folder is missing, ambiguous, refused by ``FolderSource`` or of no class.
+        DataError: a folder is missing, ambiguous, rejected by ``FolderSource`` or not a class.
         ConfigError: ``held_out`` has no effect.
     """
     base, sets = find_sets(root, held_out)
@@ -467,7 +462,7 @@ def open_evaluated(
             name = "test images"
     elif evaluate is Evaluate.test:
         raise DataError(
-            f"data.evaluate=test: {base} has no folder test; name the folder of the test images "
+            f"data.evaluate=test: {base} has no test folder; pass the folder of test images "
             "with data.root=FOLDER"
         )
     elif held_out is not None:
@@ -479,10 +474,10 @@ def open_evaluated(
 
 
 def in_classes(source: Source, classes: tuple[str, ...], where: object) -> Source:
-    """Returns ``source`` with labels that are places in ``classes``, a network's, unless empty.
+    """Returns ``source`` with labels as indices into ``classes`` of a network, unless empty.
 
     Raises:
-        DataError: the source has another class.
+        DataError: the source has a class that the network lacks.
     """
     if not classes or source.classes == classes:
         return source
@@ -493,17 +488,17 @@ def in_classes(source: Source, classes: tuple[str, ...], where: object) -> Sourc
             f"classes are {listed(classes)}. Rename or remove it"
         )
     if absent := sorted({*classes} - present):
-        say(f"no images of {len(absent)} of {len(classes)} classes: {listed(absent)}")
+        say(f"{len(absent)} of {len(classes)} classes have no images: {listed(absent)}")
     return Subset(source, np.arange(len(source)), classes)
 
 
 def _refuse_splits(source: FolderSource) -> None:
-    """Refuses class folders whose images all lie in sub-folders of the same names.
+    """Rejects class folders whose images are all in subfolders of the same names.
 
-    A folder that has all images of a class is passed over.
+    A subfolder that has all images of a class is ignored.
 
     Raises:
-        DataError: there are such sub-folders, which are classes then.
+        DataError: there are such subfolders, probably the classes.
     """
     inner = []
     for members in by_class(source.labels):
@@ -516,15 +511,15 @@ def _refuse_splits(source: FolderSource) -> None:
     if len(names) > 1:
         raise DataError(
             f"{source.root}: each of {listed(source.classes)} has the folders {listed(names)}: are "
-            "these the classes? Rename two to train and val, or use one: "
+            "these the classes? Rename two folders to train and val, or use one: "
             f"{typed('data.root', f'{source.root}/{outer}')} data.split_fraction=0.1"
         )
 
 
 def cache_root() -> Path:
-    """Returns the folder for data that the program makes or fetches, by $WELLFED_CACHE."""
+    """Returns the folder for generated and downloaded data, by $WELLFED_CACHE."""
     if own := os.environ.get("WELLFED_CACHE"):
         return Path(own).expanduser()
-    # "~" stays of a user without a home and a name: then it is a folder that nobody may write to
+    # a user without a home keeps "~": a folder that cannot be written
     home = Path("/", os.path.expanduser("~"), ".cache")
     return Path(os.environ.get("XDG_CACHE_HOME") or home) / "wellfed"

@@ -2,8 +2,8 @@
 
     wellfed table /data/photos > labels.csv
 
-The table has a row for each image of a folder that ``data=imagefolder`` opens: its path, its label
-and, if the folder has several sets, its split. Exit codes: 0; 3: there is no such folder.
+The table has one row per image of a folder that ``data=imagefolder`` can open, with its path, label
+and, if the folder has several sets, split. Exit code 3: no such folder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .storage import (
     split,
 )
 
-# The usual names of each column in their order, in small letters without other signs.
+# usual column names in order of preference, lower case, letters only
 _NAMES = {
     "image": "path file image filename filepath imagepath imagefile img imgpath imgname imageid "
     "imagename fname name id",
@@ -60,21 +60,21 @@ SPELLINGS = {
     "test": 2, "testing": 2, "2": 2,
 }  # fmt: skip
 _ABSENT = "images not found"
-# rows of a table without the columns that are needed
+# rows without a required column
 _LOOKED_AT = 1000
 _FLAGS = {"0", "1", "0.0", "1.0"}
 
 
 class TableSource(FileSource):
-    """The images below ``root`` that the table ``data.table`` lists, by class and path.
+    """The images below ``root`` listed in the table ``data.table``, by class and path.
 
-    The table is remembered (``Index``) until it or a folder of its images changes. Without labels,
-    ``labelled=False``, every image belongs to one class, which has no name.
+    The listing is cached (``Index``) until the table or a folder of its images changes. With
+    ``labelled=False``, every image belongs to one unnamed class.
 
     Raises:
-        ConfigError: there is no such table or column, or no name says which column to use.
-        DataError: the table cannot be read, has no images, or rows that name no image or label.
-            ``data.on_error=skip`` leaves these rows out.
+        ConfigError: there is no such table or column, or no column has a known name.
+        DataError: the table is unreadable, has no images, or has rows without an image or label.
+            ``data.on_error=skip`` skips these rows.
     """
 
     advice = (
@@ -96,7 +96,7 @@ class TableSource(FileSource):
             left_out = f"{self.origin}: {left_out}"
             if data.on_error is not OnError.skip:
                 raise DataError(
-                    f"{left_out}; correct these rows, or leave them out with data.on_error=skip"
+                    f"{left_out}; correct these rows, or skip them with data.on_error=skip"
                 )
             log.warning("%s; left out", printable(left_out))
         if not len(self):
@@ -107,14 +107,14 @@ class TableSource(FileSource):
         return os.path.join(self.root, self.index.name(i).rpartition("\0")[2])
 
     def name(self, i: int) -> str:
-        """Returns what the table calls the image."""
+        """Returns the image's name in the table."""
         return self.index.name(i).partition("\0")[0]
 
     def sets(self, held_out: float | Fold | None, seed: int) -> dict[str, Subset]:
-        """Returns the sets that the table has, by name, with ``held_out`` of ``train`` as ``val``.
+        """Returns the table's sets by name, with ``held_out`` of ``train`` as ``val``.
 
         Raises:
-            ConfigError: the table has a validation set already.
+            ConfigError: the table already has a validation set.
             DataError: a class cannot be in both.
         """
         splits, *groups = self.index.more
@@ -133,7 +133,7 @@ class TableSource(FileSource):
 def open_table_splits(
     source: Any, held_out: float | Fold | None, seed: int
 ) -> tuple[Source, Source]:
-    """Returns the training and the validation set, which is the test set if there is no other.
+    """Returns the training and the validation set; the test set if there is no validation set.
 
     Raises:
         ConfigError: ``held_out`` has no effect.
@@ -164,10 +164,10 @@ def open_evaluated_table(
     seed: int,
     classes: tuple[str, ...],
 ) -> tuple[Source, str]:
-    """Returns the images that ``mode=evaluate`` uses, and what to call them; as for folders.
+    """Returns the images that ``mode=evaluate`` uses, and a name for them, as for folders.
 
     Raises:
-        DataError: there is no such set, or a class that the network does not have.
+        DataError: there is no such set, or a class that the network lacks.
     """
     sets = source.sets(held_out, seed)
     name = evaluate.name if evaluate.name in sets else "test"
@@ -186,8 +186,8 @@ class _Table:
 
     Attributes:
         path: its file.
-        header: the columns' names, or their numbers from 1 if the first row names an image.
-        places: where the columns of ``_NAMES`` stand, those that there are.
+        header: column names, or numbers from 1 if the first row already lists an image.
+        places: positions of the columns in ``_NAMES`` that were found.
 
     Raises:
         ConfigError: there is no such file, or a column is missing.
@@ -207,7 +207,7 @@ class _Table:
         first = next(self._rows, (0, ()))
         self.header = [text(name).strip() for name in first[1]]
         self._find_columns(data)
-        # a first row that names an image is no header; looking for one may take a listing
+        # a first row with an image is not a header; checking may require a listing
         images = (place for place, name in enumerate(self.header) if len(self._find(name)) == 1)
         if "image" not in self.places and (image := next(images, None)) is not None:
             self._rows = chain([first], self._rows)
@@ -239,7 +239,7 @@ class _Table:
                     self.places.setdefault(name, among.index(each))
 
     def _advice(self, missing: Sequence[str], free: Iterable[int]) -> str:
-        """Returns what to do about ``missing`` columns, which may be among the ``free`` ones."""
+        """Returns advice on ``missing`` columns, which may be among the ``free`` ones."""
         rows = [[*map(text, values)] for _, values in islice(self._rows, _LOOKED_AT) if values]
         columns = {place: [row[place] for row in rows if place < len(row)] for place in free}
         flags = [place for place, values in columns.items() if {*values} <= _FLAGS]
@@ -251,7 +251,7 @@ class _Table:
             return (
                 "each row has 1 in one of the columns "
                 f"{listed([self.header[place] for place in flags])}; "
-                "add a column label that names it"
+                "add a column label with its name"
             )
         guess: dict[str, int] = {}
         for place, values in columns.items():
@@ -263,15 +263,15 @@ class _Table:
         example = ", ".join(
             f"{name}: {self.header[guess[name]] if name in guess else 'COLUMN'}" for name in missing
         )
-        return f"name it: {shell_word(f'data.columns={{{example}}}')}"
+        return f"set it: {shell_word(f'data.columns={{{example}}}')}"
 
     def read(self) -> tuple[Index, bool]:
-        """Returns the index, and whether changes will show."""
+        """Returns the index, and whether later changes can be detected."""
         left_out: defaultdict[str, list[str]] = defaultdict(list)
-        # by path: label, path, split, group, what the table calls the image, row
+        # by path: label, path, split, group, name in the table, row
         rows: dict[str, tuple[str, str, int, str, str, int]] = {}
         conflicting = set()
-        several = "names of several images"
+        several = "ambiguous names"
         for number, values in filter(itemgetter(1), self._rows):
             cells = dict.fromkeys(_NAMES, "")
             with suppress(IndexError):
@@ -294,31 +294,31 @@ class _Table:
             elif self._labelled and not label:
                 left_out["images without a label"].append(where)
             elif self._labelled and split < 0:
-                left_out["images in no split of train, val or test"].append(where)
+                left_out["images in a split other than train, val or test"].append(where)
             elif (name := found[0]) in rows:
                 if (label, split) != rows[name][::2][:2]:
                     conflicting.add(name)
                 left_out["images listed twice"].append(f"{where} and {rows[name][-1]}")
             else:
                 rows[name] = intern(label), name, split, group or name, image, number
-        # which of its rows is right is not known
+        # either row may be right
         kept = sorted(row for name, row in rows.items() if name not in conflicting)
         labels, names, splits, groups, images, _ = zip(*kept, strict=True) if kept else [()] * 6
         folders = {os.path.dirname(os.path.join(self._root, name)) for name in names}
         watched = {os.fsencode(path): path_state(os.fsencode(path)) for path in folders}
         watched[os.fsencode(self.path)] = self._state
         columns = [_numbered(labels), splits, _numbered(groups)][: 2 + ("group" in self.places)]
-        # once where both are the same
+        # identical rows count once
         both = map(dict.fromkeys, zip(images, names, strict=True))
         called = [*map(os.fsencode, map("\0".join, both))]
         classes = [*map(os.fsencode, dict.fromkeys(labels))]
         return pack(classes, columns, called, left_out, watched), _ABSENT not in left_out
 
     def _find(self, name: str) -> list[str]:
-        """Returns the path below ``root`` of the file that ``name`` means; several: it is unclear.
+        """Returns the path below ``root`` that ``name`` refers to; several if it is ambiguous.
 
-        A name may lack its suffix or its first folders, have folders of another machine before it,
-        and backslashes between them.
+        A name may lack its suffix or leading folders, start with another machine's folders, or use
+        backslashes.
         """
         path = os.path.normpath(name.replace("\\", "/"))
         if os.path.isfile(os.path.join(self._root, path)):
@@ -332,7 +332,7 @@ class _Table:
 
     @cached_property
     def _below(self) -> defaultdict[str, list[tuple[str, str]]]:
-        """All images by file name, with and without suffix: the path as named, and the path."""
+        """All images by file name with and without suffix, as pairs of listed and real path."""
         found = defaultdict(list)
         index = listing(os.fsencode(self._root))
         for path in map(index.name, range(len(index.labels))):
@@ -342,7 +342,7 @@ class _Table:
 
 
 def _numbered(values: Iterable[str]) -> list[int]:
-    """Returns a number for each of ``values``, from 0 as they come."""
+    """Returns a number per value, from 0 in order of appearance."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]
 
@@ -358,13 +358,13 @@ def main(arguments: Sequence[str]) -> int:
         base, sets = find_sets(parser.parse_args(arguments).folder, None)
         if len(sets) < 2:
             sets = {"": base}
-        # its warnings are no part of the table
+        # keep warnings out of the table
         with redirect_stdout(sys.stderr):
             sources = {name: FolderSource(path) for name, path in sets.items()}
     except DataError as error:
         return tell([error])
     columns = slice(2 + ("" not in sources))
-    # a name that is not UTF-8 keeps its bytes
+    # names that are not UTF-8 keep their bytes
     sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     table = csv.writer(sys.stdout, lineterminator="\n")
     table.writerow(["path", "label", "split"][columns])

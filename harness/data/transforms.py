@@ -1,11 +1,11 @@
-"""Draws crop boxes; cuts, resizes and mirrors uint8 pixels.
+"""Draws crop boxes; crops, resizes and flips uint8 pixels.
 
-The cuts are those of torchvision's transforms; the random numbers come from the caller.
+The crops follow torchvision's transforms; the caller supplies the random numbers.
 
-There is one resize: bilinear or bicubic, antialiased as Pillow's, from a part of an image into a
-batch. It is the kernel of torch's ``interpolate``, given its result's memory. On ``[H, W, 3]`` in
-order the kernel runs in the thread that calls it and without the interpreter lock. All other copies
-are numpy's, for torch would begin a team of threads for each thread that decodes.
+The one resize, from a part of an image into a batch, is bilinear or bicubic and antialiased like
+Pillow's. It is the kernel of torch's ``interpolate`` with an output buffer. On contiguous ``[H, W,
+3]`` it runs in the calling thread without the GIL. All other copies use numpy, because torch would
+start a thread pool for each decoding thread.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..runtime.seeding import SampleRng
 # left, top, width and height in pixels
 Box = tuple[int, int, int, int]
 
-# Private, for only they write into memory that they are given. torch.ops has them too, and holds
-# the interpreter lock some microseconds longer.
+# Private, because only they write into given memory. Through torch.ops they hold the GIL some
+# microseconds longer.
 _nn: Any = torch._C._nn
 _KERNELS = {"bilinear": _nn._upsample_bilinear2d_aa, "bicubic": _nn._upsample_bicubic2d_aa}
 
@@ -56,9 +56,9 @@ def random_crop_box(
 
 @dataclass(frozen=True, slots=True)
 class CropTransform:
-    """Cuts out a part of an image, resizes and mirrors it; fields of ``AugmentConfig``."""
+    """Crops, resizes and flips an image; fields of ``AugmentConfig``."""
 
-    # side of the result in pixels
+    # output side in pixels
     size: int
     crop: str = "random_resized"
     scale: tuple[float, float] = (0.08, 1.0)
@@ -66,10 +66,10 @@ class CropTransform:
     pad: int = 4
     hflip: float = 0.5
     vflip: float = 0.0
-    # The shorter side before a center crop; None: size * 256 / 224, as since AlexNet, and images
-    # that have size already (CIFAR) stay as they are.
+    # The shorter side before a center crop. None: size * 256 / 224, as since AlexNet; images that
+    # already have this size (CIFAR) are unchanged.
     resize: int | None = None
-    # whether a center crop makes the longer side as short
+    # whether the longer side is squashed to the same length
     squash: bool = False
     # bilinear or bicubic
     interpolation: str = "bilinear"
@@ -77,13 +77,13 @@ class CropTransform:
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, data: DataConfig) -> CropTransform:
-        """Returns the transform of training that the settings describe."""
+        """Returns the training transform of the settings."""
         drawn = augment.scale, augment.ratio, augment.pad, augment.hflip, augment.vflip
         how = data.eval_resize, data.eval_squash, data.interpolation.name
         return cls(data.image_size, augment.crop.name, *drawn, *how)
 
     def part(self, rng: SampleRng, width: int, height: int) -> Box:
-        """Returns the random part that training takes of an image, as ``__call__`` draws it."""
+        """Returns the random training crop of an image, as ``__call__`` draws it."""
         return random_crop_box(rng, width, height, self.scale, self.ratio)
 
     def __call__(
@@ -97,11 +97,11 @@ class CropTransform:
         """Writes ``image``, uint8 ``[H, W, 3]``, into ``out``, uint8 ``[3, S, S]`` of any strides.
 
         Everything random comes from ``rng``: the crop first, then the flips. ``image`` is not
-        changed. ``lap`` is called at the end of each of the ``stages``, with its name. A ``part``
-        of ``image`` was drawn from ``rng`` before. Several threads may call at once.
+        changed. ``lap`` is called with its name at the end of each of the ``stages``. A ``part`` of
+        ``image`` was already drawn from ``rng``. Several threads may call at once.
 
         Raises:
-            ValueError: the image is so narrow that its resized form would not fit in memory.
+            ValueError: the image is so narrow that its resized version would not fit in memory.
         """
         height, width, _ = image.shape
         size = self.size
@@ -152,14 +152,14 @@ def resize_into(
 ) -> None:
     """Writes part ``box`` of ``pixels``, uint8 ``[H, W, 3]``, resized, into ``out``.
 
-    The filter does not reach over the edge of the box.
+    The filter does not reach beyond the box.
 
     Args:
         pixels: the image.
-        box: the part of it.
-        out: uint8 ``[3, S, S]`` of any strides; as of a row of a channels_last batch is quickest.
-        flip: mirror it, left and right.
-        size: width and height to give the box, at least S each, of which ``out`` gets the centre;
+        box: the part to resize.
+        out: uint8 ``[3, S, S]`` of any strides; fastest for a row of a channels_last batch.
+        flip: flip horizontally.
+        size: width and height of the resized box, at least S each, whose center goes to ``out``;
             None: S each.
         interpolation: bilinear or bicubic.
     """
@@ -168,12 +168,12 @@ def resize_into(
     side = len(rows)
     new_width, new_height = size or (side, side)
     part = pixels[top : top + height, left : left + width]
-    # the fewer pixels are mirrored, to the same result
+    # flips the smaller of the two, with the same result
     if flip and size is None and width * height < side * side:
         part = np.empty_like(part, order="C")
         mirror_into(pixels[top : top + height, left : left + width], part)
         flip = False
-    # most training crops: straight into the batch
+    # most training crops, directly into the batch
     direct = rows.flags.c_contiguous and not flip and size is None
     result = resized(part, new_width, new_height, interpolation, rows if direct else None)
     if result is rows:
@@ -188,8 +188,8 @@ def resize_into(
 
 
 def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:
-    """Writes ``pixels``, uint8 ``[..., H, W, 3]``, mirrored into ``out``, other memory."""
-    # in a quarter of the time of all three at once
+    """Writes ``pixels``, uint8 ``[..., H, W, 3]``, flipped into ``out``, other memory."""
+    # four times faster than all three at once
     for channel in range(3):
         out[..., channel] = pixels[..., ::-1, channel]
 
@@ -203,13 +203,12 @@ def resized(
 ) -> np.ndarray:
     """Resizes uint8 ``[H, W, 3]`` into ``out``, in order, or new memory, and returns that.
 
-    Returns ``pixels`` themselves if they have the size.
+    Returns ``pixels`` itself if it has this size.
     """
     if pixels.shape == (height, width, 3):
         return pixels
     result = np.empty((height, width, 3), np.uint8) if out is None else out
-    # In order, as the kernel needs them, and writable, or torch warns. numpy turns axes in a third
-    # of torch's time.
+    # contiguous for the kernel, and writable, or torch warns; numpy is 3x faster than torch here
     source, target = (
         torch.from_numpy(array.transpose(2, 0, 1)[None])
         for array in (np.require(pixels, requirements=("C", "W")), result)

@@ -1,7 +1,7 @@
-"""Remembers which JPEGs were decoded whole without a fault, so that a part of each may do.
+"""Records which JPEGs were decoded in full without errors, so that crops may be decoded alone.
 
-A file in the cache folder has a checksum of each image's bytes. All workers, local ranks and later
-runs share it. An image whose bytes have changed is decoded whole again.
+A file in the cache folder has a checksum of each image's bytes, shared by all workers, local ranks
+and later runs. An image with changed bytes is decoded in full again.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .mapped import MappedFile, memory, path_of, reserve
 from .shards import ShardSource
 from .storage import FileSource, Source, Subset, cache_root
 
-# raise it if decoding becomes stricter
+# increase it if decoding becomes stricter
 _FORMAT = 1
 
 
 @dataclass(eq=False)
 class Whole:
-    """The checksums of images, 0 of one that was not decoded yet, in their order.
+    """The checksums of images, in order; 0 if an image was not decoded yet.
 
-    A process that is killed leaves a checksum or none: eight bytes are written at once. Without a
-    file all images count as decoded, for measurements of what parts cost.
+    Eight bytes are written at once, so a killed process leaves no partial checksum. Without a file
+    all images count as decoded, to measure the cost of crops.
     """
 
     file: MappedFile | None
@@ -41,22 +41,22 @@ class Whole:
         return Whole, (self.file,)
 
     def has(self, i: int, checksum: int) -> bool:
-        """Returns whether image ``i`` was decoded whole when its bytes had this checksum."""
+        """Returns whether image ``i`` with this checksum was decoded in full."""
         return self.file is None or int(self._sums[i]) == checksum
 
     def add(self, i: int, checksum: int) -> None:
-        """Remembers that image ``i`` was decoded whole."""
+        """Records that image ``i`` was decoded in full."""
         if self.file is not None:
             self._sums[i] = checksum
 
 
 class Seen:
-    """The checksums of images that this run decoded whole, most of them, by their own value.
+    """A lossy hash table of the checksums of images that this run decoded in full.
 
-    Workers share it. A newer image takes the place of an older one whose checksum falls on it.
+    Workers share it. A colliding checksum replaces the older one.
     """
 
-    # 32 MiB of addresses; memory, where it is written
+    # 32 MiB of address space, allocated on write
     _SLOTS = 1 << 22
 
     def __init__(self, file: MappedFile | None = None) -> None:
@@ -67,16 +67,16 @@ class Seen:
         return _seen, (path_of(self.file.fd),)
 
     def has(self, checksum: int) -> bool:
-        """Returns whether an image of this checksum was decoded whole; it may be forgotten."""
+        """Returns whether an image with this checksum was decoded in full; may forget."""
         return int(self._sums[checksum % self._SLOTS]) == checksum
 
     def add(self, checksum: int) -> None:
-        """Remembers that an image was decoded whole."""
+        """Records that an image was decoded in full."""
         self._sums[checksum % self._SLOTS] = checksum
 
 
 def _seen(path: str) -> Seen:
-    """Returns the checksums in a process's file; new ones where that process has ended."""
+    """Returns the checksums in a process's file; new ones if that process has ended."""
     try:
         return Seen(MappedFile(os.open(path, os.O_RDWR | os.O_CLOEXEC), writable=True))
     except OSError:
@@ -89,7 +89,7 @@ def checksum(data: bytes) -> int:
 
 
 def open_whole(source: Source, options: DataConfig) -> Whole | None:
-    """Opens what is known of a folder's images; None: it would not be asked."""
+    """Opens the checksums of a folder's images; None if they would not be used."""
     count = len(source)
     while isinstance(source, Subset):
         source = source.source
@@ -104,6 +104,6 @@ def open_whole(source: Source, options: DataConfig) -> Whole | None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         reserve(fd, size)
     except OSError:
-        # known to this run alone
+        # only for this run
         fd = memory(size)
     return Whole(MappedFile(fd, writable=True))

@@ -24,24 +24,24 @@ from ..runtime.folder import log
 from ..runtime.seeding import instead_of
 from .order import AnyOrder
 
-# the backends that can serve every data set
+# backends for every dataset
 PROCESSES = "processes"
 THREADS = "threads"
-# the backend for images that all fit in memory
+# backend for images that fit in memory
 ARRAYS = "arrays"
 
-# losses of workers at one batch that end the pass: one that kills each worker is never there
+# worker losses at one batch that end the pass, because the batch may kill every worker
 _TRIES = 3
 
 
 class Failure(NamedTuple):
-    """A sample that could not be read.
+    """An unreadable sample.
 
     Attributes:
-        sample: its place in the data set.
-        where: where it lies, for people.
-        reason: why it cannot be read.
-        replaced: whether another one was put in its place; else its pixels are undefined.
+        sample: its index in the dataset.
+        where: its location, for messages.
+        reason: the error.
+        replaced: whether another sample replaces it; else its pixels are undefined.
     """
 
     sample: int
@@ -56,10 +56,10 @@ class HostBatch(NamedTuple):
     Attributes:
         images: uint8 ``[N, 3, H, W]``, 0..255, in channels_last memory, as decoders write them.
         labels: int64 ``[N]``.
-        indices: int64 ``[N]``, the samples' places in the data set, as an order gives them.
-        failures: the samples that could not be read.
-        epoch: the epoch, of which augmentation on the device is a function.
-        stamps: when the batch was made and handed over; None for a batch that nobody made.
+        indices: int64 ``[N]``, sample indices from an order.
+        failures: the unreadable samples.
+        epoch: seeds augmentation on the device.
+        stamps: when the batch was made and handed over; None for synthetic batches.
     """
 
     images: Tensor
@@ -70,8 +70,8 @@ class HostBatch(NamedTuple):
     stamps: Stamps | None = None
 
     def pin_memory(self) -> HostBatch:
-        """Returns the batch in page-locked memory, but for the indices; torch's loader calls it."""
-        # stamped last
+        """Returns the batch in pinned memory, except the indices; called by torch's loader."""
+        # timestamp last
         return self._replace(
             images=self.images.pin_memory(),
             labels=self.labels.pin_memory(),
@@ -81,11 +81,11 @@ class HostBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
-    """The settings of a feed with nothing left to derive; the names are torch's.
+    """Fully resolved settings of a feed, with torch's names.
 
-    ``dataclasses.replace`` changes them, and what goes with a number of workers follows: without
-    any, ``prefetch_factor`` and ``persistent_workers`` are None, else 2 and True unless given. With
-    threads ``prefetch_factor`` may stay None: two batches in all. Arrays have no workers.
+    ``dataclasses.replace`` changes them and adapts dependent settings: without workers,
+    ``prefetch_factor`` and ``persistent_workers`` are None, else 2 and True by default. For threads
+    ``prefetch_factor`` may be None, which means two batches in all. Arrays have no workers.
     """
 
     batch_size: int
@@ -110,7 +110,7 @@ class FeedSettings:
 
     @property
     def batches_ahead(self) -> int:
-        """The most batches that all workers together make ahead of the consumer."""
+        """The prefetch depth of all workers together, in batches."""
         if self.num_workers and self.prefetch_factor is None:
             return 2
         return self.num_workers * (self.prefetch_factor or 0)
@@ -125,24 +125,23 @@ class FeedSettings:
 
 
 class Backend(ABC):
-    """Makes the batches of one order; iterates over one epoch, the chosen one, at a time.
+    """Makes the batches of one order; iterates over one chosen epoch at a time.
 
-    A new pass ends the pass before. A subclass implements ``take``, and if it works ahead
-    ``begin`` and ``end``. Consumers call ``iter``, ``polled``, ``set_epoch``, ``prime``, ``close``.
+    A new pass ends the previous one. Subclasses implement ``take`` and, to prefetch, ``begin`` and
+    ``end``. Consumers call ``iter``, ``polled``, ``set_epoch``, ``prime``, ``close``.
 
     Attributes:
-        name: as ``loader.backend`` has it.
-        shares_interpreter: whether samples are made in the trainer's process.
-        made_on_device: whether batches are on the device already, so that nothing is copied.
-        restarts: whether new workers take the place of lost ones. A batch is a function of its
-            place in the order, so that none is lost and none comes twice.
-        order: which samples make which batch.
-        settings: how the batches are made.
-        meter: what the workers do; None without workers or without shared memory.
-        times_samples: whether ``meter`` counts single samples too, for probes; to be set before
-            the first pass.
-        replaced: samples of this backend's batches that could not be read and were replaced, for
-            whoever wants to take them.
+        name: value of ``loader.backend``.
+        shares_interpreter: whether samples are made in the main process.
+        made_on_device: whether batches are made on the device and need no copy.
+        restarts: whether lost workers are replaced. Batches depend only on their position in the
+            order, so none is lost or repeated.
+        order: assigns samples to batches.
+        settings: the loader settings.
+        meter: measures the workers; None without workers or shared memory.
+        times_samples: whether ``meter`` also times single samples, for probes; set it before the
+            first pass.
+        replaced: replaced unreadable samples of this backend's batches, to be collected.
     """
 
     name: ClassVar[str]
@@ -156,11 +155,11 @@ class Backend(ABC):
         self.order = order
         self.settings = settings
         self._epoch = 0
-        # the epoch of a pass that was begun ahead of time
+        # the epoch of a primed pass
         self._primed: int | None = None
-        # another object for each pass, so that a pass can see that a later one has begun
+        # a new object per pass, by which a pass detects a later one
         self._running: object | None = None
-        # the epoch and the indices of each batch to come, of a backend that makes nothing ahead
+        # epoch and indices of upcoming batches, for backends without prefetching
         self._coming: Iterator[tuple[int, np.ndarray]] = iter(())
         # another thread may add to it
         self.replaced: deque[Failure] = deque()
@@ -178,7 +177,7 @@ class Backend(ABC):
         self._epoch = epoch
 
     def prime(self, epoch: int) -> None:
-        """Begins ``epoch`` in the background, so that an ``iter()`` of that epoch finds batches.
+        """Starts ``epoch`` in the background, so that its ``iter()`` finds batches.
 
         Never blocks. An error surfaces from ``next()``. Does nothing while another pass runs.
         """
@@ -187,18 +186,18 @@ class Backend(ABC):
             self._primed = epoch
 
     def __iter__(self) -> Iterator[HostBatch]:
-        # without a limit there are no vain waits
+        # without a limit no wait times out
         return cast(Iterator[HostBatch], self.polled(math.inf))
 
     def polled(self, poll_s: float, check: bool = True) -> Generator[HostBatch | None, None, None]:
-        """Iterates over one pass, and yields None after each ``poll_s`` seconds without a batch.
+        """Iterates over one pass; yields None after each ``poll_s`` seconds without a batch.
 
-        A wait lasts 2 s at most, whatever ``poll_s`` is; 0.5 s for threads. With an infinite
-        ``poll_s`` there are batches only.
+        A wait lasts at most 2 s (0.5 s for threads) for any ``poll_s``. With an infinite ``poll_s``
+        only batches are yielded.
 
         Args:
-            poll_s: how long to wait for a batch.
-            check: refuse a batch that lacks a sample.
+            poll_s: timeout per batch, in seconds.
+            check: raise for a batch with a missing sample.
 
         Raises:
             BadSample: a sample of the batch cannot be read.
@@ -228,7 +227,7 @@ class Backend(ABC):
                                 tries = 0
                             if batch is not None or poll_s < math.inf:
                                 yield batch
-                            # its memory must be free while the next one is awaited
+                            # free its memory while waiting for the next batch
                             del batch
                     break
                 except StopIteration:
@@ -237,23 +236,21 @@ class Backend(ABC):
                     tries += 1
                     if not self.restarts or tries == _TRIES:
                         raise
-                    # as text: an error keeps the frames that it came through, and their batches
-                    text = "loader.restart_workers: %s. New workers go on with batch %d"
+                    # as text, because an error keeps its frames and their batches alive
+                    text = "loader.restart_workers: %s. New workers continue with batch %d"
                     log.warning(text, str(error), given + 1)
                 self.end()
                 self.begin(epoch, given)
             if given < wanted:
-                raise LoaderError(
-                    f"the feed ended after {given} of {wanted} batches; no batch may be lost"
-                )
+                raise LoaderError(f"the loader ended after {given} of {wanted} batches")
         finally:
             self._leave(own, is_whole=0 < given == wanted)
 
     def _leave(self, own: object, is_whole: bool) -> None:
-        """Ends a pass, unless a later one has begun: the workers are then that one's."""
+        """Ends a pass, unless a later one has taken over the workers."""
         if self._running in (None, own):
             self._running = None
-            # batches that were asked for would come in the next pass
+            # requested batches would arrive in the next pass
             if not (is_whole and self.settings.persistent_workers):
                 self.close()
 
@@ -263,7 +260,7 @@ class Backend(ABC):
         self.end()
 
     def begin(self, epoch: int, first: int = 0) -> None:
-        """Begins the pass of ``epoch`` at its batch ``first`` without waiting."""
+        """Starts the pass of ``epoch`` at batch ``first`` without waiting."""
         self._coming = zip(repeat(epoch), self.order.batches(epoch, first))
 
     @abstractmethod
@@ -271,29 +268,29 @@ class Backend(ABC):
         """Returns the next batch of the pass, or None after ``poll_s`` seconds without one.
 
         Raises:
-            StopIteration: no batch will come.
-            LoaderError: the workers were lost, or a batch did not come in time.
+            StopIteration: the pass is over.
+            LoaderError: workers were lost, or a batch timed out.
         """
 
     def guard(self) -> AbstractContextManager[object]:
-        """Returns the block that the waits of a pass are in, until workers are lost."""
+        """Returns the context for the waits of a pass, until workers are lost."""
         return nullcontext()
 
-    # a backend that makes nothing ahead has nothing to end
+    # backends without prefetching have nothing to end
     def end(self) -> None:  # noqa: B027
-        """Ends what a pass has begun."""
+        """Ends the prefetching of a pass."""
 
 
 class FillableDataset(Protocol):
-    """A data set that a feed can serve.
+    """A dataset that a feed can load.
 
-    A data set with an attribute ``stages``, the names of what ``fill`` does, is given a fourth
-    argument by some calls of ``fill``: a function to call at the end of each stage with its name.
+    If a dataset has an attribute ``stages``, the stage names of ``fill``, some calls of ``fill``
+    pass a fourth argument: a function to call with its name at the end of each stage.
 
     Attributes:
-        image_size: side of an image in pixels.
-        skips: whether ``fill`` is called again for a sample that raised an error, with the keyword
-            ``instead``: another place to read, with the random numbers of ``index``.
+        image_size: image side length in pixels.
+        skips: whether ``fill`` is called again for a failed sample with the keyword ``instead``,
+            another index to read with the random numbers of ``index``.
     """
 
     image_size: int
@@ -307,22 +304,22 @@ class FillableDataset(Protocol):
 
 
 def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
-    """Returns the stages that ``dataset`` names, or ``sample``."""
+    """Returns the stages of ``dataset``, by default ``sample``."""
     stages = getattr(dataset, "stages", None)
-    # a data set that is not ours may use the name for something else
+    # a user's dataset may use this name for something else
     return stages if isinstance(stages, tuple) else (SAMPLE,)
 
 
 class BatchWorker:
-    """What one worker does, a process, a thread or the trainer itself: it fills samples.
+    """Fills samples in one worker: a process, a thread or the main process.
 
     For each chunk call ``timer.begin``, then ``fill``.
 
     Args:
-        dataset: gives the samples.
+        dataset: source of the samples.
         slot: the worker's row of ``meter``.
-        meter: counts what each chunk took, by stage; None: chunks are timed all the same.
-        times_samples: whether it also counts what each readable sample took.
+        meter: records each chunk's time by stage; None: chunks are only timed.
+        times_samples: whether it also records the time of each readable sample.
 
     Attributes:
         timer: times the chunk.
@@ -345,25 +342,25 @@ class BatchWorker:
         pixels: np.ndarray,
         labels: np.ndarray,
     ) -> tuple[list[Failure], Stamps]:
-        """Writes samples into a batch; returns their failures, and when the chunk was made.
+        """Writes samples into a batch; returns their failures and the chunk's timestamps.
 
         Args:
-            lap: what ``timer.begin`` returned for the chunk.
+            lap: the result of ``timer.begin`` for the chunk.
             epoch: of the samples.
-            indices: their places in the data set, int64 ``[N]``, as an order gives them.
-            pixels: where they go, uint8 ``[N, 3, S, S]`` with any strides.
-            labels: where their labels go, int64 ``[N]``.
+            indices: int64 ``[N]``, from an order.
+            pixels: output, uint8 ``[N, 3, S, S]`` with any strides.
+            labels: output, int64 ``[N]``.
 
         Raises:
-            MemoryError: no sample's fault, whichever allocator refused.
-            ConfigError: no sample's fault either: a function of the user's failed.
+            MemoryError: an allocator failed, which is not the sample's fault.
+            ConfigError: a user function failed.
         """
         failures: list[Failure] = []
         first = self._stages[0]
-        # a data set that names its stages tells of their ends
+        # a dataset with stages reports their ends
         told = first != SAMPLE
         laps = (lap,) if lap and told else ()
-        # until here the time is the batch's
+        # time so far belongs to the batch
         self.timer.mark(COLLATE)
         for row, index in enumerate(indices.tolist()):
             try:
@@ -374,7 +371,7 @@ class BatchWorker:
                     lap(SAMPLE)
             except Exception as error:
                 if lap:
-                    # time without a lap counts for the first stage, most often reading
+                    # time without a lap counts as the first stage, usually reading
                     lap(first)
                 if is_out_of_memory(error):
                     raise MemoryError(str(error)) from error
@@ -386,9 +383,9 @@ class BatchWorker:
     def _failure(
         self, error: Exception, epoch: int, index: int, out: np.ndarray, label: np.ndarray
     ) -> Failure:
-        """Returns why a sample could not be read; writes another in its place, if that is wanted.
+        """Returns a sample's failure; writes another sample in its place, if requested.
 
-        As text: an error that cannot be pickled would never arrive (pytorch #142884).
+        As text, because an unpicklable error would never arrive (pytorch #142884).
         """
         where, reason = f"sample {index}", f"{type(error).__name__}: {error}"
         if isinstance(error, BadSample):
@@ -404,36 +401,34 @@ class BatchWorker:
 class BufferPool:
     """A pool of buffers for batches.
 
-    There is no release call: a buffer is free again when the last tensor or array that views it is
-    gone. Code that reads a buffer asynchronously, such as a copy on its way to the device, must
-    hold such a tensor until it is done. A consumer that keeps more batches than ``slots`` never
-    waits: a buffer is new memory where none is free, and beyond ``slots`` free ones it is given
-    back.
+    There is no release call. A buffer becomes free when the last tensor or array that views it is
+    deleted. Code that reads a buffer asynchronously, such as a copy to the device, must hold a view
+    until it is done. Consumers never wait: if no buffer is free, new memory is allocated, and more
+    than ``slots`` free buffers are released.
 
     Args:
-        slots: number of buffers that are kept for use again.
+        slots: number of free buffers to keep.
         slot_bytes: size of the largest batch.
-        pin_memory: whether the memory is page-locked.
+        pin_memory: whether the memory is pinned.
     """
 
     def __init__(self, slots: int, slot_bytes: int, pin_memory: bool = False) -> None:
         self.slot_bytes = slot_bytes
         self._pin_memory = pin_memory
-        # appends and pops are atomic: buffers come back in any thread, in the middle of anything
+        # appends and pops are atomic, because buffers return in any thread at any time
         self._free: deque[np.ndarray] = deque(maxlen=slots)
 
     def acquire(self, count: int) -> Tensor:
         """Returns ``count`` bytes, uint8 ``[count]``, of the most recently used free buffer.
 
         Raises:
-            RuntimeError: no buffer is free, and torch has no memory for another.
+            RuntimeError: no buffer is free, and torch cannot allocate one.
         """
         try:
             slot = self._free.pop()
         except IndexError:
             slot = self._allocate()
-        # the storage of the tensor holds this array, and with it the buffer, until the last tensor
-        # of the storage is gone
+        # the tensor's storage holds this array, and so the buffer, until its last tensor is deleted
         view = slot[:count]
         weakref.finalize(view, _take_back, weakref.ref(self), slot).atexit = False
         return torch.from_numpy(view)
@@ -444,16 +439,16 @@ class BufferPool:
 
 
 def _take_back(owner: weakref.ref[BufferPool], slot: np.ndarray) -> None:
-    # a batch that outlives its pool must not keep the pool's other buffers
+    # a batch that outlives its pool must not keep other buffers
     if (pool := owner()) is not None:
         pool._free.append(slot)
 
 
 def too_slow(timeout_s: float) -> LoaderError:
-    """Returns the error for a batch that did not come in time."""
+    """Returns the error for a batch that timed out."""
     where = user_code.current_place()
-    why = f"your code does not return{where}" if where else "a worker hangs or the storage does"
+    why = f"your code does not return{where}" if where else "a worker or the storage is stuck"
     return LoaderError(
-        f"no batch within loader.timeout_s={timeout_s:g}: {why}; raise the time, or "
-        "find the sample with loader.backend=processes loader.num_workers=0"
+        f"no batch within loader.timeout_s={timeout_s:g}: {why}; raise the timeout, or find the "
+        "sample with loader.backend=processes loader.num_workers=0"
     )

@@ -30,12 +30,12 @@ from .order import AnyOrder, Cursor, EpochRemainder, Order, ProbeOrder
 from .processes import ProcessFeed
 from .threads import ThreadFeed
 
-# the stage of cropping and mirroring a batch
+# the stage that crops and flips a batch
 _GATHER = "gather"
 
 
 def has_fixed_size(dataset: object) -> TypeGuard[ImageDataset]:
-    """Returns whether these are images of one size each before crop and mirror, the last steps."""
+    """Returns whether all images have one size before the final crop and flip."""
     return (
         isinstance(dataset, ImageDataset)
         and dataset.own is None
@@ -44,7 +44,7 @@ def has_fixed_size(dataset: object) -> TypeGuard[ImageDataset]:
 
 
 def stored(dataset: object) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns an array that holds the images of ``dataset``, and its rows; None: they are files."""
+    """Returns the array with the images of ``dataset``, and its rows; None if they are files."""
     if not has_fixed_size(dataset):
         return None
     source = dataset.source
@@ -58,8 +58,8 @@ def stored(dataset: object) -> tuple[np.ndarray, np.ndarray] | None:
 def pixel_bytes(dataset: ImageDataset) -> int:
     """Returns the bytes of the array of ``InMemoryImages``.
 
-    Before each row lie ``pad`` zeros, before each image as many rows of zeros, at the end both.
-    The zeros behind a row or an image are those before the next.
+    Each row is preceded by ``pad`` zeros, each image by ``pad`` zero rows, and both follow at the
+    end. Neighboring rows and images share their margins.
     """
     pad = _padding(dataset)
     pitch = dataset.image_size + pad
@@ -67,29 +67,29 @@ def pixel_bytes(dataset: ImageDataset) -> int:
 
 
 def _padding(dataset: ImageDataset) -> int:
-    """Returns the width of the zeros around an image, which only a pad crop has."""
+    """Returns the zero margin around an image; 0 without a pad crop."""
     transform = dataset.transform
     return transform.pad if transform.crop == "pad" else 0
 
 
 class InMemoryImages:
-    """The images of a data set in one array as they are before crop and mirror.
+    """The images of a dataset in one array, before crop and flip.
 
     A crop is a window into the array. The constructor reads all images.
 
     Args:
-        dataset: gives the images; ``has_fixed_size`` is true of it.
-        settings: of the ``threads`` backend that reads the images.
-        device: holds the images if it is a GPU with twice the memory free; else the host does.
+        dataset: its images satisfy ``has_fixed_size``.
+        settings: for the ``threads`` backend that reads the images.
+        device: stores the images if it is a GPU with twice their size free; else the host does.
 
     Attributes:
-        on_device: whether the images lie in the device's memory.
-        replaced: samples that could not be read, with others in their places.
+        on_device: whether the images are in device memory.
+        replaced: unreadable samples that were replaced.
 
     Raises:
         BadSample: an image cannot be read.
         LoaderError: an image was not read within ``settings.timeout_s``.
-        MemoryError: the host has too little memory.
+        MemoryError: there is too little host memory.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class InMemoryImages:
         self._dataset = dataset
         self._own = accelerator.get(device or "cpu")
         pad = _padding(dataset)
-        # pixels from one row to the next, and rows from one image to the next
+        # stride of rows in pixels, and of images in rows
         self._pitch = pitch = dataset.image_size + pad
-        # NumPy's zeros raise MemoryError, torch's do not
+        # numpy raises MemoryError, torch does not
         memory = np.zeros(pixel_bytes(dataset), np.uint8)
         labels = np.array(dataset.source.labels, np.int64)
         self.replaced: dict[int, Failure] = {}
         whole = memory[: 3 * len(dataset) * pitch**2].reshape(-1, pitch, pitch, 3)
         inner = whole[:, pad:, pad:]
-        # a pad crop resizes only what has another size
+        # a pad crop resizes only images of another size
         resizes = dataset.transform.crop == "center" and dataset.transform.resize
         held = stored(dataset)
         if held and not resizes and held[0].shape[1:] == inner.shape[1:]:
@@ -118,25 +118,24 @@ class InMemoryImages:
         self._labels = torch.from_numpy(labels)
         self.on_device = False
         if room := self._own.memory():
-            # Half of it: the network wants some too. Memory that torch has reserved and not
-            # allocated does not count: the network's next step takes it.
+            # Half, because the network needs memory too. Memory reserved by torch is not free: the
+            # next step will use it.
             if 2 * len(memory) <= room.free:
-                # another process may be quicker
+                # another process may be faster
                 with suppress(torch.OutOfMemoryError):
                     self._memory = self._own.copy(self._memory)
                     self._labels = self._own.copy(self._labels)
                     self.on_device = True
             if not self.on_device:
                 log.info(
-                    "arrays lie on the host: %.1f GB are more than half of the device's free "
-                    "%.1f GB",
+                    "arrays stay on the host: %.1f GB exceed half of the device's free %.1f GB",
                     len(memory) / 1e9,
                     room.free / 1e9,
                 )
 
     def _read(self, settings: FeedSettings, images: np.ndarray, labels: np.ndarray) -> None:
         """Writes all images and their labels."""
-        # without the margin and the mirroring that the transform draws for each epoch
+        # without the margin and the flip, which are drawn per epoch
         plain = copy.copy(self._dataset)
         plain.transform = replace(plain.transform, pad=0, hflip=0.0, vflip=0.0)
         order = Order(len(plain), settings.batch_size, shuffle=False)
@@ -152,7 +151,7 @@ class InMemoryImages:
 
         Images are uint8 ``[N, 3, S, S]`` in channels_last memory, labels int64 ``[N]``.
         """
-        # the place where each crop begins, and whether it is flipped, by the sample's own numbers
+        # crop offset and flip of each sample, by its own random numbers
         rows = indices % len(self._labels)
         pitch = self._pitch
         begin = rows * pitch**2
@@ -164,13 +163,13 @@ class InMemoryImages:
             begin += top * pitch + left
         mirrored, upended = (drawn[:, -2:] < (transform.hflip, transform.vflip)).T
 
-        # windows of an image's size by the place of their first pixel: rows of bytes
+        # image-sized windows, indexed by their first pixel
         size = self._dataset.image_size
         places = len(self._memory) // 3 - (size - 1) * pitch - size + 1
         windows = self._memory.as_strided((places, size, 3 * size), (3, 3 * pitch, 1))
         shape = len(rows), size, size, 3
         if self.on_device:
-            # a few launches for all samples together, for which the host does not wait
+            # a few asynchronous launches for all samples together
             where = torch.from_numpy(np.stack([begin, rows, mirrored, upended]))
             first, own, turned, overturned = self._own.copy(self._own.pin(where))
             images = windows.index_select(0, first).view(shape)
@@ -178,8 +177,7 @@ class InMemoryImages:
             if transform.vflip:
                 images = torch.where(overturned.bool().view(-1, 1, 1, 1), images.flip(1), images)
             return images.permute(0, 3, 1, 2), self._labels.index_select(0, own)
-        # By NumPy: torch's team of threads would wait for processors that the step has, for longer
-        # than all the rest takes.
+        # numpy, because torch's thread pool would wait for cores used by the step
         cut = windows.numpy()[begin].reshape(shape)
         plain = cut[mirrored]
         turned_here = np.empty_like(plain)
@@ -191,18 +189,18 @@ class InMemoryImages:
 
 
 class ArrayFeed(Backend):
-    """Batches of ``dataset`` in the order of ``order``, bitwise as by ``processes``.
+    """Batches of ``dataset`` in ``order``, bitwise identical to ``processes``.
 
-    With ``InMemoryImages`` on a GPU the batches are there too, and nothing is copied.
+    With ``InMemoryImages`` on a GPU, batches are made there and not copied.
 
     Args:
-        dataset: its images have one size before crop and mirror.
-        order: which samples make which batch.
-        settings: of a feed without workers.
-        pixels: the data set's, to be shared with other feeds; None: this feed's own, on the host.
+        dataset: its images have one size before crop and flip.
+        order: assigns samples to batches.
+        settings: for a feed without workers.
+        pixels: of the dataset, shared with other feeds; None: allocated here, on the host.
 
     Raises:
-        As ``InMemoryImages``, where ``pixels`` is None.
+        As ``InMemoryImages``, if ``pixels`` is None.
     """
 
     name = ARRAYS
@@ -226,7 +224,7 @@ class ArrayFeed(Backend):
         """As in ``Backend``."""
         epoch, indices = next(self._coming)
         count = len(indices)
-        # a batch is timed like a single sample: it has one stage
+        # a batch is timed like one sample with one stage
         self._timer.begin(1)
         self._timer.mark(START)
         gather = self.pixels.batch
@@ -246,9 +244,9 @@ class ArrayFeed(Backend):
 
 
 class SyntheticFeed(Backend):
-    """The same uint8 noise ``[N, 3, S, S]`` and random labels for every batch, on ``device``.
+    """One batch of uint8 noise ``[N, 3, S, S]`` with random labels on ``device``, repeated.
 
-    The last batch of an epoch is as short as ``order`` makes it.
+    The last batch of an epoch has the length given by ``order``.
     """
 
     name = "synthetic"
@@ -276,7 +274,7 @@ class SyntheticFeed(Backend):
 
 
 def noise(count: int, image_size: int, classes: int) -> HostBatch:
-    """Returns ``count`` random images and labels, the same each time.
+    """Returns ``count`` fixed random images and labels.
 
     The images are uint8 ``[count, 3, image_size, image_size]``.
     """
@@ -293,20 +291,20 @@ BACKENDS: dict[str, Any] = {kind.name: kind for kind in (ProcessFeed, ThreadFeed
 
 @dataclass(slots=True)
 class Feeds:
-    """Makes one rank's feeds over ``splits``; ``cursor`` is how far its probes are."""
+    """Creates one rank's feeds over ``splits``; ``cursor`` is the position of its probes."""
 
     splits: Splits
     config: Config
     world: World
     cursor: Cursor = field(default_factory=Cursor, init=False)
-    # shared by all feeds of one data set
+    # shared by all feeds of one dataset
     _pixels: dict[ImageDataset, InMemoryImages] = field(default_factory=dict, init=False)
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The backends to choose from: the one that the user named, or all that suit the data.
+        """The candidate backends: the user's choice, or all that suit the data.
 
-        Arrays suit images that lie in memory already.
+        Arrays suit images already in memory.
         """
         named = self.config.loader.backend
         if named not in (None, BackendName.auto):
@@ -318,21 +316,21 @@ class Feeds:
         return tuple(found)
 
     def settings(self, limits: Limits) -> FeedSettings:
-        """Returns the training feed's settings before any tuning, derived where they are null.
+        """Returns the training feed's settings before tuning, with nulls filled in.
 
         Raises:
-            ConfigError: the backend that the user named cannot serve the data set.
+            ConfigError: the chosen backend cannot load the dataset.
         """
         loader = self.config.loader
         train = self.splits.train
-        # Threads start at once and hand nothing over, and decoding leaves the interpreter to
-        # others. A data set that is not ours may keep the interpreter.
+        # Threads start fast and share memory, and decoding releases the GIL. A user's dataset may
+        # hold it.
         backend = THREADS if isinstance(train, ImageDataset) else PROCESSES
         if (named := named_backend(self.config)) is not None:
             backend = named.name
         workers = loader.num_workers
         if workers is None:
-            # more than 16 processes only for users who ask for them
+            # more than 16 processes only on request
             workers = max(1, min(16, int(limits.cores)))
         is_gpu = accelerator.get(self.world.device).has_streams
         settings = FeedSettings(
@@ -347,46 +345,46 @@ class Feeds:
         )
         if isinstance(train, OwnDataset) and BACKENDS[settings.backend].shares_interpreter:
             raise ConfigError(
-                f"loader.backend={settings.backend}: {self.splits.name} gives a Dataset, whose "
-                "random numbers threads would share; use loader.backend=processes, or give a source"
+                f"loader.backend={settings.backend}: {self.splits.name} returns a Dataset, whose "
+                "RNGs threads would share; use loader.backend=processes, or return a source"
             )
         if settings.backend == ARRAYS and isinstance(train, ImageDataset):
             if not has_fixed_size(train):
                 raise ConfigError(
-                    "loader.backend=arrays: crops are cut from whole images, which have no common "
+                    "loader.backend=arrays needs images of one size, but these have no common "
                     "size (augment.crop=random_resized); choose augment.crop=pad or center, or "
                     "loader.backend=threads"
                 )
             held = self.held_bytes(settings)
             if held > 0.8 * limits.memory_bytes:
                 raise ConfigError(
-                    f"loader.backend=arrays: the images take {held / 1e9:.1f} GB of memory, of "
-                    f"which {limits.memory_bytes / 1e9:.1f} GB are free (a fifth is kept back); "
+                    f"loader.backend=arrays: the images need {held / 1e9:.1f} GB of memory, only "
+                    f"{limits.memory_bytes / 1e9:.1f} GB are available (a fifth is reserved); "
                     "lower data.image_size or use loader.backend=threads"
                 )
         return settings
 
     def resize(self, size: int) -> Feeds:
-        """Gives training images ``size`` pixels in all feeds made from now on; returns itself.
+        """Sets the training image size of all feeds made from now on; returns itself.
 
         Raises:
-            ConfigError: the data set's images have a size of their own.
+            ConfigError: the dataset determines the size.
         """
         splits = self.splits
         train = splits.train
-        # or it stands for what is evaluated
+        # or the set is only evaluated
         if splits.trains and train.image_size != size:
             if not isinstance(train, ImageDataset):
                 raise ConfigError(
-                    f"data.train_size={size}: {splits.name} gives a Dataset, whose transforms "
-                    "decide the size; set it to null, or give a source"
+                    f"data.train_size={size}: {splits.name} returns a Dataset, whose transforms "
+                    "decide the size; set it to null, or return a source"
                 )
             self._pixels.pop(train, None)
             self.splits = replace(splits, train=train.sized(size))
         return self
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
-        """Returns the validation feed's settings: as in training, with workers for one pass."""
+        """Returns the validation feed's settings: the training settings with one-pass workers."""
         val = self.config.loader.val
         return replace(
             train,
@@ -397,18 +395,18 @@ class Feeds:
         )
 
     def steps_per_epoch(self) -> int:
-        """Returns the optimizer updates of one epoch."""
+        """Returns the number of optimizer steps per epoch."""
         return math.ceil(len(self._train_order()) / self.config.trainer.accumulate_steps)
 
     def update_images(self) -> int:
-        """Returns the images of an optimizer update, of all ranks."""
+        """Returns the effective batch size of an optimizer step, over all ranks."""
         config = self.config
         return config.loader.batch_size * config.trainer.accumulate_steps * self.world.size
 
     def train(self, settings: FeedSettings, rest: EpochRemainder | None = None) -> Backend:
-        """Returns the training feed; of one epoch only the ``rest``.
+        """Returns the training feed, or the ``rest`` of one epoch.
 
-        Frees the images that probes of the arrays backend have left, if another one was chosen.
+        Frees the images left by probes of the arrays backend if another backend was chosen.
         """
         if settings.backend != ARRAYS:
             self._pixels.clear()
@@ -417,20 +415,20 @@ class Feeds:
             asked = getattr(self.config.loader, name)
             idle = settings.backend == THREADS and asked != getattr(default, name)
             if idle and self.world.is_main:
-                log.warning("loader.%s=%s: has no effect with threads", name, shown(asked))
+                log.warning("loader.%s=%s has no effect with threads", name, shown(asked))
         order = replace(self._train_order(), rest=rest)
         return self._make(self.splits.train, order, settings, self.config.loader.restart_workers)
 
     def sized(
         self, plans: Mapping[int, FeedSettings], rest: EpochRemainder | None, size: int
     ) -> Backend:
-        """Returns the training feed for images of ``size`` pixels, by its settings in ``plans``."""
+        """Returns the training feed for images of ``size`` pixels, with settings from ``plans``."""
         return self.resize(size).train(plans[size], rest)
 
     def val(self, settings: FeedSettings, dataset: AnyDataset | None = None) -> Backend:
-        """Returns a feed of every sample once, in order, on one of the ranks.
+        """Returns a feed of every sample once, in order, on one rank.
 
-        They are those of ``dataset``; None: of the validation set.
+        The samples are from ``dataset``; None: the validation set.
         """
         if dataset is None:
             dataset = self.splits.val
@@ -438,19 +436,19 @@ class Feeds:
         return self._make(dataset, order, settings, self.config.loader.restart_workers)
 
     def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
-        """Returns an endless training feed without short batches, over samples new to probes.
+        """Returns an endless training feed without short batches, over samples unseen by probes.
 
         Args:
-            settings: how the batches are made.
-            again: repeat the samples that ``cursor`` has seen, which can be read.
+            settings: the loader settings to probe.
+            again: repeat the samples that ``cursor`` has seen, which are readable.
         """
         order = self._train_order()
-        # a short batch would have another step time
+        # a short batch would have a different step time
         full = replace(order, drop_last=True)
         probes = ProbeOrder(full if len(full) else order, self.cursor, again)
         dataset = self.splits.train
         if isinstance(dataset, ImageDataset) and dataset.whole and self.config.trainer.epochs > 1:
-            # as from the second epoch on
+            # as in the second epoch
             dataset = replace(dataset, whole=Whole(None))
         return self._make(dataset, probes, settings)
 
@@ -459,11 +457,11 @@ class Feeds:
         return settings.batch_size * (3 * self.splits.train.image_size**2 + 8 + 8)
 
     def noise(self, count: int) -> HostBatch:
-        """Returns ``count`` random images: a step takes as long on any pixels."""
+        """Returns ``count`` random images; step time does not depend on pixel values."""
         return noise(count, self.splits.train.image_size, len(self.splits.classes))
 
     def held_bytes(self, settings: FeedSettings) -> int:
-        """Returns the bytes that feeds hold in addition to batches: for arrays, both sets."""
+        """Returns the bytes that feeds use in addition to batches; for arrays, both sets."""
         if settings.backend != ARRAYS:
             return 0
         # a prediction has one set
@@ -482,7 +480,7 @@ class Feeds:
     def _train_order(self) -> Order:
         loader = self.config.loader
         if self.config.mode is Mode.evaluate:
-            # of no step: any number of images will do
+            # without steps, any number of images is enough
             return self._whole_order(self.splits.train, loader.batch_size)
         strength = self.config.data.balance
         balance = None
@@ -502,8 +500,8 @@ class Feeds:
         if len(order) == 0:
             images = self.world.size * order.accumulate_steps * loader.batch_size
             raise ConfigError(
-                f"loader.batch_size={loader.batch_size}: an update takes {images} images, and "
-                f"there are {order.length} for training; lower it or trainer.accumulate_steps, or "
+                f"loader.batch_size={loader.batch_size}: a step needs {images} images, but "
+                f"there are only {order.length}; lower it or trainer.accumulate_steps, or "
                 "with one rank set loader.drop_last=false"
             )
         return order

@@ -1,4 +1,4 @@
-"""Changes the tensors of a batch of any form, whose other parts stay."""
+"""Maps over the tensors of a nested batch; other parts are kept."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-# of a batch's many texts and numbers
+# for the many strings and numbers of a batch
 _PLAIN = {str, int, float, bool, bytes, type(None)}
 
 
 def changed(part: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns ``part`` with what ``change`` returns in the place of each tensor, in order.
+    """Returns ``part`` with each tensor replaced by the result of ``change``, in order.
 
-    Dictionaries, lists, tuples, named tuples and dataclasses are made again in their type; any
-    other object is the same.
+    Dictionaries, lists, tuples, named tuples and dataclasses are rebuilt in their type; any other
+    object is kept.
     """
     if type(part) in _PLAIN:
         return part

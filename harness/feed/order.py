@@ -1,4 +1,4 @@
-"""Decides the samples of each batch from the seed, the epoch and the position."""
+"""Determines the samples of each batch from seed, epoch and position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..runtime.seeding import order_rng
 
 @dataclass(frozen=True, slots=True)
 class EpochRemainder:
-    """The samples ``start`` to ``stop`` that are left of the order of ``epoch``, of all ranks."""
+    """The remaining samples of ``epoch``, ``start`` to ``stop`` in its order, of all ranks."""
 
     epoch: int
     start: int
@@ -24,33 +24,32 @@ class EpochRemainder:
 
 
 def balanced(labels: np.ndarray, strength: float, seed: int, epoch: int) -> np.ndarray:
-    """Returns as many draws as there are samples, more of rare classes and fewer of common ones.
+    """Returns an epoch's draws, with more samples of rare classes and fewer of common ones.
 
-    A class's share goes by its number of samples to the power of 1 - ``strength``: 0.5 is the
-    square-root sampling of Mahajan et al. 2018 (arXiv 1805.00932), 1 gives every class the same
-    share. The samples of a class take turns, over the epochs too: at an epoch's end none has been
-    drawn more than once oftener than another.
+    A class's share is proportional to its number of samples to the power of 1 - ``strength``: 0.5
+    is the square-root sampling of Mahajan et al. 2018 (arXiv 1805.00932), 1 gives all classes equal
+    shares. The samples of a class take turns across epochs; at the end of an epoch, their draw
+    counts differ by at most one.
 
     Args:
         labels: of the samples, int64 ``[N]``.
         strength: 0 to 1.
         seed: the run's.
-        epoch: of the draws, which are a function of seed and epoch.
+        epoch: of the draws.
 
     Returns:
-        int64 ``[N]``, in random order, as of ``Order.indices``.
+        int64 ``[N]``, in random order, as in ``Order.indices``.
     """
     length = len(labels)
     members = [own for own in by_class(labels) if len(own)]
     shares = np.cumsum([len(own) ** (1 - strength) for own in members])
-    # rounded so that they make up the epoch, and every class has a sample of it
+    # rounded to fill the epoch, with at least one sample per class
     ends = np.floor(shares / shares[-1] * length + 0.5).astype(np.int64)
     drawn = []
     for part, (own, quota) in enumerate(zip(members, np.diff(ends, prepend=0), strict=True), 1):
         turns, rest = divmod(int(quota), len(own))
         drawn.append(np.add.outer(length * np.arange(turns), own).ravel())
-        # what whole turns leave of the quota begins where the epoch before has stopped, in turns
-        # that have an order of their own each
+        # partial turns start where the previous epoch stopped; each turn has its own order
         turn, first = divmod(epoch * rest, len(own))
         two = [
             order_rng(seed, turn + more, part).permutation(own) + (turns + more) * length
@@ -64,28 +63,26 @@ def balanced(labels: np.ndarray, strength: float, seed: int, epoch: int) -> np.n
 class Order:
     """The batches of one rank.
 
-    A global batch is a run of ``batch_size * world_size`` places in the epoch's order, and each
-    rank takes its own stretch. So the global batches are the same for any number of ranks at an
-    equal global batch size, and without ``drop_last`` every sample is seen once by one rank:
-    nothing is padded.
+    A global batch is ``batch_size * world_size`` consecutive samples in the epoch's order, of which
+    each rank takes a contiguous part. Global batches depend only on the global batch size, not on
+    the number of ranks. Without ``drop_last`` exactly one rank gets each sample, without padding.
 
-    A rest begins with a whole global batch, wherever it starts, and all ranks have the same number
-    of its batches: the last, short global batch is divided evenly. If the last batch has fewer
-    samples than there are ranks, the last two batches become two of about half the size.
+    A rest begins with a full global batch at any position, and all ranks have the same number of
+    its batches; the last, short global batch is divided evenly. If it has fewer samples than ranks,
+    the last two batches become two of about half the size.
 
     Attributes:
-        length: samples in the data set.
+        length: samples in the dataset.
         batch_size: samples per batch and rank.
         shuffle: a new order each epoch, else 0, 1, 2, ...
-        drop_last: leave out the last batches if they do not make a whole update.
-        accumulate_steps: global batches of an update.
-        repeats: times that a shuffled epoch has each of its samples, one after the other.
-        balance: labels and strength by which a shuffled epoch is ``balanced``; None: it has each
-            sample once.
-        rest: what is left of one epoch; None: every epoch is whole.
+        drop_last: drop the last batches if they do not fill an optimizer step.
+        accumulate_steps: global batches per optimizer step.
+        repeats: consecutive repetitions of each sample in a shuffled epoch.
+        balance: labels and strength for ``balanced`` shuffled epochs; None: each sample once.
+        rest: remainder of one epoch; None: full epochs.
 
     Raises:
-        ValueError: the rest does not lie in the data set, or the ranks cannot share the rest.
+        ValueError: the rest is out of range, or the ranks cannot share it.
     """
 
     length: int
@@ -113,26 +110,26 @@ class Order:
             )
 
     def __len__(self) -> int:
-        """Returns the batches of a whole epoch."""
+        """Returns the number of batches in a full epoch."""
         return replace(self, rest=None).count(0)
 
     def count(self, epoch: int) -> int:
-        """Returns the batches of ``epoch``."""
+        """Returns the number of batches in ``epoch``."""
         places, sizes = _plan(self, epoch)
-        # of the last, short batch of a whole epoch only the first ranks may have a part
+        # the last, short batch of a full epoch may only have samples for the first ranks
         own = [size * self.rank // self.world_size for size in sizes]
         return sum(begin + first < places[-1] for begin, first in zip(places, own, strict=False))
 
     def taken(self, epoch: int, batches: int | None = None) -> int:
-        """Returns the place in the order of ``epoch`` after ``batches`` of every rank, or all."""
+        """Returns the position in the order of ``epoch`` after ``batches`` per rank, or all."""
         places, _ = _plan(self, epoch)
         return places[-1 if batches is None else min(batches, len(places) - 1)]
 
     def indices(self, epoch: int) -> np.ndarray:
-        """Returns the order of the whole data set in ``epoch``, int64 ``[length]``.
+        """Returns the order of the whole dataset in ``epoch``, int64 ``[length]``.
 
-        A sample that is drawn again has ``length`` added to its place each time: its random numbers
-        are others, the place is what remains after division by ``length``.
+        ``length`` is added to the index for each repeat of a sample, which changes its random
+        numbers; the sample's index is the remainder modulo ``length``.
         """
         if not self.shuffle:
             return np.arange(self.length)
@@ -147,7 +144,7 @@ class Order:
         return again.reshape(-1)[: self.length]
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[np.ndarray]:
-        """Iterates over this rank's batches of ``epoch`` from ``first`` on.
+        """Iterates over this rank's batches of ``epoch``, from batch ``first``.
 
         Each is int64 ``[<= batch_size]``.
         """
@@ -162,7 +159,7 @@ class Order:
 
 @lru_cache(maxsize=8)
 def _plan(order: Order, epoch: int) -> tuple[list[int], list[int]]:
-    """Returns where the epoch's global batches begin and the last ends, and what ranks share."""
+    """Returns the bounds of the epoch's global batches, and the samples that ranks divide."""
     step = order.batch_size * order.world_size
     rest = order.rest
     if rest is None or rest.epoch != epoch:
@@ -180,12 +177,12 @@ def _plan(order: Order, epoch: int) -> tuple[list[int], list[int]]:
 
 @dataclass(slots=True)
 class Cursor:
-    """How far the probes of a run are.
+    """The position of a run's probes.
 
     Attributes:
-        asked: batches that all probes together have asked for.
-        begin: where the last probe that moves on began.
-        seen: the batches that ``again`` repeats: those that the last such probe has given.
+        asked: batches requested by all probes.
+        begin: start of the last advancing probe.
+        seen: batches of the last advancing probe, which ``again`` repeats.
     """
 
     asked: int = 0
@@ -193,7 +190,7 @@ class Cursor:
     seen: range = range(0)
 
     def saw(self, batches: int) -> None:
-        """Notes that the last probe that moves on has given ``batches``: they can be read."""
+        """Records that the last advancing probe returned ``batches``, which are readable."""
         self.seen = range(self.begin, self.begin + batches)
 
 
@@ -201,11 +198,11 @@ class Cursor:
 class ProbeOrder:
     """Endless batches of ``order``, from epochs that training never sees; moves ``cursor``.
 
-    Probes that share a cursor continue its epochs where the last one has stopped: they ask for
-    every sample once before they ask for any sample again, if ``order`` does.
+    Probes that share a cursor continue where the last one stopped, and request every sample once
+    before repeating any, if ``order`` does.
 
     Attributes:
-        again: repeat what the cursor has seen, and do not move it.
+        again: repeat the batches seen, without moving the cursor.
     """
 
     order: Order
@@ -217,11 +214,11 @@ class ProbeOrder:
             self.cursor.begin = self.cursor.asked
 
     def count(self, epoch: int) -> int:
-        """Returns more batches than anyone asks for."""
+        """Returns a practically infinite number of batches."""
         return sys.maxsize
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[np.ndarray]:
-        """Iterates over the batches from now on; ``epoch`` and ``first`` change nothing."""
+        """Iterates over the next batches; ``epoch`` and ``first`` are ignored."""
         repeated = itertools.cycle(self.cursor.seen if self.again else ())
         # of the latest epoch
         batches = lru_cache(1)(lambda turn: [*self.order.batches(turn)])
@@ -231,7 +228,7 @@ class ProbeOrder:
             if position is None:
                 position = self.cursor.asked
                 self.cursor.asked += 1
-            # far from any epoch of training
+            # far from any training epoch
             yield batches(2**31 + position // whole)[position % whole]
 
 

@@ -1,9 +1,9 @@
-"""Copies batches to the device, one ahead of the step, and normalises them there.
+"""Copies batches to the device, one ahead of the step, and normalizes them there.
 
-After Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. The host never
-waits for the next batch before it hands out one that is ready: a thread of the prefetcher's own
-waits. One side stream serves the whole life (a stream per epoch makes the allocator reserve more
-memory, timm #2781). Errors and early exits are as in a plain loop.
+After Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. A ready batch
+is never delayed by the next one, because a separate thread waits for the loader. One side stream is
+used throughout (one stream per epoch would make the allocator reserve more memory, timm #2781).
+Errors and early exits behave as in a plain loop.
 """
 
 from __future__ import annotations
@@ -36,45 +36,44 @@ Batches = Generator[Any, None, None]
 Augment = Callable[[Tensor, Any], Tensor]
 Mix = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 _END: Any = object()
-# torch normalises fewer values in one thread, and sooner than NumPy is called
+# below this size torch uses one thread and is faster than a numpy call
 _SMALL = 1 << 15
 
 
 class DataPrefetcher:
-    """An iterator over batches on the device, each in the form in which ``loader`` gives it.
+    """An iterator over batches on the device, with the structure of the ``loader``'s batches.
 
-    Where there are streams, as on CUDA, a thread takes batches from ``loader`` and issues their
-    copy and normalisation on a side stream while the step runs; it is one batch ahead of what was
-    asked for. ``next()`` first sleeps until the device has at most one step left, so that the host
-    is never more than two steps ahead, nor their batches' memory. Elsewhere, and with
-    ``ahead=False``, each batch is moved when it is asked for. On a CPU it is normalised into memory
-    of earlier batches that no tensor and no array holds any more; up to three batches of memory
-    stay with the prefetcher. Each ``iter()`` is a new pass and ends the pass before.
+    On devices with streams, such as CUDA, a thread takes batches from ``loader`` and issues their
+    copy and normalization on a side stream while the step runs, one batch ahead of the consumer.
+    ``next()`` first sleeps until the device has at most one step left, so the host and the memory
+    of its batches are never more than two steps ahead. On other devices, and with ``ahead=False``,
+    each batch is moved on request. On a CPU it is normalized into memory of earlier batches that no
+    tensor or array uses; the prefetcher keeps up to three batches of memory. Each ``iter()`` starts
+    a new pass and ends the previous one.
 
     Args:
-        loader: gives batches, such as ``(images, labels)``, of tensors in any nest of dictionaries,
-            lists, tuples, named tuples and dataclasses; other parts stay as they are. Or it is a
-            feed of this project.
-        device: where batches go.
-        mean: each channel's mean as fractions of 255, for uint8 images ``[N, C, H, W]``. None
-            leaves values as they are: uint8 images stay uint8, and floats that are normalised
-            already are cast to ``dtype``.
+        loader: yields batches, such as ``(images, labels)``, of tensors in nested dictionaries,
+            lists, tuples, named tuples and dataclasses; other parts are passed through. It can also
+            be a wellfed feed.
+        device: target of the batches.
+        mean: mean per channel as fractions of 255, for uint8 images ``[N, C, H, W]``. With None,
+            values are unchanged: uint8 images stay uint8, and floats are only cast to ``dtype``.
         std: each channel's standard deviation as fractions of 255.
         dtype: the type of images on the device (float32, bfloat16 or float16).
         channels_last: lay images out as NHWC.
-        images: the part of a batch that ``mean``, ``std``, ``dtype`` and ``channels_last`` are for,
-            as an index, a key or an attribute; None: the first of a sequence, or the one tensor.
-        clock: gets the two events around each copy, and when each batch was made, if given.
-        ahead: None for what the device wants; False to do without the thread and the side stream.
-        augment: called with the images on the device, as the loader has them, and its batch; gives
-            others in their place.
-        mix: called with the normalised images, the labels on the device and the loader's batch;
-            gives others in their place.
+        images: index, key or attribute of the part of a batch to which ``mean``, ``std``, ``dtype``
+            and ``channels_last`` apply; None: the first of a sequence, or the only tensor.
+        clock: receives the two events around each copy, and the time each batch was made.
+        ahead: None: depends on the device; False: no thread and no side stream.
+        augment: called with the unnormalized images on the device and the loader's batch; returns
+            new images.
+        mix: called with the normalized images, the labels on the device and the loader's batch;
+            returns new images and labels.
 
     Raises:
-        ValueError: ``mean`` and ``std`` do not fit each other, or, from ``next()``, the images.
+        ValueError: ``mean`` and ``std`` do not match each other, or, from ``next()``, the images.
         TypeError: from ``next()``, for a batch without a tensor, or without ``images``.
-        Whatever ``loader`` raises, from ``next()``, in place of the batch that it was raised for.
+        Any error of ``loader``, from ``next()``, instead of the batch.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class DataPrefetcher:
         self.loader = loader
         own = accelerator.get(device)
         if not own.tells:
-            _log.warning("DataPrefetcher: device=%s: no batch is copied ahead on this type", device)
+            _log.warning("DataPrefetcher: device=%s does not support copying batches ahead", device)
         self.device = own.device
         if ahead is None:
             ahead = own.has_streams
@@ -117,7 +116,7 @@ class DataPrefetcher:
     def __iter__(self) -> DataPrefetcher:
         self.close()
         self._pass = _batches(self.loader, self._transfer)
-        # a pass left half-way has a thread
+        # an unfinished pass has a thread
         self._end_pass = weakref.finalize(self, self._pass.close)
         return self
 
@@ -138,26 +137,25 @@ class DataPrefetcher:
             return None, None
 
     def close(self) -> None:
-        """Ends the pass, if one runs, and waits for its thread."""
+        """Ends the current pass, if any, and joins its thread."""
         self._pass = None
         if self._end_pass is not None:
             self._end_pass()
 
 
 class Normalise:
-    """Turns images into ``(value / 255 - mean) / std`` in the network's type and format.
+    """Converts images to ``(value / 255 - mean) / std`` in the network's dtype and layout.
 
     Args:
-        device: where the images are.
-        mean: each channel's mean as fractions of 255; None leaves values as they are, and integers
-            in their type.
+        device: of the images.
+        mean: mean per channel as fractions of 255; None leaves values and integer types unchanged.
         std: each channel's standard deviation as fractions of 255.
-        dtype: the type of the result.
+        dtype: of the result.
         channels_last: lay images out as NHWC.
 
     Raises:
-        ValueError: ``mean`` and ``std`` do not fit each other, ``dtype`` is no floating-point type,
-            or, from a call, the images do not fit.
+        ValueError: ``mean`` and ``std`` do not match, ``dtype`` is not a floating-point type, or,
+            from a call, the images do not match.
     """
 
     def __init__(
@@ -169,18 +167,18 @@ class Normalise:
         channels_last: bool,
     ) -> None:
         self._plain = mean is None and std is None
-        # otherwise float32 images of NCHW stay as they are
+        # otherwise NCHW float32 images are unchanged
         self.changes = not self._plain or dtype != torch.float32 or channels_last
         given = ((), ()) if self._plain else (mean, std)
         try:
-            # arrays and tensors too
+            # also for arrays and tensors
             values = np.array([[float(value) for value in each] for each in given])  # type: ignore
             if not np.isfinite(values).all() or (values[1] <= 0).any():
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
             raise ValueError(
-                f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one finite "
-                "value for each channel, std above 0"
+                f"DataPrefetcher: mean={mean} and std={std}: pass both, or none, with one finite "
+                "value per channel, std above 0"
             ) from None
         if not self._plain and not dtype.is_floating_point:
             raise ValueError(f"DataPrefetcher: dtype={dtype}: use float32, bfloat16 or float16")
@@ -189,11 +187,11 @@ class Normalise:
         self._on_host = accelerator.get(device).is_host
         scaled = torch.from_numpy(np.stack([255.0 * values[0], 1.0 / (255.0 * values[1])]))
         self._mean, self._scale = scaled.float().to(device)[:, None, :, None, None]
-        # of results on a CPU
+        # for results on a CPU
         self._pool = BufferPool(0, 0)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Returns ``images`` normalised; the caller's own memory stays as it is."""
+        """Returns normalized ``images``; the caller's memory is unchanged."""
         if self._plain:
             dtype = self._dtype if images.is_floating_point() else images.dtype
             return images.contiguous(memory_format=self._format).to(dtype)
@@ -201,9 +199,9 @@ class Normalise:
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
             raise ValueError(
                 f"DataPrefetcher: images are {images.dtype} {list(images.shape)}; mean and std of "
-                f"{channels} values are for torch.uint8 [N, {channels}, H, W], 0..255: load uint8 "
-                "(torchvision.transforms.v2.PILToTensor), give one value for each channel, or "
-                "leave mean and std out"
+                f"{channels} values need torch.uint8 [N, {channels}, H, W], 0..255: load uint8 "
+                "(torchvision.transforms.v2.PILToTensor), pass one value per channel, or "
+                "omit mean and std"
             )
         images = images.contiguous(memory_format=self._format)
         if self._on_host and images.numel() >= _SMALL:
@@ -211,21 +209,19 @@ class Normalise:
         return torch.sub(images, self._mean).mul_(self._scale).to(self._dtype)
 
     def _by_rows(self, images: Tensor) -> Tensor:
-        """Returns the values of torch's expression in float32, with the strides of ``images``.
+        """Returns the float32 values of torch's expression, with the strides of ``images``.
 
-        They lie in memory of earlier results that nothing holds any more, if there is any.
-
-        By NumPy, in this thread only: torch would wait in each operation for threads whose cores
-        the loader has.
+        Reuses memory of earlier results that nothing references. Uses numpy in this thread, because
+        each torch operation would wait for threads whose cores the loader uses.
         """
         size = 4 * images.numel()
         if size > self._pool.slot_bytes:
-            # the step's batch, one that waits for the step, and one in the making
+            # the step's batch, a waiting batch, and one being made
             self._pool = BufferPool(3, size)
         memory = self._pool.acquire(size).view(torch.float32)
         result = memory.as_strided(images.shape, images.stride())
 
-        # in rows that are long enough for vector instructions
+        # rows long enough for vector instructions
         count, channels, height, width = images.shape
         given = images
         target = result
@@ -245,12 +241,12 @@ class Normalise:
 
 
 class HostLeadLimiter:
-    """Bounds how far the host is ahead of the device; ``clock`` gets each sleep, if given."""
+    """Limits how far the host runs ahead of the device; reports sleeps to ``clock``."""
 
     def __init__(self, own: Accelerator, clock: StepClock | None) -> None:
         self._own = own
         self._clock = clock
-        # of the last two steps, as they were launched
+        # of the last two steps, in launch order
         self._ends = deque((own.event(), own.event()), maxlen=2)
         self._recorded = 0
 
@@ -268,27 +264,26 @@ class HostLeadLimiter:
             self._clock.held(began_s)
 
 
-# a batch on its way to the step, and its tensors; the events before the copy, after it and behind
-# the last write, or None where there are none; when it was made, and when it was there
+# a prefetched batch and its tensors; events before the copy, after it and after the last write, or
+# None; when it was made, and when it arrived
 _Issued = tuple[tuple[Any, list[Tensor]], tuple[Any, Any, Any], tuple[Stamps | None, float]]
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """Issues batches to the device and makes them ready there.
+    """Issues batches to the device and prepares them there.
 
-    Holds what the loader gave until its copy is done: the loader may use memory again that nothing
-    holds.
+    Keeps each loader batch until its copy is done, because the loader reuses unreferenced memory.
 
     Attributes:
-        own: the device.
+        own: the target device.
         stream: the side stream; None puts all work on the current stream.
         ahead: whether a thread issues batches while the consumer works.
         clock: reads the events, if given.
-        made_there: the loader makes its batches on the device.
-        augment, normalise, mix: what is done to each batch.
-        images: the part that is normalised; None: the first.
-        must: whether a batch must have one.
+        made_there: whether the loader makes batches on the device.
+        augment, normalise, mix: applied to each batch.
+        images: the part to normalize; None: the first.
+        must: whether a batch must have this part.
     """
 
     own: Accelerator
@@ -301,9 +296,9 @@ class _Transfer:
     mix: Mix | None
     images: str | int | None
     must: bool
-    # the stream that the consumer's work goes to
+    # the consumer's stream
     outer: Any = None
-    # the event behind each copy, and the batch that is copied
+    # the event after each copy, and the batch being copied
     _copying: deque[tuple[Any, Any]] = field(default_factory=deque)
 
     def issue(self, batches: Iterator[Any]) -> _Issued | None:
@@ -326,7 +321,7 @@ class _Transfer:
                 for tensor in compress(tensors, there):
                     own.keep_for(self.stream, tensor)
                 if not self.made_there:
-                    # the loader's own GPU work may still write to them
+                    # the loader's GPU work may still write to them
                     self.stream.wait_stream(self.outer)
             with named("copy"):
                 if own.has_streams:
@@ -348,9 +343,9 @@ class _Transfer:
                 if own.has_streams:
                     done = self._mark()
         if self.ahead:
-            # with all of its work issued; in a plain loop, as soon as the loader has given it
+            # all of its work is issued; in a plain loop, as soon as the loader returns it
             there_s = now()
-        # without a side stream the device works in between, and the host must not wait for it
+        # without a side stream the device computes in between, and the host must not wait
         if self._copying:
             self.let_go(most=math.inf if self.stream is None else 1)
         stamps = batch.stamps if isinstance(batch, HostBatch) else None
@@ -359,7 +354,7 @@ class _Transfer:
         return (moved, tensors), (start, end, done), (stamps, there_s)
 
     def _tensors(self, parts: Any) -> tuple[list[Tensor], int | None]:
-        """Returns the tensors of a batch, and the place of the images among them."""
+        """Returns the tensors of a batch, and the index of the images among them."""
         tensors: list[Tensor] = []
         nest.changed(parts, tensors.append)
         images = None
@@ -370,8 +365,8 @@ class _Transfer:
         if not tensors or (at is None and self.must):
             has = ", ".join(map(repr, getattr(parts, "keys", list)())) or type(parts).__name__
             raise TypeError(
-                f"DataPrefetcher: images={self.images!r} names no tensor in this loader's batches "
-                f"({has}); give the key, the index or the attribute of the images"
+                f"DataPrefetcher: images={self.images!r} is not a tensor in this loader's batches "
+                f"({has}); pass the key, index or attribute of the images"
             )
         return tensors, at
 
@@ -383,9 +378,9 @@ class _Transfer:
         return event
 
     def let_go(self, most: float) -> None:
-        """Drops batches that are copied; waits until at most ``most`` copies are under way."""
+        """Drops copied batches; waits until at most ``most`` copies are pending."""
         copying = self._copying
-        # the newest was just issued: asking costs a call
+        # skip the newest, just issued: a query costs a call
         while len(copying) > min(most, 1):
             end = copying[0][0]
             if not end.query():
@@ -396,7 +391,7 @@ class _Transfer:
 
 
 def _issue_ahead(loader: Iterable[Any], transfer: _Transfer, ready: Any, permit: Any) -> None:
-    """The thread of one pass: puts a batch into ``ready`` for each True of ``permit``."""
+    """Thread of one pass: puts a batch into ``ready`` for each True of ``permit``."""
     try:
         transfer.own.make_current()
         batches = iter(loader)
@@ -407,20 +402,20 @@ def _issue_ahead(loader: Iterable[Any], transfer: _Transfer, ready: Any, permit:
             if hasattr(batches, "close"):
                 batches.close()
     except BaseException as error:
-        # handed to the consumer, who raises it
+        # raised by the consumer
         ready.put(error)
 
 
 def _batches(loader: Iterable[Any], transfer: _Transfer) -> Batches:
-    """Iterates over one pass; a thread issues each batch while the one before it is used."""
+    """Iterates over one pass; a thread issues each batch while the previous one is used."""
     own = transfer.own
     side = transfer.stream
     if side is not None:
         transfer.outer = own.stream()
-        # what the loader has on the device may still be written there
+        # the loader's device memory may still be written
         side.wait_stream(transfer.outer)
     ready = own.queue()
-    # a True when a batch is handed out, before its step
+    # True when a batch is returned, before its step
     permit = own.queue()
 
     take = ready.get
@@ -435,7 +430,7 @@ def _batches(loader: Iterable[Any], transfer: _Transfer) -> Batches:
                 try:
                     raise given
                 finally:
-                    # the error's traceback keeps this frame: the two would keep each other
+                    # avoids a reference cycle of error and frame
                     del given
             if transfer.ahead:
                 permit.put(True)
@@ -443,9 +438,9 @@ def _batches(loader: Iterable[Any], transfer: _Transfer) -> Batches:
             del given
             if side is not None:
                 current = own.stream()
-                # compute waits for the copy, on the device
+                # compute waits for the copy on the device
                 current.wait_event(events[-1])
-                # and the memory is not reused before compute is through
+                # and the memory is reused only after compute
                 for tensor in tensors:
                     own.keep_for(current, tensor)
                     del tensor
@@ -455,11 +450,11 @@ def _batches(loader: Iterable[Any], transfer: _Transfer) -> Batches:
                 transfer.clock.arrived(*arrival)
             del tensors
             yield batch
-            # or two batches would stay on the device while the next one is awaited
+            # else two batches would stay on the device while waiting for the next
             del batch
     finally:
         if transfer.ahead:
             permit.put(False)
-            # waits for the loader's current ``next()`` to come back
+            # waits for the loader's current ``next()``
             thread.join()
         transfer.let_go(most=0)

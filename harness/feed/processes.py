@@ -1,4 +1,4 @@
-"""Loads batches by workers of torch's ``DataLoader`` (``loader.backend=processes``)."""
+"""Loads batches with ``DataLoader`` worker processes (``loader.backend=processes``)."""
 
 from __future__ import annotations
 
@@ -39,37 +39,36 @@ from .base import (
 )
 from .order import AnyOrder
 
-# how soon a dead worker, or a signal to the trainer, ends a wait
+# polling interval for dead workers and signals
 _POLL_S = 2.0
-# what workers have to start, however short loader.timeout_s is
+# minimum start-up timeout of workers, in addition to loader.timeout_s
 _START_S = 5.0
-# trainer and workers have some 30 each, before batches
+# the main process and workers have some 30 each, before batches
 _FILES = 64
 
 
 def _check_files(num_workers: int) -> None:
-    """Raises LoaderError where workers may open too few files: one would print without end."""
+    """Raises LoaderError if the open-file limit is too low; a worker would print endlessly."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_workers and 0 <= files < _FILES:
         raise LoaderError(
-            f"num_workers={num_workers}: {files} open files are allowed (ulimit -n), and worker "
-            f"processes need {_FILES}; raise that, or set loader.backend=threads"
+            f"num_workers={num_workers}: {files} open files are allowed (ulimit -n), but worker "
+            f"processes need {_FILES}; raise the limit, or set loader.backend=threads"
         )
 
 
 class ProcessFeed(Backend):
-    """Batches of ``dataset`` in the order of ``order``.
+    """Batches of ``dataset`` in ``order``.
 
-    Every sample is a function of (seed, epoch, index), failures come back as text in the batch, and
-    the workers' base seed is drawn from a generator of the feed's own: no setting changes what the
-    model sees, and iterating does not touch the global generators.
+    Every sample is a function of (seed, epoch, index), failures are returned as text in the batch,
+    and a private generator supplies the workers' base seed. No setting changes the samples, and the
+    global RNGs are not used.
 
     Raises:
-        BadSample: from ``next()``, for a sample that cannot be read.
+        BadSample: from ``next()``, for an unreadable sample.
         LoaderError: from ``next()``, for a worker that died or did not answer within
             ``settings.timeout_s``.
-        ConfigError: from ``next()``, for a data set that cannot be pickled, or a function of the
-            user's that failed.
+        ConfigError: from ``next()``, for an unpicklable dataset, or a failed user function.
     """
 
     name = PROCESSES
@@ -78,19 +77,19 @@ class ProcessFeed(Backend):
         super().__init__(order, settings)
         self._dataset = dataset
         self._keys = _Keys()
-        # without shared memory the feed does without a meter
+        # without shared memory there is no meter
         with suppress(RuntimeError, OSError):
             self.meter = StageMeter(stages_of(dataset), settings.num_workers)
         self._loader: Loader | None = None
-        # torch's iterator of this pass, or of the last with persistent workers
+        # torch's iterator of this pass, or with persistent workers of the last one
         self._pass: Any = None
-        # the start of the workers for a pass that has begun
+        # worker start-up of the current pass
         self._started: Future[None] | None = None
         # batches taken
         self._taken = 0
         self._watchdog: Watchdog
         self._workers: list[BaseProcess] = []
-        # at exit too: Python waits for them, and they are deaf to SIGTERM
+        # also at exit, because Python joins workers, which ignore SIGTERM
         weakref.finalize(self, _kill, self._workers)
 
     @property
@@ -99,16 +98,16 @@ class ProcessFeed(Backend):
         return tuple(worker.pid for worker in self._workers if worker.pid and worker.is_alive())
 
     def prime(self, epoch: int) -> None:
-        """As in ``Backend``, but does nothing without workers, and forks none.
+        """As in ``Backend``, but does nothing without workers, or if they would be forked.
 
-        A lock that the step holds at that moment would be held in a forked worker for ever.
+        A lock that the step holds at that moment would stay locked in a forked worker forever.
         """
         if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
             super().prime(epoch)
 
     def guard(self) -> Watchdog:
-        """As in ``Backend``: ends a wait in a read from a worker."""
-        # that does not keep this object: its end ends the workers
+        """As in ``Backend``; ends a blocking read from a worker."""
+        # without a reference to this object, whose deletion ends the workers
         free = partial(ProcessFeed._free, weakref.proxy(self))
         self._watchdog = Watchdog(self.settings.timeout_s, free)
         return self._watchdog
@@ -118,25 +117,25 @@ class ProcessFeed(Backend):
         watchdog = self._watchdog
         try:
             if self._started is not None:
-                # without a name for the future: an error's traceback keeps this frame
+                # the future has no name, because an error's traceback keeps this frame
                 self._started.result()
                 self._started = None
-            # closed while the pass began
+            # closed while the pass started
             if self._pass is None:
                 raise StopIteration
-            # torch looks for dead workers only when a wait is over: waits are short ones
+            # short waits, because torch checks for dead workers only afterwards
             self._pass._timeout = min(poll_s, self._poll_s)
             watchdog.wait = self._taken
             batch = self.fetch()
             if batch is not None:
                 self._taken += 1
-                # the consumer has the batch: nothing waits
+                # the consumer has the batch
                 watchdog.wait = None
             elif watchdog.fired:
                 raise TimeoutError
             return batch
         except ConfigError as error:
-            # a worker's own error comes behind its traceback
+            # a worker's own error follows its traceback
             raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from error
         except (RuntimeError, OSError, EOFError) as error:
             if not self.settings.num_workers:
@@ -154,7 +153,7 @@ class ProcessFeed(Backend):
             ) from error
 
     def fetch(self) -> HostBatch | None:
-        """Returns torch's next batch, or None if torch's wait was in vain."""
+        """Returns torch's next batch, or None after a timeout."""
         try:
             batch: HostBatch = next(self._pass)
             return batch
@@ -169,19 +168,18 @@ class ProcessFeed(Backend):
         """Starts the workers, or wakes persistent ones, for ``epoch`` in the background."""
         super().begin(epoch, first)
         self._keys.coming = self._coming
-        # a new thread is on the first device, and torch's pinning thread takes over the device of
-        # the thread that starts it
+        # a new thread uses the first device, which torch's pinning thread would inherit
         prepare = accelerator.taking_over() if self.settings.pin_memory else None
         pool = ThreadPoolExecutor(1, "begin", prepare)
         self._started = pool.submit(self._start)
         pool.shutdown(wait=False)
 
     def _start(self) -> None:
-        """Makes torch's iterator over the batches to come, with its workers started."""
+        """Creates torch's iterator over the remaining batches, with its workers started."""
         s = self.settings
         _check_files(s.num_workers)
         if self._loader is None:
-            # for the workers' sockets: a killed one would leave its own folder behind
+            # for the workers' sockets, because a killed worker would leave its own folder behind
             multiprocessing.util.get_temp_dir()
             if s.num_workers and s.start_method == "forkserver":
                 workers.start_server()
@@ -196,30 +194,30 @@ class ProcessFeed(Backend):
                 generator=torch.Generator(),
             )
         if self._pass is not None:
-            # the pass before may have looked more often than persistent workers can answer
+            # the previous pass may have polled faster than persistent workers can answer
             self._pass._timeout = self._poll_s
         before = multiprocessing.active_children()
         limit_s = s.timeout_s and max(s.timeout_s, _START_S)
         try:
-            # a worker that hangs does not take the data set off the pipe
+            # a stuck worker does not read the dataset from the pipe
             with Watchdog(limit_s, workers.kill_starting) as watchdog:
                 watchdog.wait = 0
                 self._pass = iter(self._loader)
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise
-            # workers of an earlier pass that cannot answer at once, on a machine that was asleep
+            # persistent workers may answer late after the machine was suspended
             self._end_workers()
             self._start()
             return
         except (PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"num_workers={s.num_workers}: the data set cannot be sent to worker processes "
-                f"({error}); define its functions and classes at the top of a module, or use "
+                f"num_workers={s.num_workers}: the dataset cannot be pickled for worker processes "
+                f"({error}); define its functions and classes at module level, or use "
                 "num_workers=0"
             ) from error
         except OSError as error:
-            # those that started before it
+            # workers that started earlier
             _kill([child for child in multiprocessing.active_children() if child not in before])
             if watchdog.fired:
                 raise TimeoutError from error
@@ -231,19 +229,19 @@ class ProcessFeed(Backend):
         return min(_POLL_S, self.settings.timeout_s or _POLL_S)
 
     def _free(self) -> None:
-        """Ends a wait in a read from a worker, which has no limit of its own."""
+        """Ends a read from a worker, which has no timeout of its own."""
         queue = getattr(self._pass, "_worker_result_queue", None)
-        # torch's pinning thread reads in this one's place, and must be ended before the workers are
+        # torch's pinning thread reads instead, and must end before the workers do
         if queue is not None and not self.settings.pin_memory:
             for worker in self._workers:
                 worker.kill()
-            # with the last writer goes the wait for the rest of a batch
+            # closing the last writer ends the wait for the rest of a batch
             queue._writer.close()
 
     def end(self) -> None:
         """As in ``Backend``."""
         if self._started is not None:
-            # waits until there are workers to end
+            # waits until workers have started
             self._started.exception()
             self._started = None
         self._end_workers()
@@ -251,28 +249,28 @@ class ProcessFeed(Backend):
     def _end_workers(self) -> None:
         """Ends the workers at once, busy or not, and drops torch's iterator.
 
-        In the other order torch waits up to 5 s for each worker that is busy.
+        In the other order torch would wait up to 5 s per busy worker.
         """
         if self._workers:
-            # torch's thread that pins batches cannot bear the death of the workers it reads from
+            # torch's pinning thread fails if the workers it reads from die
             thread = getattr(self._pass, "_pin_memory_thread", None)
             if thread is not None:
                 self._pass._pin_memory_thread_done_event.set()
                 # wakes the thread
                 self._pass._worker_result_queue.put((None, None))
                 thread.join(timeout=1.0)
-                # if it waits for a worker, the worker's death ends it, with an error that the feed
-                # tells
+                # if it waits for a worker, the worker's death ends it with an error that the feed
+                # reports
                 thread._invoke_excepthook = _as_it_is
             if getattr(self._pass, "_worker_pids_set", False):
-                # or torch's handler of SIGCHLD raises, where another loader has set it
+                # else torch's SIGCHLD handler raises, if another loader has set it
                 _remove_worker_pids(id(self._pass))
                 self._pass._worker_pids_set = False
             _kill(self._workers)
         self._pass = self._loader = None
 
     def parts(self) -> dict[str, Any]:
-        """Returns what torch's loader is made of: a key becomes a whole batch in the worker."""
+        """Returns the arguments of torch's loader; one key is a whole batch in the worker."""
         return {
             "dataset": _Batches(self._dataset, self.meter, self.times_samples),
             "batch_sampler": self._keys,
@@ -282,25 +280,25 @@ class ProcessFeed(Backend):
 
 
 class Loader(DataLoader[HostBatch]):
-    """Torch's, without its warning of many workers: threads must not filter warnings."""
+    """Torch's loader without the many-workers warning; threads must not filter warnings."""
 
     def check_worker_number_rationality(self) -> None:
-        """Says nothing: the user or the tuner asked for this number."""
+        """Does not warn, because the user or the tuner chose this number."""
 
     def _get_iterator(self) -> Any:
         return _Iterator(self) if self.num_workers else super()._get_iterator()
 
 
 class _Iterator(_MultiProcessingDataLoaderIter):
-    """Torch's, which may be half made where a worker cannot be started.
+    """Torch's iterator, possibly incomplete if a worker could not start.
 
-    The event by which it ends its workers is not shared: a worker that is killed in a look at a
-    shared one takes the lock along, and torch would wait for that.
+    The event that ends its workers is not shared, because a worker killed while checking a shared
+    event would keep its lock, and torch would wait for it.
     """
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader)
-        # kept: a worker may not have opened it yet
+        # kept, because a worker may not have opened it yet
         self._shared_event = self._workers_done_event
         self._workers_done_event: Any = threading.Event()
 
@@ -320,12 +318,12 @@ class _Keys:
 
 @dataclass(eq=False)
 class _Batches(Dataset[HostBatch]):
-    """The data set as a worker sees it: one request in, one whole batch out."""
+    """The dataset in a worker, which makes a whole batch per request."""
 
     dataset: FillableDataset
     meter: StageMeter | None
     times_samples: bool
-    # this worker's, from its first batch on
+    # this worker's, set at its first batch
     _filler: BatchWorker | None = None
 
     def __getitems__(self, key: tuple[int, np.ndarray]) -> HostBatch:
@@ -335,14 +333,13 @@ class _Batches(Dataset[HostBatch]):
         if self._filler is None:
             slot = worker.id if worker else 0
             self._filler = BatchWorker(self.dataset, slot, self.meter, self.times_samples)
-        # the batch's own time, without its samples, begins here
+        # start of the batch's own time, without samples
         timer = self._filler.timer
         lap = timer.begin(count)
         size = self.dataset.image_size
         labels = torch.zeros(count, dtype=torch.int64)
         timer.mark(COLLATE)
-        # a worker's are shared from the start, as in torch's own collate: handing them over copies
-        # nothing
+        # allocated in shared memory, as in torch's collate, so no copy is needed later
         new = torch.UntypedStorage._new_shared if worker else torch.UntypedStorage
         memory = torch.empty(0, dtype=torch.uint8).set_(new(count * 3 * size * size))
         images = memory.view(count, size, size, 3).permute(0, 3, 1, 2)
@@ -365,7 +362,7 @@ def _kill(running: list[BaseProcess]) -> None:
         worker.kill()
     for worker in running:
         worker.join(timeout=1.0)
-        # a segment that the worker was just filling still has its name
+        # a segment being filled still has its name
         for segment in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
             segment.unlink(missing_ok=True)
     running.clear()

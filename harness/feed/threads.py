@@ -1,7 +1,7 @@
-"""Loads batches by threads, in reused memory (``loader.backend=threads``).
+"""Loads batches with threads, in reused memory (``loader.backend=threads``).
 
-Decoders release the interpreter lock while they work. Nothing is copied or handed over.
-``batches_ahead`` of the settings limits the batches in memory.
+Decoders release the GIL. Nothing is copied between workers. ``batches_ahead`` of the settings
+limits the number of batches in memory.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from .base import (
 )
 from .order import AnyOrder
 
-# rows of the meter, one a thread: the most that loader.num_workers and tuner.max_workers take
+# rows of the meter, one per thread: the maximum of loader.num_workers and tuner.max_workers
 MOST_THREADS = 512
-# how soon a signal to the trainer ends a wait
+# polling interval for signals
 _POLL_S = 0.5
-# how long ``close`` waits for threads that are busy
+# how long ``close`` waits for busy threads
 _JOIN_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """A batch in the making: all threads fill it together.
+    """A batch that all threads are filling.
 
     Attributes:
         images: in a buffer of the pool.
-        coming: samples that are not there; 0 once nothing more will come.
-        handed: samples that threads have taken on.
+        coming: number of missing samples; 0 once the batch is complete or failed.
+        handed: number of samples assigned to threads.
         chunks: the first row of each chunk, its failed samples and its times.
-        errors: what ended chunks.
+        errors: errors of chunks.
     """
 
     epoch: int
@@ -67,20 +67,19 @@ class _Batch:
 
 
 class ThreadFeed(Backend):
-    """Batches of ``dataset`` in the order of ``order``, bitwise as by ``processes``.
+    """Batches of ``dataset`` in ``order``, bitwise identical to ``processes``.
 
-    ``settings.num_workers`` is the number of threads (0: the consumer fills a batch as it asks for
-    it). Ahead of the consumer are ``batches_ahead`` batches and the one in the making. The
-    images' memory is reused: see ``BufferPool``.
+    ``settings.num_workers`` is the number of threads (0: the consumer fills batches on request).
+    Ahead of the consumer are ``batches_ahead`` batches and the one being filled. Image memory is
+    reused; see ``BufferPool``.
 
-    A thread that returns late from a read finds that it is not wanted any more. It has written to
-    the memory of its own batch only. Threads end with the feed, and before the interpreter does:
-    none must be cut off in C code.
+    A thread that returns late from a read has written only to its own batch, and then ends. Threads
+    end with the feed and before the interpreter exits, so that none is interrupted in C code.
 
     Raises:
-        BadSample: from ``next()``, for a sample that cannot be read.
+        BadSample: from ``next()``, for an unreadable sample.
         LoaderError: from ``next()``, if no batch came within ``settings.timeout_s``.
-        RuntimeError, MemoryError: from ``next()``, without memory.
+        RuntimeError, MemoryError: from ``next()``, if out of memory.
     """
 
     name = THREADS
@@ -95,31 +94,31 @@ class ThreadFeed(Backend):
         self._pin_memory = settings.pin_memory
         self._timeout_s = settings.timeout_s
         self._ahead = 1 + settings.batches_ahead
-        # both from the first pass on, the filler for the consumer
+        # both set at the first pass; the filler is the consumer's
         self._memory: BufferPool | None = None
         self._own: BatchWorker
         self._pending: deque[_Batch] = deque()
-        # whether batches of the pass have not been begun
+        # whether unstarted batches of the pass remain
         self._more = False
         self._wanted = settings.num_workers
-        # how long the consumer has waited for the oldest batch
+        # time the consumer has waited for the oldest batch
         self._waited_s = 0.0
-        # the collector may close this in the middle of a call of its own
+        # the garbage collector may close this during one of its own calls
         lock = threading.RLock()
         self._work = threading.Condition(lock)
         self._done = threading.Condition(lock)
-        # those that serve: one that is not here ends
+        # active threads; others end
         self._threads: dict[int, threading.Thread] = {}
         weakref.finalize(self, _dismiss, self._threads, self._work)
 
     def begin(self, epoch: int, first: int = 0) -> None:
-        """As in ``Backend``; all batches of the pass before have been taken."""
+        """As in ``Backend``; all batches of the previous pass have been taken."""
         super().begin(epoch, first)
         if self._memory is None:
-            # the consumer holds two: one in use or on its way, and the one that it is given
+            # the consumer holds two: one in use or being copied, and the one it receives
             size = self._batch_size * math.prod(self._shape)
             self._memory = BufferPool(self._ahead + 2, size, self._pin_memory)
-            # the system may have had no more the last time
+            # the system may have refused more threads last time
             self._wanted = self.settings.num_workers
             self._own = self._filler(0)
         with self._work:
@@ -128,9 +127,10 @@ class ThreadFeed(Backend):
             self._start()
 
     def resize(self, threads: int) -> None:
-        """Changes the number of threads, also within a pass; surplus threads end their chunk first.
+        """Changes the number of threads, also within a pass; surplus threads finish their chunk.
 
-        If the system starts no more, a warning says so, and ``settings`` have the number reached.
+        If the system refuses more threads, logs a warning and sets ``settings`` to the actual
+        number.
         """
         assert self.settings.num_workers and 1 <= threads <= MOST_THREADS
         with self._work:
@@ -140,8 +140,8 @@ class ThreadFeed(Backend):
         self.settings = replace(self.settings, num_workers=self._wanted)
 
     def _start(self) -> None:
-        """Starts the threads that are wanted; fewer, or an error, if the system starts no more."""
-        # a new thread is on the first device
+        """Starts the wanted threads; fewer, or raises, if the system refuses more."""
+        # a new thread uses the first device
         prepare = accelerator.taking_over() if self._pin_memory else None
         for slot in sorted({*range(self._wanted)} - self._threads.keys()):
             thread = threading.Thread(
@@ -154,7 +154,7 @@ class ThreadFeed(Backend):
                 thread.start()
             except RuntimeError as error:
                 text = (
-                    f"{slot} threads load, and not {self._wanted}: {error}; allow more (ulimit "
+                    f"{slot} of {self._wanted} loader threads started: {error}; allow more (ulimit "
                     "-u), or set loader.backend=processes loader.num_workers=0"
                 )
                 if slot == 0:
@@ -170,7 +170,7 @@ class ThreadFeed(Backend):
         return BatchWorker(self._dataset, slot, self.meter, self.times_samples)
 
     def take(self, poll_s: float) -> HostBatch | None:
-        """As in ``Backend``; raises whatever failed in place of the batch."""
+        """As in ``Backend``; raises the error of a failed batch."""
         timeout_s = self._timeout_s
         began_s = time.monotonic()
         until_s = began_s + min(poll_s, _POLL_S, timeout_s or _POLL_S)
@@ -182,7 +182,7 @@ class ThreadFeed(Backend):
                     break
             else:
                 self._waited_s = 0.0
-                # there is room for another batch
+                # room for another batch
                 self._work.notify_all()
                 return self._oldest()
         signals.check_wait()
@@ -192,11 +192,11 @@ class ThreadFeed(Backend):
         return None
 
     def _oldest(self) -> HostBatch:
-        """Takes the oldest batch, of which nothing more will come, or raises its error."""
+        """Takes the oldest batch, which is complete, or raises its error."""
         if not self._pending:
             raise StopIteration
         if self._pending[0].errors:
-            # without names for the error and its batch: the traceback keeps this frame
+            # error and batch have no names, because the traceback keeps this frame
             raise self._pending.popleft().errors.pop(0)
         batch = self._pending.popleft()
         _, failures, stamps = zip(*sorted(batch.chunks), strict=True)
@@ -210,7 +210,7 @@ class ThreadFeed(Backend):
         )
 
     def end(self) -> None:
-        """As in ``Backend``; waits a moment for threads that are busy."""
+        """As in ``Backend``; waits briefly for busy threads."""
         with self._work:
             self._more = False
             self._memory = None
@@ -219,7 +219,7 @@ class ThreadFeed(Backend):
         _dismiss(self._threads, self._work)
 
     def _fail(self, error: BaseException) -> None:
-        """Begins no further batch; ``error`` is raised in place of the first one to be made."""
+        """Starts no further batch; ``error`` is raised instead of the next one."""
         none = np.empty(0, np.int64)
         pending = self._pending
         with self._work:
@@ -230,7 +230,7 @@ class ThreadFeed(Backend):
             self._done.notify_all()
 
     def _hand_out(self) -> tuple[_Batch, slice] | None:
-        """Returns the next samples to fill; None without room or without anything to do."""
+        """Returns the next samples to fill; None if there is no room or nothing to do."""
         pending = self._pending
         if not pending or pending[-1].handed == len(pending[-1].indices):
             if len(pending) == self._ahead or not self._more:
@@ -241,7 +241,7 @@ class ThreadFeed(Backend):
                     self._more = False
                     self._done.notify_all()
                     return None
-                # a new batch, in a buffer that no tensor views any more
+                # a new batch, in an unreferenced buffer
                 assert self._memory is not None
                 count = len(indices)
                 images = self._memory.acquire(count * math.prod(self._shape))
@@ -249,12 +249,12 @@ class ThreadFeed(Backend):
                 labels = torch.empty(count, dtype=torch.int64, pin_memory=self._pin_memory)
                 pending.append(_Batch(epoch, indices, images.numpy(), labels.numpy(), count))
             except BaseException as error:
-                # before another thread begins the batch after it
+                # before another thread starts the next batch
                 self._fail(error)
                 return None
         batch = pending[-1]
-        # Several chunks for each thread, so that threads end a batch together. At most 8 samples:
-        # between two chunks a thread looks whether it is still needed.
+        # Several chunks per thread, so that threads finish a batch together. At most 8 samples,
+        # because a thread checks between chunks whether it is still needed.
         share = self._batch_size // (4 * max(1, self._wanted))
         first = batch.handed
         batch.handed = min(first + max(1, min(share, 8)), len(batch.indices))
@@ -262,7 +262,7 @@ class ThreadFeed(Backend):
 
 
 def _fill(filler: BatchWorker, batch: _Batch, rows: slice, done: threading.Condition) -> None:
-    """Fills the samples of ``batch`` at ``rows``; notifies ``done`` of its end."""
+    """Fills the samples of ``batch`` at ``rows``; notifies ``done`` when it is complete."""
     count = rows.stop - rows.start
     try:
         chunk = filler.fill(
@@ -279,14 +279,14 @@ def _fill(filler: BatchWorker, batch: _Batch, rows: slice, done: threading.Condi
         return
     with done:
         batch.chunks.append((rows.start, *chunk))
-        # of a batch with an error nothing is awaited
+        # a failed batch is complete
         batch.coming -= count if batch.coming else 0
         if not batch.coming:
             done.notify_all()
 
 
 def _spoil(batch: _Batch, error: BaseException) -> None:
-    """Has the consumer raise ``error`` in the batch's place; nobody need fill the rest."""
+    """Makes the consumer raise ``error`` instead of the batch; the rest is not filled."""
     batch.errors.append(error)
     batch.handed = len(batch.indices)
     batch.coming = 0
@@ -299,7 +299,7 @@ def _serve(
     slot: int,
     prepare: Callable[[], None] | None,
 ) -> None:
-    """The thread of ``slot``: fills chunks until it is not wanted; keeps no feed meanwhile."""
+    """Thread of ``slot``: fills chunks until it is not wanted; keeps no reference to the feed."""
     workers.lower_priority()
     own = threading.current_thread()
     try:
@@ -319,22 +319,22 @@ def _serve(
                     filler = filler or feed._filler(slot)
                     chunk = feed._hand_out()
                     done = feed._done
-                    # the feed may end here, and with it this thread
+                    # the feed may be deleted here, which ends this thread
                     del feed
                     if chunk is None and threads.get(slot) is own:
                         work.wait()
             _fill(filler, *chunk, done)
-            # or the last batch of this thread would never be free
+            # else this thread's last batch would never be freed
             del chunk
     except BaseException as error:
-        # handed to the consumer, who raises it, unless the pass of this thread is over
+        # raised by the consumer, unless this thread's pass is over
         with work:
             if threads.get(slot) is own and (feed := owner()) is not None:
                 feed._fail(error)
 
 
 def _dismiss(threads: dict[int, threading.Thread], work: threading.Condition) -> None:
-    """Ends ``threads``; waits a moment for those that are busy, unless one of them calls."""
+    """Ends ``threads``; waits briefly for busy ones, unless called by one of them."""
     with work:
         leaving = [*threads.values()]
         threads.clear()

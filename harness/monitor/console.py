@@ -1,8 +1,7 @@
-"""Prints the lines, tables, warnings and progress bars of a run.
+"""Prints a run's lines, tables, warnings and progress bars.
 
-All go to standard output, and all but bars to the log too. Warnings come here by logging:
-``logging.getLogger("wellfed").warning`` anywhere is printed once and logged once. Text is escaped,
-so that a file's name cannot drive the terminal.
+All go to standard output, and all except bars also to the log. Warnings arrive through logging:
+``logging.getLogger("wellfed").warning`` is printed and logged once. Control characters are escaped.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from typing import TypeVar
 from ..runtime.errors import draws, printable
 from ..runtime.folder import log
 
-# to the line's beginning, and the rest of the line away
+# carriage return, and clear the line
 _ERASE = "\r\x1b[K"
 _quiet = False
 # a progress() is open
 _busy = False
 Item = TypeVar("Item")
-# adds a row to a table, which has as many cells as there are columns
+# adds a row with one cell per column to a table
 AddRow = Callable[[Sequence[str]], None]
 
 
 @contextmanager
 def speaking(speaks: bool) -> Iterator[None]:
-    """Print nothing inside the block, unless it ``speaks``; the log is written in any case."""
+    """Print inside the block only if it ``speaks``; always write the log."""
     global _quiet
     _quiet = not speaks
     try:
@@ -43,24 +42,24 @@ def speaking(speaks: bool) -> Iterator[None]:
 
 
 def say(text: str, *, stands_out: bool = False) -> None:
-    """Print one line, and log it; one that ``stands_out`` is bold on a terminal."""
+    """Print and log one line, in bold on a terminal if it ``stands_out``."""
     line = printable(text)
     log.info("%s", line)
     _print(line, "\x1b[1m" if stands_out else "")
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table; every row has as many cells as there are columns."""
+    """Returns the lines of a table with one cell per column in every row."""
     cells = [[printable(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 def live_table(title: str, columns: Sequence[str]) -> AddRow:
-    """Begin a table that grows line by line; returns what adds a row.
+    """Start a table that grows line by line; returns a function that adds a row.
 
-    A column is as wide as its heading, which may end with spaces: a line is written before the rows
-    to come are known.
+    Columns are as wide as their headings, padded with spaces if needed, because later rows are not
+    known.
     """
 
     def add(row: Sequence[str]) -> None:
@@ -79,14 +78,14 @@ class Bar:
     total: int | None
     unit: str
     now: Callable[[], float]
-    # seconds from the beginning to the next line; infinite: nothing is shown
+    # seconds from the start to the next line; infinite: nothing is shown
     due_s: float = math.inf
     done: int = 0
     began_s: float = 0.0
     _note: str = ""
 
     def advance(self, n: int = 1) -> None:
-        """Note ``n`` more units done."""
+        """Add ``n`` finished units."""
         self.done += n
         took_s = self.now() - self.began_s
         if took_s < self.due_s:
@@ -102,7 +101,7 @@ class Bar:
         _write(_ERASE + text[: shutil.get_terminal_size().columns - 1])
 
     def note(self, text: str) -> None:
-        """Show ``text`` after the counts, from the next ``advance`` on; empty: nothing."""
+        """Show ``text`` after the counts from the next ``advance``; empty: nothing."""
         self._note = printable(text)
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
@@ -124,11 +123,11 @@ class Bar:
 def progress(
     description: str, total: int | None, unit: str, *, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Bar]:
-    """Show how far the block's work is: a line that changes on a terminal, else a few lines.
+    """Show the block's progress: a line that changes on a terminal, else a few lines.
 
-    The lines: after 5, 10, 20, 40 s and so on, and one at the end; none for work under a second.
-    Inside another ``progress`` nothing is shown. ``total`` is None where it is not known; ``unit``
-    is what is counted, in the plural, or B for bytes, which are shown in millions.
+    Lines appear after 5, 10, 20, 40 s and so on, and at the end; none for work under a second.
+    Nothing is shown inside another ``progress``. ``total`` is None if unknown; ``unit`` is a plural
+    noun, or B for bytes, shown in millions.
     """
     global _busy
     bar = Bar(description, total, unit, now)
@@ -154,7 +153,7 @@ def _print(line: str, style: str = "") -> None:
     if _quiet:
         return
     if draws(sys.stdout):
-        # where a bar may be, which comes again
+        # on a possible bar, which is redrawn
         line = f"{_ERASE}{style}{line}\x1b[0m"
     _write(f"{line}\n")
 
@@ -164,7 +163,7 @@ def _write(text: str) -> None:
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
     except OSError:
-        # the reader (head, less), the terminal or the disk's room has gone; training has not
+        # the reader (head, less), terminal or disk space is gone, but training continues
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

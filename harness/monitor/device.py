@@ -1,6 +1,6 @@
-"""Reads the GPU's figures by NVML, and the peaks of its memory.
+"""Reads GPU metrics through NVML, and peak memory.
 
-What a GPU, a MIG instance or a driver does not give is absent, never 0.
+Metrics that a GPU, a MIG instance or a driver does not support are absent, never 0.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .tree import Tree
 if TYPE_CHECKING:
     from ..runtime.accelerator import Accelerator
 
-# one for each tag, or none at all this time
+# one value per tag, or no values this time
 Figures = Sequence[float | None]
 
 
 class Sensor:
-    """Figures that can be read at any time.
+    """Metrics that can be read at any time.
 
-    A figure that fails is given up for the rest of the run, with a line in the log.
+    A metric that fails is disabled for the rest of the run, with a line in the log.
     """
 
     _level = logging.INFO
@@ -36,44 +36,44 @@ class Sensor:
         self._reads: dict[tuple[Tag, ...], Callable[[], Figures]] = {}
 
     def sample(self) -> dict[str, float]:
-        """Returns what can be had now, by tag."""
+        """Returns the available metrics by tag."""
         found: dict[str, float] = {}
         for tags, read in list(self._reads.items()):
             try:
                 figures = read()
             except Exception as error:
-                # whatever a driver or a kernel comes up with
+                # drivers and kernels may raise anything
                 del self._reads[tags]
-                log.log(self._level, "no %s from here on: %r", ", ".join(tags), error)
+                log.log(self._level, "%s disabled: %r", ", ".join(tags), error)
                 continue
             for tag, figure in zip(tags, figures, strict=False):
-                # NVML's counters say so of what they could not measure
+                # NVML counters return this if they could not measure
                 if figure is not None and not isnan(figure):
-                    # two counters are not read at the very same moment
+                    # two counters are not read at exactly the same time
                     found[tag] = min(1.0, figure) if tag.figure.unit == "fraction" else figure
         return found
 
 
 class GpuSensor(Sensor):
-    """Utilisation, memory and power of one GPU or MIG instance.
+    """Utilization, memory and power of one GPU or MIG instance.
 
-    ``gpu/utilization`` is the share of NVML's last sample period (1/6 to 1 s) in which any
-    kernel ran, of any program, however little it filled; a MIG instance has none.
-    ``gpu/sm_utilization`` is how much it filled, since the sample before: the mean share of
-    multiprocessors at work, which Hopper and later count, for a MIG instance its own.
+    ``gpu/utilization`` is the fraction of NVML's last sample period (1/6 to 1 s) in which any
+    kernel of any program ran, however small; a MIG instance has none. ``gpu/sm_utilization`` is the
+    mean fraction of active multiprocessors since the previous sample, available on Hopper and
+    later, also per MIG instance.
     """
 
     _level = logging.WARNING
 
     def __init__(self, uuid: str) -> None:
-        """``uuid`` is torch's."""
+        """``uuid`` is from torch."""
         super().__init__()
         try:
             nvml = gpus.start_nvml()
             handle, is_mig = gpus.handle_of(nvml, uuid)
         except Exception as error:
-            # no such package, no driver, or one that does not know the GPU
-            log.warning("no GPU figures: NVML has no GPU %s: %r", uuid, error)
+            # no such package or driver, or the driver does not know the GPU
+            log.warning("no GPU metrics: NVML cannot find GPU %s: %r", uuid, error)
             return
         self._reads = {
             (Tag.GPU_UTILIZATION,): lambda: (nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,),
@@ -86,19 +86,19 @@ class GpuSensor(Sensor):
         try:
             self._reads[(Tag.GPU_SM_UTILIZATION,)] = _sm_utilization(nvml, handle, is_mig)
         except Exception as error:
-            # no loss: most GPUs and drivers have none
+            # not worth a warning; most GPUs and drivers have none
             log.info("no %s: %s", Tag.GPU_SM_UTILIZATION, error)
 
 
 @dataclass(slots=True)
 class MemoryPeaks:
-    """The largest figures of a run, in bytes.
+    """Peak memory of a run, in bytes.
 
     Attributes:
-        total_bytes: what the device has.
-        reserved_bytes: what torch took from the driver, allocated or kept for later.
-        training_bytes: what was allocated in training steps.
-        evaluation_bytes: what was allocated in evaluations.
+        total_bytes: device memory.
+        reserved_bytes: reserved by torch, allocated or cached.
+        training_bytes: allocated in training steps.
+        evaluation_bytes: allocated in evaluations.
     """
 
     total_bytes: int
@@ -117,11 +117,10 @@ class MemoryPeaks:
 
 
 class MemoryWatch:
-    """Reads the peaks of a device's memory, which takes up to a millisecond of the host's.
+    """Reads peak device memory, which takes the host up to a millisecond.
 
     Attributes:
-        peaks: of the run so far; None where the device has no memory of its own, or nothing was
-            read yet.
+        peaks: of the run so far; None if the device has no own memory, or before the first read.
     """
 
     def __init__(self, own: Accelerator) -> None:
@@ -130,7 +129,7 @@ class MemoryWatch:
         own.reset_peaks()
 
     def read(self, *, evaluating: bool = False) -> dict[str, float]:
-        """Returns the peaks since the last call, by tag: of a window, or of an evaluation."""
+        """Returns the peaks since the last call by tag, for a window or an evaluation."""
         memory = self._own.memory()
         if memory is None:
             return {}
@@ -149,10 +148,10 @@ class MemoryWatch:
 
 
 def _sm_utilization(nvml: Any, handle: Any, is_mig: bool) -> Callable[[], Figures]:
-    """Returns what reads the multiprocessors' mean share at work, by NVML's counters (GPM).
+    """Returns a reader of the mean fraction of active multiprocessors (NVML's GPM counters).
 
-    Each read tells of the time since the one before, which NVML wants to be 0.1 s at least. A
-    profiler may run beside the counters.
+    Each read covers the time since the previous one, at least 0.1 s for NVML. A profiler may run at
+    the same time.
 
     Raises:
         NVMLError: this GPU or its driver has no counters.
@@ -187,9 +186,9 @@ def _sm_utilization(nvml: Any, handle: Any, is_mig: bool) -> Callable[[], Figure
 
 
 def _others(nvml: Any, handle: Any) -> Callable[[], Figures]:
-    """Returns what reads the share of the time in which other processes ran kernels, added up.
+    """Returns a reader of the summed fractions of time in which other processes ran kernels.
 
-    MIG and older drivers know no processes.
+    MIG and older drivers do not report processes.
     """
     tree = Tree()
     seen_us = 0
@@ -205,7 +204,7 @@ def _others(nvml: Any, handle: Any) -> Callable[[], Figures]:
         own = tree.pids()
         seen_us = max((sample.timeStamp for sample in samples), default=seen_us)
         if not own & running:
-            # NVML counts processes as another container does
+            # NVML uses the host's process IDs
             return ()
         return (sum(sample.smUtil for sample in samples if sample.pid not in own) / 100,)
 

@@ -1,4 +1,4 @@
-"""Divides the wall time of a run among training and all else."""
+"""Divides the wall time of a run into training and everything else."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ..clock.figures import Window
 
 @dataclass(slots=True)
 class GoodputTimer:
-    """Wall time since ``began_s``, a time of the clock ``now``, by what it went to."""
+    """Wall time since ``began_s`` on the clock ``now``, by activity."""
 
     began_s: float
     now: Callable[[], float] = time.perf_counter
     _spent_s: dict[str, float] = field(default_factory=dict)
 
     def mark(self, name: str) -> None:
-        """Book the time since the last mark, or since the beginning, under ``name``."""
+        """Book the time since the last mark, or since the start, under ``name``."""
         unmarked_s = self.now() - self.began_s - sum(self._spent_s.values())
         self._spent_s[name] = self._spent_s.get(name, 0.0) + unmarked_s
 
     def goodput(self, figures: Window) -> dict[str, Any] | None:
-        """Returns how much of the wall time the device was busy with training steps.
+        """Returns the fraction of wall time in which the device ran training steps.
 
-        ``busy_s`` are the device's (on a CPU: the host's) seconds within ``computing()``, but for
-        the first step of each epoch; ``wall_s`` those since the command began, and ``fraction`` is
-        the share. ``rest`` is what took the others, the largest part first. None where the device's
-        own time is not known.
+        ``busy_s`` are the device's (on a CPU, the host's) seconds within ``computing()``, without
+        the first step of each epoch; ``wall_s`` is the time since the command started, and
+        ``fraction`` their ratio. ``rest`` has the other activities, largest first. None if device
+        time is unknown.
         """
         spent = {name: share * figures.elapsed_s for name, share in figures.shares.items()}
         wall_s = self.now() - self.began_s

@@ -1,4 +1,4 @@
-"""Reads the host's figures, its hardware, and the load of other programs."""
+"""Reads host metrics, hardware, and the load of other programs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .tree import Tree
 
 
 class HostSensor(Sensor):
-    """What the machine does, and what of it this process and its descendants do.
+    """Resource use of the machine, and of this process with its descendants.
 
-    The machine's figures are all cores, memory (neither free nor cache) and local disks, other
-    people's programs among them; the page cache and network file systems are no disks. Rates are
-    means since the sample before.
+    Machine metrics cover all cores, memory (neither free nor cache) and local disks, for all users;
+    the page cache and network file systems are not disks. Rates are means since the previous
+    sample.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class HostSensor(Sensor):
         root: Path = Path("/"),
         cores: float | None = None,
     ) -> None:
-        """``cores`` may be used by these processes alone; None: others' cores are not known."""
+        """``cores`` are available to these processes; None: other programs are not measured."""
         super().__init__()
         self._now = now
         self._cores = cores
@@ -60,10 +60,10 @@ class HostSensor(Sensor):
             self._reads[(Tag.QUEUED_THREADS,)] = lambda: rates("queued", (tree.queued_s(),))
 
     def sample(self) -> dict[str, float]:
-        """Returns what can be had now, by tag."""
+        """Returns the available metrics by tag."""
         found = super().sample()
         if self._cores is not None and {Tag.MACHINE_CPU_CORES, Tag.CPU_CORES} <= found.keys():
-            # what others use beyond the cores that this run may not use: at least that is theirs
+            # others use at least the excess over the cores unavailable to this run
             others = found[Tag.MACHINE_CPU_CORES] - found[Tag.CPU_CORES]
             spare = max(0.0, (psutil.cpu_count() or 1) - self._cores)
             found[Tag.OTHERS_CPU_CORES] = max(0.0, others - spare)
@@ -78,9 +78,9 @@ class HostSensor(Sensor):
         return self._rates("disks", counters and (counters.read_bytes,))
 
     def _short_of_memory(self, groups: Sequence[Path], root: Path) -> Figures:
-        # the root group, which has no type, is the whole machine: others wait there too
+        # the root group, without a type, is the whole machine, where others wait too
         own = [group / "memory.pressure" for group in groups if (group / "cgroup.type").exists()]
-        # groups of version 1 have no pressure: the machine's is the run's at the run's own limit
+        # v1 groups have no pressure; at the run's own limit the machine's is the run's
         hits = [int(n) for group in groups for n in limits.words(group / "memory.failcnt")]
         is_short = self._growth("limits", self._now(), sum(hits))
         stalled = self._rates("memory", memory_stalled([*own, root / "proc/pressure/memory"]))
@@ -96,9 +96,9 @@ class HostSensor(Sensor):
         return [self._growth((name, place), now, total) for place, total in enumerate(totals or ())]
 
     def _growth(self, name: Hashable, at: float, value: float) -> float | None:
-        """Returns the growth of ``value`` per unit of ``at`` since the sample before.
+        """Returns the growth of ``value`` per unit of ``at`` since the previous sample.
 
-        None on the first, and where the value has shrunk.
+        None on the first call, and if the value has decreased.
         """
         at_before, before = self._last.get(name, (at, value))
         self._last[name] = at, value
@@ -108,14 +108,14 @@ class HostSensor(Sensor):
 
 
 class Sampler:
-    """Looks at all sensors every ``interval_s`` seconds, in a thread, inside a ``with`` block."""
+    """Samples all sensors every ``interval_s`` seconds, in a thread, inside a ``with`` block."""
 
     def __init__(self, sensors: Sequence[Sensor], interval_s: float) -> None:
         self._sources = sensors
-        # sum and number of each figure's samples since the last read, and of training
+        # sum and count of each metric since the last read, and during training
         self._recent: dict[str, tuple[float, int]] = {}
         self._whole: dict[str, tuple[float, int]] = {}
-        self._is_over = False  # what ``_whole`` has is of the time before training
+        self._is_over = False  # ``_whole`` covers the time before training
         self._aside = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -133,7 +133,7 @@ class Sampler:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        # a driver's call may never come back
+        # a driver call may never return
         self._thread.join(5.0)
 
     def look(self) -> None:
@@ -150,19 +150,19 @@ class Sampler:
                         sums[tag] = total + value, count + 1
 
     def read(self) -> dict[str, float]:
-        """Returns the mean of each figure since the last call; absent without a sample."""
+        """Returns the mean of each metric since the last call; absent without a sample."""
         with self._lock:
             recent = self._recent
             self._recent = {}
         return _means(recent)
 
     def restart(self) -> None:
-        """Begin the means of the run: imports and tuning are not what training is like."""
+        """Restart the run's means, because imports and tuning differ from training."""
         self._is_over = True
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the block, as an evaluation, out of the means of the run."""
+        """Exclude the block, such as an evaluation, from the run's means."""
         self._aside = True
         try:
             yield
@@ -170,9 +170,9 @@ class Sampler:
             self._aside = False
 
     def means(self) -> dict[str, float]:
-        """Returns the mean of each figure since the last ``restart``.
+        """Returns the mean of each metric since the last ``restart``.
 
-        Of the time before it, where no sample came since.
+        Uses earlier samples if there are none since.
         """
         with self._lock:
             return _means(self._whole)
@@ -183,12 +183,12 @@ def _means(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
 
 
 def throttled(group: Path) -> tuple[int, int] | None:
-    """Returns a control group's scheduling periods, and in how many its quota stopped it.
+    """Returns a control group's scheduling periods, and the number of throttled ones.
 
-    The periods are those in which something of the group wanted to run.
+    Only periods in which the group was runnable count.
     """
     stat = limits.words(group / "cpu.stat")
-    # version 2 leaves the periods out where the group has no processor controller
+    # v2 omits periods if the group has no CPU controller
     if "nr_periods" not in stat:
         return None
     at = stat.index("nr_periods")
@@ -196,9 +196,9 @@ def throttled(group: Path) -> tuple[int, int] | None:
 
 
 def memory_stalled(paths: Sequence[Path]) -> tuple[float, ...]:
-    """Returns for how many seconds so far some task waited for memory (PSI).
+    """Returns the total seconds in which some task waited for memory (PSI).
 
-    By the first of ``paths`` that can be read; empty if none can.
+    Reads the first readable file of ``paths``; empty if there is none.
     """
     # some avg10=0.00 avg60=0.00 avg300=0.00 total=<microseconds> full ...
     said = next(filter(None, map(limits.words, paths)), None)
@@ -206,16 +206,16 @@ def memory_stalled(paths: Sequence[Path]) -> tuple[float, ...]:
 
 
 def machine_times() -> tuple[float, float]:
-    """Returns the seconds of all the machine's cores since it started, and their busy ones.
+    """Returns total and busy core-seconds of the machine since boot.
 
-    A core is busy that neither idles nor waits for a disk.
+    Idle and I/O wait time is not busy.
     """
     times = psutil.cpu_times()
     return sum(times), sum(times) - times.idle - getattr(times, "iowait", 0.0)
 
 
 def environment(device_name: str | None = None) -> dict[str, object]:
-    """Returns what the run ran on: versions and hardware; no names of hosts, users or folders."""
+    """Returns versions and hardware, without names of hosts, users or folders."""
     import torch
 
     found: dict[str, object] = {
@@ -239,7 +239,7 @@ def environment(device_name: str | None = None) -> dict[str, object]:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the processor's name, as Linux or else the platform has it."""
+    """Returns the CPU name from Linux or else the platform."""
     named = None
     with suppress(OSError):
         text = cpuinfo.read_text(errors="replace")
@@ -247,33 +247,32 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return named[1] if named else platform.machine()
 
 
-# of what the run could have used, twice what counts as harm: the kernel's own threads work for the
-# run and count as others
+# twice the threshold of harm, because kernel threads working for the run count as others
 SPOILT = 0.2
 
 
 def taken(sampled: Mapping[str, float]) -> float | None:
-    """Returns the cores that others took of the run's; None: no harm, or not known.
+    """Returns the run's cores used by other programs; None if harmless or unknown.
 
-    Harm takes both: others had the cores, and as many threads of the run waited for one. A run that
-    fills its cores by itself has waiting threads and no others; one that wants no more has others
-    and no waiting threads.
+    Contention requires both that others used the cores and that as many threads of the run waited.
+    A run that fills its own cores has waiting threads but no others; a run that needs no more cores
+    has others but no waiting threads.
     """
     if not {Tag.OTHERS_CPU_CORES, Tag.QUEUED_THREADS, Tag.CPU_CORES} <= sampled.keys():
         return None
     others = sampled[Tag.OTHERS_CPU_CORES]
     kept = min(others, sampled[Tag.QUEUED_THREADS])
-    # a thread that waits for a core for less than a tenth of the time has not held a step up
+    # waiting less than a tenth of the time does not delay a step
     if kept < max(0.1, SPOILT * (sampled[Tag.CPU_CORES] + kept)):
         return None
     return others
 
 
 class Neighbours:
-    """Looks at what other programs take while something is measured."""
+    """Measures the load of other programs during a measurement."""
 
     def __init__(self, cores: float | None, now: Callable[[], float] = time.monotonic) -> None:
-        """``cores`` may be used; None, as where ranks share the machine: others are not known."""
+        """``cores`` are available; None, for example if ranks share the machine: unknown."""
         self._cores = cores
         self._sensor = HostSensor(now, cores=cores)
         self._now = now
@@ -281,26 +280,25 @@ class Neighbours:
         self._looked_s = now()
 
     def look(self) -> float | None:
-        """Returns the cores that others took since the last look; None where nothing is spoilt.
+        """Returns the cores that others used since the last call; None if that is harmless.
 
-        A look within half a second of the last one takes no figures, and is None.
+        Returns None within half a second of the last call.
         """
-        # processor time is counted in ticks of 10 ms
+        # CPU time is counted in ticks of 10 ms
         if self._now() - self._looked_s < 0.5:
             return None
         self._looked_s = self._now()
         sampled = self._sensor.sample()
         others = sampled.get(Tag.OTHERS_CPU_CORES, 0.0)
-        # what is measured by turns shows no threads that wait all the time: full processors are
-        # enough
+        # alternating measurements have no permanently waiting threads, so full CPUs suffice
         is_full = sampled.get(Tag.CPU_FRACTION, 0.0) >= 0.85
         if self._cores and is_full and others >= SPOILT * self._cores:
             return others
         return taken(sampled)
 
     def warning(self, others: float) -> str:
-        """Returns what the user is warned of."""
+        """Returns the warning for the user."""
         return (
-            f"other programs took {rounded(others)} of the {self._cores:g} cores meanwhile, so "
-            "that the figures are theirs too"
+            f"other programs used {rounded(others)} of {self._cores:g} cores during measurements, "
+            "so these numbers are unreliable"
         )

@@ -25,10 +25,10 @@ from .writer import RunWriter
 
 @dataclass(slots=True)
 class Monitor:
-    """What a run is watched with; writer and sampler are the first rank's alone.
+    """The monitoring of a run; only the first rank has writer and sampler.
 
-    ``timer`` knows where the wall time went; ``on_window`` are called with the clock and the
-    window whenever a window ends.
+    ``timer`` divides the wall time; ``on_window`` are called with clock and window at each window's
+    end.
     """
 
     clock: StepClock
@@ -44,8 +44,8 @@ def watched(
 ) -> Iterator[Monitor]:
     """Yields the ``Watch`` of a run in ``folder``; closes its files and threads after the block.
 
-    The command began at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the checkpoint's
-    where the run goes on from one.
+    The command started at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the
+    checkpoint's if the run resumes.
     """
     monitor = Monitor(StepClock(world.device), GoodputTimer(began_s))
     monitor.timer.mark("start")
@@ -67,8 +67,8 @@ def watched(
 
 
 def sampling(own: Accelerator, ranks: int, interval_s: float) -> Sampler:
-    """Returns what looks at the machine, of whose ``ranks`` this is one, and at its own GPU."""
-    # other ranks on this machine would count as others
+    """Returns the sensors of the machine, shared by ``ranks``, and of this rank's GPU."""
+    # other ranks on this machine would count as other programs
     sensors: list[Sensor] = [HostSensor(cores=limits.measure().cores if ranks == 1 else None)]
     if uuid := own.uuid:
         sensors.append(GpuSensor(uuid))
@@ -76,10 +76,10 @@ def sampling(own: Accelerator, ranks: int, interval_s: float) -> Sampler:
 
 
 def refuse_hidden_gpu(config: Config) -> None:
-    """Stop where the driver sees a GPU and torch does not.
+    """Stop if the driver sees a GPU and torch does not.
 
     Raises:
-        ConfigError: names the driver, the GPU, torch's build and the way out.
+        ConfigError: with the driver, the GPU, the torch build and a fix.
     """
     if config.device != "auto" or accelerator.count() or are_hidden():
         return

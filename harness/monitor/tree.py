@@ -1,6 +1,6 @@
-"""Sums the resource use of this process and its descendants, ended ones included.
+"""Sums the resource use of this process and its descendants, including ended ones.
 
-Linux only: it is all in /proc.
+Linux only, because it reads /proc.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class Tree:
     """Sums over a process and its descendants, workers of a fork server among them.
 
-    The kernel adds a child's counters to its parent's when the parent takes note of the child's
-    end. So the sums count each process once, in life and after, and only grow. An orphan's part is
-    lost with the orphan.
+    The kernel adds a child's counters to its parent's when the parent reaps it. So the sums count
+    each process once and never decrease. An orphan's part is lost when it ends.
     """
 
     def __init__(self, pid: int | None = None, proc: Path = Path("/proc")) -> None:
@@ -30,10 +29,10 @@ class Tree:
         self._queued_s = 0.0
 
     def processor(self) -> tuple[float, int] | None:
-        """Returns seconds of processor time, and major page faults.
+        """Returns CPU seconds, and major page faults.
 
-        Major faults waited for storage, as those of files mapped into memory. None where processes
-        end faster than they can be read.
+        Major faults wait for storage, for example in memory-mapped files. None if processes end
+        faster than they can be read.
         """
         stats = self._read_all("stat")
         if stats is None:
@@ -46,13 +45,12 @@ class Tree:
         return ticks / _TICKS_PER_S, faults
 
     def read_bytes(self) -> tuple[int, int] | None:
-        """Returns bytes that read calls returned, and bytes that were fetched from storage for it.
+        """Returns bytes returned by read calls, and bytes fetched from storage.
 
-        The first are of files in the page cache or not, and of pipes and sockets; not of files
-        mapped into memory. The second are what this process had block devices and NFS read,
-        read-ahead included; what another process reads for it, as the daemon of a FUSE file system
-        does, the kernel counts as the other's. None where processes end faster than they can be
-        read.
+        The first include cached files, pipes and sockets, but not memory-mapped files. The second
+        are reads from block devices and NFS, including read-ahead; reads by another process on its
+        behalf, such as a FUSE daemon, count for the other. None if processes end faster than they
+        can be read.
         """
         read = self._read_all("io")
         if read is None:
@@ -65,12 +63,12 @@ class Tree:
         return asked, fetched
 
     def queued_s(self) -> float:
-        """Returns the seconds that threads could have run but waited for a processor.
+        """Returns the seconds that runnable threads waited for a CPU.
 
-        Those before the first call are included.
+        Includes the time before the first call.
 
         Raises:
-            FileNotFoundError: the kernel does not say.
+            FileNotFoundError: not supported by the kernel.
         """
         found: dict[str, int] = {}
         ended = suppress(FileNotFoundError, ProcessLookupError)
@@ -88,15 +86,15 @@ class Tree:
         return self._queued_s
 
     def pids(self) -> set[int]:
-        """Returns all processes that are alive."""
+        """Returns all live processes."""
         self._look_round()
         return set(self._members)
 
     def _read_all(self, name: str) -> list[bytes] | None:
-        """Returns ``/proc/<pid>/<name>`` of all members; None where they end faster than is read.
+        """Returns ``/proc/<pid>/<name>`` of all members; None if they end too fast to read.
 
-        Parents are read before their children: a child that could still be read is not yet in its
-        parent's figures, and one that could not makes all be read again.
+        Parents are read before their children: a readable child is not yet in its parent's
+        counters, and an unreadable one causes another read of all.
         """
         for _ in range(5):
             self._look_round()
@@ -113,13 +111,13 @@ class Tree:
     def _look_round(self) -> None:
         """Find new descendants.
 
-        A process keeps its parent while that lives, so that each is asked once, not every time.
+        A process keeps its parent while that lives, so each is queried only once.
         """
         there = {int(name) for name in os.listdir(self._proc) if name.isdigit()}
         self._members = {pid: None for pid in self._members if pid in there or pid == self._pid}
         parents = dict.fromkeys(there - self._seen, 0)
         for pid in parents:
-            # else it has ended already, or is hidden from us and so none of ours
+            # else it has ended, or is hidden and so belongs to another user
             with suppress(OSError):
                 parents[pid] = int(_after_name(self._read(pid, "stat"))[1])
         while born := [pid for pid, parent in parents.items() if parent in self._members]:
@@ -137,8 +135,8 @@ class Tree:
 
 
 def _after_name(stat: bytes) -> list[bytes]:
-    """Returns the fields of a ``stat`` from the third on.
+    """Returns the fields of a ``stat`` from the third.
 
-    The second is a name in brackets that may hold anything.
+    The second is a name in brackets that may contain anything.
     """
     return stat[stat.rindex(b")") + 2 :].split()

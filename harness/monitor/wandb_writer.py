@@ -1,4 +1,4 @@
-"""Sends figures to Weights & Biases in a thread of its own, so that training never waits."""
+"""Sends metrics to Weights & Biases in a separate thread, so that training never waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..config import Config, Wandb, to_plain
 from ..runtime.folder import log
 from .console import say
 
-# the longest waits for the service at the start and at the end
+# timeouts for the service at the start and at the end
 _BEGIN_S = 30.0
 _END_S = 15.0
 
@@ -22,8 +22,8 @@ _END_S = 15.0
 class WandbWriter:
     """A run in Weights & Biases, whose files are in ``folder/wandb``.
 
-    What fails there is one warning. A run that goes on from a checkpoint (``goes_on``) goes on with
-    the last run in ``folder/wandb``, if there is one; steps that it has already stay as they are.
+    Failures cause only one warning. A run resumed from a checkpoint (``goes_on``) continues the
+    last run in ``folder/wandb``, if any; its existing steps are not changed.
     """
 
     def __init__(self, folder: Path, config: Config, goes_on: bool) -> None:
@@ -32,41 +32,42 @@ class WandbWriter:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send values by tag after ``step`` optimizer updates.
+        """Send values by tag after ``step`` optimizer steps.
 
-        A value is a figure, maybe not finite, or a list of images, uint8 ``[H, W, 3]``, with texts.
+        A value is a number, possibly not finite, or a list of images, uint8 ``[H, W, 3]``, with
+        texts.
         """
         self._tasks.put(lambda run: step < run.step or run.log(_shown(values), step=step))
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Send ``report.json``, or a text by its tag."""
+        """Send ``report.json``, or a text with its tag."""
         self._tasks.put(lambda run: run.summary.update(values))
 
     def close(self, failed: bool) -> None:
-        """End the run there; this may wait a while."""
+        """Finish the W&B run, which may take a while."""
         self._tasks.put(lambda run: run.finish(exit_code=int(failed)))
         self._tasks.put(None)
         self._thread.join(_BEGIN_S + _END_S)
         if self._thread.is_alive():
-            log.warning("watch.wandb: no answer for %.0f s, given up", _BEGIN_S + _END_S)
+            log.warning("watch.wandb: no response for %.0f s, giving up", _BEGIN_S + _END_S)
 
     def _work(self, folder: Path, config: Config, goes_on: bool) -> None:
         try:
             run = _begun(folder, config, goes_on)
             while task := self._tasks.get():
                 task(run)
-        # of the package, the service or the disk: training goes on whatever it is
+        # any error of the package, the service or the disk; training continues
         except Exception as error:
-            log.warning("watch.wandb: %r; nothing more is sent, and training goes on", error)
+            log.warning("watch.wandb: %r; logging to it stops, training continues", error)
             while self._tasks.get():
                 pass
 
 
 def _begun(folder: Path, config: Config, goes_on: bool) -> Any:
-    """Returns the run in Weights & Biases that the run in ``folder`` writes to."""
+    """Returns the Weights & Biases run of the run in ``folder``."""
     import wandb
 
-    # what is printed is in train.log
+    # console output is in train.log
     settings = wandb.Settings(
         console="off", silent=True, init_timeout=_BEGIN_S, finish_timeout=_END_S
     )
@@ -78,7 +79,7 @@ def _begun(folder: Path, config: Config, goes_on: bool) -> Any:
     last = folder / "wandb" / "latest-run"
     known = None
     if goes_on and last.is_symlink():
-        # of a name such as offline-run-20261124_130000-b429029f
+        # from a name such as offline-run-20261124_130000-b429029f
         known = re.sub(r".*run-\d+_\d+-", "", os.readlink(last))
     run = wandb.init(
         project=config.watch.wandb_project,
@@ -92,12 +93,12 @@ def _begun(folder: Path, config: Config, goes_on: bool) -> Any:
         settings=settings,
     )
     if run.url:
-        say(f"watch it: {run.url}")
+        say(f"Weights & Biases: {run.url}")
     return run
 
 
 def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``values`` with images as Weights & Biases has them."""
+    """Returns ``values`` with images converted for Weights & Biases."""
     from wandb import Image
 
     return {

@@ -1,4 +1,4 @@
-"""Writes the run's event file, ``metrics.jsonl`` and ``report.json``."""
+"""Writes a run's event file, ``metrics.jsonl`` and ``report.json``."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 BAD_SAMPLES = "bad_samples.jsonl"
 _METRICS = "metrics.jsonl"
-# bytes whose checksum is added up together
+# bytes per checksum block
 _BLOCK = 1_024
 Value = float | Spread | None
 
 
 class RunWriter:
-    """Writes a run's figures into its folder; a context manager.
+    """Writes a run's metrics to its folder; a context manager.
 
-    A write that fails (a full disk) costs what it would have written and no more: one warning,
-    ``dropped`` counts, files keep whole records only, and once there is room writes succeed again.
-    A killed process loses no record. Where the run goes on from a checkpoint, what ``folder`` has
-    of steps after ``resumed_step`` gives way, in TensorBoard too. ``wandb`` is told too.
+    A failed write (a full disk) loses only its own record: it warns once and is counted in
+    ``dropped``, files keep only whole records, and later writes succeed once there is room. A
+    killed process loses no record. If the run resumes from a checkpoint, records after
+    ``resumed_step`` are removed, also from TensorBoard. ``wandb`` receives the same metrics.
     """
 
     def __init__(
@@ -53,32 +53,31 @@ class RunWriter:
     ) -> None:
         self.dropped = 0
         self._resumed_step = resumed_step
-        # the last one logged
+        # the last logged step
         self._step = resumed_step or 0
         self._folder = folder
         self._wandb = wandb
         self._now = now
         self._began = now()
-        # descriptors of the files that are only appended to
+        # descriptors of append-only files
         self._open: dict[str, int] = {}
-        # the tags that the step that the run goes on from has already
+        # tags already logged at the resumed step
         self._there: set[str] = set()
         try:
             self._go_on(resumed_step)
         except OSError as error:
             self._failed(folder / _METRICS, error)
-        # SummaryWriter would do, but for its thread: that dies of the first full disk, and keeps
-        # minutes of figures in memory
+        # not SummaryWriter, whose thread dies if the disk is full and buffers minutes of metrics
         self._events = ""
         if tensorboard:
             from torch.utils.tensorboard import summary
 
             self._summary: Any = summary
             self._events = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
-            # go before the first event
+            # must precede the first event
             self._heads: list[dict[str, Any]] = [{"file_version": "brain.Event:2"}]
             if resumed_step is not None:
-                # TensorBoard hides what the folder's older files have from this step on
+                # makes TensorBoard hide older files' events from this step
                 self._heads.append({"step": resumed_step + 1, "session_log": {"status": "START"}})
 
     def __enter__(self) -> Self:
@@ -88,11 +87,11 @@ class RunWriter:
         self.close(failed=kind is not None)
 
     def scalars(self, step: int, figures: Mapping[str, Value], *, epoch: int | None = None) -> None:
-        """Log figures by tag after ``step`` optimizer updates.
+        """Log metrics by tag after ``step`` optimizer steps.
 
         A ``Spread`` becomes ``<tag>/median``, ``<tag>/p95`` and ``<tag>/max``, because TensorBoard
-        keeps 1,000 random points of a tag and would lose a lone slow step. None is left out; what
-        is not finite is ``null`` in ``metrics.jsonl``.
+        keeps 1,000 random points per tag and could lose a single slow step. None is omitted; values
+        that are not finite are ``null`` in ``metrics.jsonl``.
         """
         self._step = step
         flat: dict[str, float] = {}
@@ -116,21 +115,21 @@ class RunWriter:
             self._wandb.log(step, flat)
 
     def text(self, tag: str, lines: Sequence[str]) -> None:
-        """Put lines on TensorBoard's text page, as they are."""
+        """Log lines to TensorBoard's text page, unformatted."""
         if self._events:
-            # Markdown shows what is indented as code
+            # Markdown renders indented lines as code
             text = "\n".join(f"    {printable(line)}" for line in lines)
             self._event(summary=self._summary.text(tag, text))
         if self._wandb:
             self._wandb.summary({f"text/{tag}": "\n".join(lines)})
 
     def images(self, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
-        """Put ``tiles``, uint8 ``[N, 3, S, S]``, on TensorBoard's page of images, as one picture.
+        """Log ``tiles``, uint8 ``[N, 3, S, S]``, to TensorBoard as one image.
 
-        Each has its text in Weights & Biases.
+        In Weights & Biases each tile has its own text.
         """
         if self._events:
-            # eight in a row
+            # eight per row
             drawn = self._summary.image(tag, tiles, dataformats="NCHW")
             self._event(step=self._step, summary=drawn)
         if self._wandb:
@@ -138,17 +137,17 @@ class RunWriter:
             self._wandb.log(self._step, {tag: list(captioned)})
 
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
-        """Make the run a row of TensorBoard's HParams page.
+        """Add the run to TensorBoard's HParams page.
 
-        Every run of a sweep must give the same names.
+        Every run of a sweep must use the same names.
         """
         if self._events:
-            # torch would write true as 1.0, and leave a null out together with its column
+            # torch would write true as 1.0, and drop a column with null
             cells = {
                 name: value if type(value) in (int, float, str) else json.dumps(value)
                 for name, value in plain(settings).items()
             }
-            # of the experiment, the session's start and its end
+            # of the experiment, the session's start and end
             for part in self._summary.hparams(cells, dict(metrics)):
                 self._event(summary=part)
             values = [
@@ -159,19 +158,19 @@ class RunWriter:
             self._event(step=self._step, summary={"value": values})
 
     def bad_sample(self, name: str, sample: int, where: str, reason: str) -> None:
-        """Write a line of ``bad_samples.jsonl``, of a ``sample`` of the set ``name``."""
+        """Write a line of ``bad_samples.jsonl`` for a ``sample`` of the set ``name``."""
         line = {"set": name, "index": sample, "where": where, "reason": reason}
         self._append(BAD_SAMPLES, f"{json.dumps(line)}\n".encode())
 
     def report(self, report: Mapping[str, Any]) -> None:
-        """Write ``report.json``, whole or not at all, as ``plain`` gives it."""
+        """Write ``report.json`` atomically, in the form of ``plain``."""
         found = plain(report)
         self.write("report.json", json.dumps(found, indent=2, allow_nan=False))
         if self._wandb:
             self._wandb.summary(found)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the run and a last newline, whole or not at all."""
+        """Write a file of the run atomically, with a final newline."""
         path = self._folder / name
         try:
             write_whole(path, f"{text}\n".encode())
@@ -179,7 +178,7 @@ class RunWriter:
             self._failed(path, error)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the files and end the run there; a second call does nothing."""
+        """Close the files and finish the run; a second call does nothing."""
         if self._wandb:
             self._wandb.close(failed)
         self._wandb = None
@@ -187,7 +186,7 @@ class RunWriter:
             os.close(self._open.popitem()[1])
 
     def _go_on(self, step: int | None) -> None:
-        """Take out the lines of steps after ``step`` and damaged ones; begin behind the others."""
+        """Remove lines after ``step`` and corrupt ones; append after the others."""
         path = self._folder / _METRICS
         kept = []
         data = b""
@@ -207,12 +206,11 @@ class RunWriter:
             write_whole(path, whole)
 
     def _event(self, **content: Any) -> None:
-        """Append an event of now, if there is an event file, as a record of TensorBoard's file.
+        """Append an event with the current time, if there is an event file.
 
-        A record is length and data, each with a checksum: the CRC-32C of four bytes or more, masked
-        as TensorFlow does it. The CRC is linear: a block's is the sum of what each byte gives by
-        its place. What comes before the block, at the beginning 32 ones, is added to its first four
-        bytes; zeros before all of it add nothing.
+        A TensorBoard record is length and data, each with a CRC-32C masked as in TensorFlow. The
+        CRC is linear, so a block's is the sum of its bytes' contributions by position. The previous
+        state, initially 32 ones, is added to the first four bytes; leading zeros add nothing.
         """
         if not self._events:
             return
@@ -237,7 +235,7 @@ class RunWriter:
             self._heads.clear()
 
     def _append(self, name: str, data: bytes) -> bool:
-        """Append a record in one write; where it does not fit, the file stays as it was."""
+        """Append a record in one write; if it does not fit, the file is unchanged."""
         try:
             if name not in self._open:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -254,7 +252,7 @@ class RunWriter:
     def _failed(self, path: Path, error: OSError) -> None:
         if not self.dropped:
             log.warning(
-                "%s: %s; figures are lost until it can be written, training goes on",
+                "%s: %s; metrics are lost until it can be written, training continues",
                 path,
                 error.strerror or error,
             )
@@ -263,10 +261,10 @@ class RunWriter:
 
 @functools.cache
 def _table() -> np.ndarray:
-    """Returns what each byte gives, uint32 ``[places, 256]``; the last place is a block's end."""
+    """Returns each byte's contribution, uint32 ``[positions, 256]``; the last ends a block."""
     byte: np.ndarray = np.arange(256, dtype=np.uint32)
     for _ in range(8):
-        # Castagnoli's polynomial, its bits reversed
+        # the Castagnoli polynomial, bit-reversed
         byte = byte >> 1 ^ (byte & 1) * 0x82F63B78
     places = [byte]
     for _ in range(_BLOCK - 1):
@@ -275,7 +273,7 @@ def _table() -> np.ndarray:
 
 
 def publish(name: str, lines: Sequence[str], value: Any, writer: RunWriter | None) -> None:
-    """Prints ``lines``; gives them to ``writer``, if any, with ``value`` as ``name.json``."""
+    """Prints ``lines``; passes them to ``writer``, if any, with ``value`` as ``name.json``."""
     for line in lines:
         say(line)
     if writer is not None:
@@ -284,9 +282,9 @@ def publish(name: str, lines: Sequence[str], value: Any, writer: RunWriter | Non
 
 
 def plain(value: Any) -> Any:
-    """Returns ``value`` as JSON can hold it.
+    """Returns ``value`` in JSON types.
 
-    NaN and infinities become None, dataclasses objects without the fields that are None.
+    NaN and infinities become None, dataclasses become objects without None fields.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

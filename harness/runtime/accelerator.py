@@ -1,9 +1,9 @@
-"""Wraps the devices that a network may run on; no other file uses ``torch.cuda``.
+"""Wraps the devices that a network can run on; no other file uses ``torch.cuda``.
 
-On CUDA the host runs ahead: work is queued on streams, and events tell when the device has done it.
-So it is on any other type that ``torch.accelerator`` names, if a try shows it. Elsewhere nothing is
-queued that we could time, and the methods for streams do nothing. Tests put an emulated device in
-the place of ``get``.
+On CUDA the host runs ahead: work is queued on streams, and events record its completion. Other
+``torch.accelerator`` types are treated the same if a trial succeeds. On all other devices the
+stream methods do nothing, because no queued work can be timed. Tests replace ``get`` with an
+emulated device.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from . import gpus
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of a device's memory: this process's by torch's allocator, and the whole device's.
+    """Bytes of memory: this process's in torch's allocator, and the whole device's.
 
-    ``peak_*`` are the largest since the last ``reset_peaks``. ``reserved`` is what the allocator
-    took from the driver.
+    ``peak_*`` are maxima since the last ``reset_peaks``. ``reserved`` is memory that the allocator
+    obtained from the driver.
     """
 
     allocated: int
@@ -40,19 +40,19 @@ class MemoryUse(NamedTuple):
 
 
 class Accelerator:
-    """A device without streams, as a CPU is, whose work is done when the call returns.
+    """A device without streams, such as a CPU, that is done when a call returns.
 
     Attributes:
-        kind: cpu, cuda, mps, or torch's name of another type.
-        tells: whether it is known when the device is at work.
-        has_events: whether the host runs ahead, and events tell when work is done.
-        has_streams: whether copies from page-locked memory run beside the network too, and events
-            time both.
-        has_float64: whether it computes in float64.
-        skips_updates: whether torch's fused optimizers heed ``found_inf`` on it.
+        kind: cpu, cuda, mps, or another torch device type.
+        tells: whether the device's busy time is measurable.
+        has_events: whether the host runs ahead, and events record the end of work.
+        has_streams: whether copies from pinned memory overlap with the network, and events time
+            both.
+        has_float64: whether it supports float64.
+        skips_updates: whether torch's fused optimizers support ``found_inf`` on it.
         collective: the process group's backend.
-        device: what tensors are put on.
-        place: the device that process groups are told of; None: the host.
+        device: the torch device.
+        place: the device for process groups; None: the host.
     """
 
     tells = True
@@ -73,30 +73,30 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """The device as people know it."""
+        """The device's product name."""
         return self.kind
 
     @property
     def is_host(self) -> bool:
-        """Whether the host's own processors do the work."""
+        """Whether the host's CPU does the work."""
         return self.kind == "cpu"
 
     @property
     def half_precision(self) -> str | None:
-        """The setting ``trainer.precision`` that is fast on it; None: not known."""
-        # private names of torch's, for what processors have
+        """The fast setting of ``trainer.precision``; None if unknown."""
+        # private torch functions for CPU features
         flags = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
         fast = self.is_host and any(getattr(torch.cpu, flag, bool)() for flag in flags)
         return "bf16" if fast else None
 
     @property
     def uuid(self) -> str | None:
-        """Identifies the device among its kind; None: it is the only one."""
+        """Identifies the device within its kind; None if it is the only one."""
         return None
 
     @property
     def pci(self) -> str:
-        """The address on the bus as Linux writes it, 0000:17:00.0; empty: it has none."""
+        """The PCI bus address in Linux notation, 0000:17:00.0; empty if there is none."""
         return ""
 
     @property
@@ -105,81 +105,81 @@ class Accelerator:
         return False
 
     def make_current(self) -> None:
-        """Makes the device the calling thread's own."""
+        """Makes the device current in the calling thread."""
 
     def start(self, work: Callable[[], None], name: str) -> Any:
-        """Starts a thread that does ``work``; returns the thread."""
+        """Starts a thread that runs ``work``; returns the thread."""
         thread = threading.Thread(target=work, name=name, daemon=True)
         thread.start()
         return thread
 
     def synchronize(self) -> None:
-        """Sleeps until the device has done the work of the current stream."""
+        """Sleeps until the device has finished the current stream's work."""
         if self.has_events:
             done = self.event()
             done.record(self.stream())
             done.synchronize()
 
     def event(self, *, timed: bool = False) -> Any:
-        """Returns an event on which the host sleeps; two ``timed`` ones have a distance in ms."""
+        """Returns an event on which the host sleeps; ``timed`` events measure ms."""
         return torch.Event(self.device, enable_timing=timed)
 
     def stream(self) -> Any:
-        """Returns the stream that work of the calling thread goes to."""
+        """Returns the calling thread's current stream."""
 
     def side_stream(self) -> Any:
         """Returns the stream for copies.
 
-        There is one for the life of the process: memory of one stream is not used on another.
+        There is one per process, because memory of one stream is not reused on another.
         """
 
     def idle_stream(self) -> Any:
-        """Returns a stream that nothing runs on, so that its events are passed at once."""
+        """Returns an idle stream, whose events complete immediately."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Opens a block whose work goes to ``stream``; None: the current stream."""
+        """A block that uses ``stream``; None: the current stream."""
         return contextlib.nullcontext()
 
     def delay(self, seconds: float) -> None:
-        """Keeps the current stream busy for about ``seconds``, and not the host."""
+        """Keeps the current stream busy for about ``seconds`` without blocking the host."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in the device's memory."""
+        """Whether ``tensor`` is in device memory."""
         return tensor.device == self.device
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor`` on the device; the host does not wait if its memory is page-locked."""
+        """Returns ``tensor`` on the device, asynchronously if its memory is pinned."""
         return tensor.to(self.device)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor`` in page-locked memory, if that makes copies to the device faster."""
+        """Returns ``tensor`` in pinned memory, if that makes copies to the device faster."""
         return tensor
 
     def keep_for(self, stream: Any, tensor: Tensor) -> None:
-        """Keeps the memory of ``tensor`` until ``stream`` has done its work so far."""
+        """Keeps the memory of ``tensor`` until ``stream`` has finished its work so far."""
 
     def memory(self) -> MemoryUse | None:
-        """Returns the bytes of the device's own memory; None without any."""
+        """Returns the device's memory statistics; None if it has no own memory."""
         return None
 
     def reset_peaks(self) -> None:
-        """Begins the peaks of ``memory`` again."""
+        """Resets the peaks of ``memory``."""
 
     def release(self) -> None:
-        """Gives back unused device memory and page-locked memory."""
+        """Releases unused device memory and pinned memory."""
 
     def random_state(self) -> Tensor | None:
-        """Returns the state of the device's own random generator; None without any."""
+        """Returns the state of the device's RNG; None if it has none."""
         return None
 
     def set_random_state(self, state: Tensor | None) -> None:
-        """Sets what ``random_state`` returned."""
+        """Restores a state from ``random_state``."""
 
 
 class Mps(Accelerator):
-    """Apple's GPU, never run by us.
+    """An Apple GPU. Untested.
 
-    Its events tell that work is done, and no time: for that torch would wait for all queued work.
+    Its events record completion but no time, for which torch would wait for all queued work.
     """
 
     has_events = True
@@ -189,9 +189,9 @@ class Mps(Accelerator):
 
 
 class Generic(Accelerator):
-    """A device as ``torch.accelerator`` has it; of another type than CUDA, never run by us.
+    """Any ``torch.accelerator`` device. Untested except on CUDA.
 
-    Without ``delay`` it is not told what launching costs.
+    Launch overhead is unknown, because there is no ``delay``.
     """
 
     has_events = True
@@ -209,12 +209,12 @@ class Generic(Accelerator):
         return _stream(self.new_stream, self.device, 0)
 
     def idle_stream(self) -> Any:
-        # with a priority, or the stream might wait in a queue with others' work
+        # with a priority, or the stream might share a queue with other work
         return _stream(self.new_stream, self.device, -1)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Any:
-        # as a block a stream keeps what was before in itself, and two threads share it
+        # as a context manager, a stream stores the previous one in itself, which threads share
         before = self.stream()
         torch.accelerator.set_stream(stream or before)
         try:
@@ -223,7 +223,7 @@ class Generic(Accelerator):
             torch.accelerator.set_stream(before)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        # other memory may be read after the call
+        # unpinned memory may be read after the call
         return tensor.to(self.device, non_blocking=tensor.is_pinned())
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Generic(Accelerator):
 
 
 class Cuda(Generic):
-    """One GPU of NVIDIA's."""
+    """An NVIDIA GPU."""
 
     has_float64 = True
     collective = "nccl"
@@ -259,18 +259,18 @@ class Cuda(Generic):
         for arch in torch.cuda.get_arch_list():
             code, number = arch.rstrip("af").split("_")
             version = divmod(int(number), 10)
-            # compute_90 is compiled for any later card, sm_80 runs on 8.0 to 8.9
+            # compute_90 compiles for any later GPU, sm_80 runs on 8.0 to 8.9
             if version <= own and (code == "compute" or version[0] == own[0]):
                 return False
         return True
 
     @property
     def half_precision(self) -> str:
-        # before, bf16 is emulated
+        # earlier GPUs emulate bf16
         return "fp16" if torch.cuda.get_device_capability(self.device)[0] < 8 else "bf16"
 
     def event(self, *, timed: bool = False) -> Any:
-        # with torch.Event the host would spin
+        # torch.Event would make the host spin
         return torch.cuda.Event(enable_timing=timed, blocking=True)
 
     def make_current(self) -> None:
@@ -284,11 +284,11 @@ class Cuda(Generic):
 
     def delay(self, seconds: float) -> None:
         with torch.cuda.device(self.device):
-            # cycles of a GPU's processors, within a third
+            # GPU clock cycles, within a third
             torch.cuda._sleep(int(seconds * 1.8e9))
 
     def copy(self, tensor: Tensor) -> Tensor:
-        # the driver stages other memory than page-locked
+        # the driver stages unpinned memory
         return tensor.to(self.device, non_blocking=True)
 
     def memory(self) -> MemoryUse | None:
@@ -318,7 +318,7 @@ class Cuda(Generic):
 
 @functools.cache
 def _stream(new: Callable[..., Any], device: torch.device, priority: int) -> Any:
-    # from its first use on: making one starts CUDA
+    # created on first use, because it initializes CUDA
     return new(device, priority=priority)
 
 
@@ -333,7 +333,7 @@ def get(device: torch.device | str | Accelerator) -> Accelerator:
         return Cuda(device)
     # torch 2.5 has none
     own = getattr(torch, "accelerator", None)
-    # the one that is there, if any
+    # the available one, if any
     if device.type != "cpu" and own and device == own.current_accelerator(True):
         device = torch.device(device.type, own.current_device_index())
     kinds = {"cpu": Accelerator, "mps": Mps}
@@ -342,9 +342,9 @@ def get(device: torch.device | str | Accelerator) -> Accelerator:
 
 @functools.cache
 def tried(device: torch.device) -> Accelerator:
-    """Returns a ``Generic`` if a batch's way through it shows that its events tell the time."""
+    """Returns a ``Generic`` if a trial batch shows that its events measure time."""
     own = Generic(device)
-    # this torch has no such device, or not all that is asked of it
+    # this torch has no such device, or lacks a feature
     with contextlib.suppress(Exception):
         side = own.side_stream()
         start = own.event(timed=True)
@@ -356,7 +356,7 @@ def tried(device: torch.device) -> Accelerator:
             end.record(side)
         end.synchronize()
         most_ms = 1e3 * (own.now() - began_s)
-        # a clock reads distances backwards, too
+        # the clock also measures backwards
         if end.query() and end.elapsed_time(start) < 0 < start.elapsed_time(end) <= most_ms:
             return own
     unknown = Accelerator(device)
@@ -366,9 +366,9 @@ def tried(device: torch.device) -> Accelerator:
 
 @functools.cache
 def use() -> list[gpus.Use | None]:
-    """Returns the use by others of each GPU that this process sees, before it uses any itself."""
+    """Returns other processes' use of each visible GPU, before this process uses any."""
     found: list[gpus.Use | None] = [None] * count()
-    # no such package, no driver, or one that does not tell
+    # no such package or driver, or an unsupported query
     with contextlib.suppress(Exception):
         nvml = gpus.start_nvml()
         for i in range(count()):
@@ -378,12 +378,12 @@ def use() -> list[gpus.Use | None]:
 
 
 def taking_over() -> Callable[[], None]:
-    """Returns a function that makes this thread's current GPU that of the thread that calls it."""
+    """Returns a function that makes this thread's GPU current in the calling thread."""
     if torch.cuda.is_available():
         return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
     return lambda: None
 
 
 def count() -> int:
-    """Returns the number of GPUs that this process sees."""
+    """Returns the number of visible GPUs."""
     return torch.cuda.device_count()

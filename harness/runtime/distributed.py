@@ -1,4 +1,4 @@
-"""Starts the ranks of a run, lets them agree, and chooses the device of each."""
+"""Starts and coordinates the ranks of a run, and selects their devices."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from . import accelerator, limits, signals
 from .errors import CheckpointError, listed, say
 from .launch import command, run_processes, setting
 
-# before a rank that has not come is named
+# before missing ranks are reported
 _PATIENCE_S = 30.0
 
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """Opens a block in which ranks work together.
+    """A block in which ranks communicate.
 
     Raises:
-        Interrupted: the block failed after a signal: another rank is gone already.
+        Interrupted: the block failed after a signal, because another rank has already exited.
     """
     try:
         yield
@@ -47,14 +47,14 @@ def _together() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank's place among all.
+    """A rank and its position among all ranks.
 
     Attributes:
         rank: 0 to size - 1 over all nodes; 0 prints, logs and saves.
         size: number of ranks.
         local_rank: 0 to local_size - 1 on this node.
         local_size: number of ranks on this node.
-        device: where this rank's network lives.
+        device: the device of this rank's network.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class World:
 
     @_together()
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of ``values`` over all ranks; a new tensor with several ranks."""
+        """Returns the sum of ``values`` over all ranks; a new tensor if there are several."""
         if self.size == 1:
             return values
         summed = values.clone()
@@ -83,7 +83,7 @@ class World:
 
     @_together()
     def gathered(self, value: Any) -> list[Any]:
-        """Returns every rank's ``value`` (any picklable object), in the order of the ranks."""
+        """Returns every rank's ``value`` (any picklable object), in rank order."""
         if self.size == 1:
             return [value]
         box = [None] * self.size
@@ -92,7 +92,7 @@ class World:
 
     @_together()
     def largest(self, *values: float) -> list[float]:
-        """Returns the largest of each of ``values`` over all ranks."""
+        """Returns the elementwise maximum of ``values`` over all ranks."""
         if self.size == 1:
             return list(values)
         box = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -147,9 +147,9 @@ def _blank(tree: Any, device: str) -> Any:
 
 
 def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
-    """Runs ``worker(local_rank, job)`` in every process of this node that ``dist=`` asks for."""
+    """Runs ``worker(local_rank, job)`` in every process that ``dist=`` starts on this node."""
     if config.dist.name is DistName.spawn:
-        # a lost rank's peers would print stacks of C++
+        # the peers of a lost rank would print C++ stacks
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         os.environ["MASTER_PORT"] = str(get_free_port())
@@ -161,18 +161,18 @@ def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
 def resume_command(
     config: Config, world: World, overridden: Iterable[str], more: Sequence[str], *without: str
 ) -> str:
-    """Returns the line that starts such a run again, with ``more`` in place of its like.
+    """Returns the command that restarts a run, with ``more`` replacing its own settings.
 
     Args:
         config: the run's settings.
-        world: a rank of it.
-        overridden: what its command line set, flags such as ``--config-name=x`` among it.
-        more: what the line is to set.
-        without: names of settings that are left out.
+        world: one of its ranks.
+        overridden: its command-line settings, including flags such as ``--config-name=x``.
+        more: settings of the new command.
+        without: names of omitted settings.
     """
     ranks = None
     if config.dist.name is DistName.torchrun:
-        # several nodes have a launcher of their own
+        # multi-node runs have their own launcher
         one_node = world.size == world.local_size
         ranks = f"--nproc-per-node={world.local_size}" if one_node else "..."
     replaced = {*without, *map(setting, more)}
@@ -186,18 +186,18 @@ def spawn_size(config: Config) -> int:
     nprocs = config.dist.nprocs or gpus
     if nprocs == 0:
         raise ConfigError(
-            "dist.nprocs=null: there is no GPU to count; say how many processes, such as "
+            "dist.nprocs=null: there are no GPUs to count; set the number of processes, such as "
             "dist.nprocs=2"
         )
     if gpus and nprocs > gpus:
         raise ConfigError(
-            f"dist.nprocs={nprocs}: there are {gpus} GPUs; lower it or set device=cpu"
+            f"dist.nprocs={nprocs}: there are only {gpus} GPUs; lower it or set device=cpu"
         )
     return nprocs
 
 
 def _store(prefix: str, hosts: bool, timeout_s: float) -> Any:
-    """Returns the store of all ranks, which one ``hosts``; with torchrun, that of its agent."""
+    """Returns the store of all ranks, on the one that ``hosts``; with torchrun, its agent's."""
     environ = os.environ
     store = TCPStore(
         environ["MASTER_ADDR"],
@@ -210,7 +210,7 @@ def _store(prefix: str, hosts: bool, timeout_s: float) -> Any:
 
 
 def _name_absent(prefix: str, rank: int, size: int) -> None:
-    """Says which ranks have not met; each rank says it only of the first."""
+    """Prints which ranks are missing; other ranks only report the first one."""
     absent = []
     try:
         store = _store(prefix, hosts=False, timeout_s=5.0)
@@ -221,16 +221,15 @@ def _name_absent(prefix: str, rank: int, size: int) -> None:
             absent.append(f"rank {i}" + (f" on {store.get(f'host/{i}').decode()}" if known else ""))
     except RuntimeError:
         address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-        absent = [f"rank 0, which should listen at {address}"]
+        absent = [f"rank 0, which should be listening on {address}"]
     if absent:
         say(f"waiting for {listed(absent)}")
 
 
 @contextmanager
 def _rendezvous(config: Config, place: Path, rank: int, size: int) -> Iterator[Any]:
-    """Opens a block in which this rank gets ready for the others; gives the store of all."""
-    # the restarts and the jobs of a sweep under torchrun share its store; nodes may start in
-    # different folders
+    """A block in which this rank prepares to meet the others; yields their store."""
+    # restarts and sweep jobs under torchrun share its store; nodes may start in different folders
     inside = str(place).removeprefix(os.getcwd())
     prefix = f"{inside}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     late = Timer(_PATIENCE_S, _name_absent, (prefix, rank, size))
@@ -247,12 +246,12 @@ def _rendezvous(config: Config, place: Path, rank: int, size: int) -> Iterator[A
 
 
 def gpus_for(local_size: int) -> list[int]:
-    """Returns the GPUs that this process sees: idle ones first, then those with most memory free.
+    """Returns the visible GPUs, idle ones first, then by free memory.
 
-    Those that the ``local_size`` ranks of this node get, and others use, are named.
+    Logs GPUs of the ``local_size`` ranks of this node that other processes use.
     """
     order = [*range(accelerator.count())]
-    # a launcher may have bound each rank to the cores of its own GPU
+    # a launcher may have bound each rank to its GPU's cores
     if len(order) > local_size:
         order.sort(
             key=lambda i: (
@@ -262,16 +261,16 @@ def gpus_for(local_size: int) -> list[int]:
         )
     for i in order[:local_size]:
         if (found := accelerator.use()[i]) and not found.is_idle:
-            say(f"GPU {i} is already in use: {found.text} of its memory is taken")
+            say(f"GPU {i} is already in use: {found.text} of memory allocated")
     return order
 
 
 def _agreed_gpus(store: Any, rank: int, local_rank: int, local_size: int) -> Sequence[int]:
-    """Returns the GPUs of this node as its first rank finds them; none: in the order of torch."""
+    """Returns this node's GPUs as seen by its first rank; empty: torch's order."""
     found = gpus_for(local_size) if local_rank == 0 else []
     if accelerator.count() <= local_size:
         return found
-    # another rank would take those that began before it for somebody else's processes
+    # a rank would mistake earlier ranks for other users' processes
     key = f"gpus/{rank - local_rank}"
     if local_rank == 0:
         store.set(key, json.dumps(found))
@@ -281,14 +280,14 @@ def _agreed_gpus(store: Any, rank: int, local_rank: int, local_size: int) -> Seq
 def _prepared(
     config: Config, local_rank: int, local_size: int, gpus: Sequence[int]
 ) -> torch.device:
-    """Returns this rank's device, one of ``gpus``, made current; fixes the number of threads."""
+    """Selects and returns this rank's device, one of ``gpus``; fixes the number of threads."""
     device = choose_device(config.device, local_rank, local_size, gpus)
     own = accelerator.get(device)
     own.make_current()
     if accelerator.count() >= local_size > 1 and own.pci:
         near = gpus or range(local_size)
         limits.bind([accelerator.get(f"cuda:{near[i]}").pci for i in range(local_size)], local_rank)
-    # results are bitwise equal only at one number of threads: it is fixed for the whole run
+    # results are bitwise equal only for a fixed number of threads
     threads = config.trainer.num_threads
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, int(limits.measure(local_size).cores))
@@ -299,12 +298,12 @@ def _prepared(
 
 @contextmanager
 def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[World]:
-    """Opens a block in which this rank has a ``World`` and its process group.
+    """A block in which this rank has a ``World`` and its process group.
 
-    The ranks of a run meet by its folder ``place``.
+    Ranks rendezvous by the run folder ``place``.
 
     Raises:
-        ConfigError: the device or the backend cannot be had.
+        ConfigError: the device or the backend is unavailable.
     """
     kind = config.dist.name
     rank = local_rank
@@ -325,7 +324,7 @@ def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[Wo
             own = accelerator.get(device)
             if asked is DistBackend.nccl and own.collective != "nccl":
                 raise ConfigError(
-                    f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use "
+                    f"dist.backend=nccl needs CUDA devices, but this run uses {own.kind}; use "
                     "auto or gloo"
                 )
             store.set(f"ready/{rank}", "")
@@ -346,19 +345,19 @@ def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[Wo
 def choose_device(
     name: str, local_rank: int, local_size: int, gpus: Sequence[int] = ()
 ) -> torch.device:
-    """Returns the device that ``device=name`` means for this rank; never a CPU for a GPU.
+    """Returns the device ``device=name`` of this rank; never falls back to a CPU.
 
     Args:
         name: auto, cpu, cuda, cuda:N or mps.
         local_rank: 0 to ``local_size`` - 1.
         local_size: number of ranks on this node.
-        gpus: of this node's ranks, by local rank; none: in the order of torch.
+        gpus: of this node's ranks, by local rank; empty: torch's order.
 
     Raises:
-        ConfigError: the name is unknown, or the device is not there or cannot be used.
+        ConfigError: the name is unknown, or the device is missing or unusable.
     """
     if not re.fullmatch(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]?))?", name):
-        raise ConfigError(f"device={name}: unknown; use auto, cpu, cuda, cuda:N or mps")
+        raise ConfigError(f"device={name} is not valid; use auto, cpu, cuda, cuda:N or mps")
     if name == "auto" and not accelerator.count():
         return torch.device("cpu")
     device = torch.device("cuda" if name == "auto" else name)
@@ -369,14 +368,14 @@ def choose_device(
                 f"device={name}: torch sees no CUDA device; use device=cpu or device=auto"
             )
         if device.index is not None and local_size > 1:
-            raise ConfigError(f"device={name}: one device for {local_size} ranks; use device=cuda")
-        # a launcher may show each rank its own GPU alone, as Slurm's --gpus-per-task=1 does
+            raise ConfigError(f"device={name} is one device, not {local_size}; use device=cuda")
+        # a launcher may show each rank only its own GPU, as Slurm's --gpus-per-task=1 does
         place = local_rank if count > 1 else 0
         index = gpus[place] if place < len(gpus) else place
         if device.index is not None:
             index = device.index
         if index >= count:
-            raise ConfigError(f"device={name}: there is no device {index}; torch sees {count}")
+            raise ConfigError(f"device={name}: no device {index}; torch sees {count}")
         own = accelerator.get(torch.device("cuda", index))
         if own.lacks_kernels:
             raise ConfigError(
@@ -388,5 +387,5 @@ def choose_device(
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps: torch sees no Apple GPU; use device=cpu or device=auto")
     if device.type == "mps" and local_size > 1:
-        raise ConfigError(f"device=mps: one device for {local_size} ranks; use device=cpu")
+        raise ConfigError(f"device=mps is one device, not {local_size}; use device=cpu")
     return device

@@ -1,4 +1,4 @@
-"""Defines the errors that end a run, each with its exit code and one line for the user."""
+"""Defines the errors that end a run, with an exit code and one line for the user."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from ..config import ConfigError
 from ..suggestions import explain
 
 _TOO_SMALL = "data.image_size: too small for the layers of the network; raise it"
-# by what torch and Python say
+# by messages of torch and Python
 _ANSWERS = {
     "Output size is too small": (_TOO_SMALL, 2),
     "Kernel size can't be greater than actual input size": (_TOO_SMALL, 2),
     "Expected more than 1 value per channel when training": (
-        "loader.batch_size: batch normalisation needs more than one value per channel; raise it or "
+        "loader.batch_size: batch normalization needs more than one value per channel; raise it or "
         "data.image_size, or drop a last batch of one image with loader.drop_last=true",
         2,
     ),
     "AF_UNIX path too long": (
-        "TMPDIR: too long a path for the sockets of worker processes; set a shorter one",
+        "TMPDIR: path too long for the sockets of worker processes; set a shorter one",
         2,
     ),
     "Duplicate GPU detected": (
-        "device: two ranks have one GPU; start one rank for each GPU that a node has, or show each "
-        "rank another GPU",
+        "device: two ranks share a GPU; start one rank per GPU of a node, or make a different "
+        "GPU visible to each rank",
         2,
     ),
-    "can't start new thread": ("no more threads are allowed; raise the limit (ulimit -u)", 6),
-    "Too many open files": ("no more open files are allowed; raise the limit (ulimit -n)", 6),
+    "can't start new thread": ("thread limit reached; raise it (ulimit -u)", 6),
+    "Too many open files": ("open-file limit reached; raise it (ulimit -n)", 6),
     "failed to map segment": (
-        "a library cannot be loaded: too little memory (ulimit -v), or a folder mounted noexec",
+        "a library cannot be loaded: not enough memory (ulimit -v), or a folder mounted noexec",
         8,
     ),
 }
 
 
 class RunError(Exception):
-    """An end of the run with a known cause; one printable line says the way out."""
+    """An expected error that ends the run; its one printable line includes a fix."""
 
     exit_code = 1
 
@@ -54,17 +54,17 @@ class RunError(Exception):
 
 
 class DataError(RunError):
-    """The data set is missing, incomplete or unreadable."""
+    """The dataset is missing, incomplete or unreadable."""
 
     exit_code = 3
 
 
 class BadSample(DataError):
-    """One sample that cannot be read.
+    """An unreadable sample.
 
     Args:
         where: the file, or the array and the row.
-        reason: why, in words.
+        reason: why, as text.
     """
 
     def __init__(self, where: str, reason: str) -> None:
@@ -77,19 +77,19 @@ class BadSample(DataError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint is missing, damaged or does not fit."""
+    """A checkpoint is missing, corrupt or incompatible."""
 
     exit_code = 4
 
 
 class NonFiniteError(RunError):
-    """The loss was not finite for too many updates in a row."""
+    """The loss was not finite for too many consecutive steps."""
 
     exit_code = 5
 
 
 class LoaderError(RunError):
-    """A worker died, hung or could not hand its batch over."""
+    """A worker died, hung or could not return its batch."""
 
     exit_code = 6
 
@@ -121,21 +121,21 @@ class Interrupted(RunError):
         self.exit_code = 128 + signum
 
 
-# the exit code of a rank that lost another, which says why itself
+# exit code of a rank that lost another rank, which reports the cause itself
 LOST_RANK = 10
 _LOST = re.compile(
     "(gloo|NCCL|ProcessGroup)(?s:.*)"
     "(closed by peer|reset by peer|Broken pipe|[Tt]imed out|[Tt]imeout|remote process exited)"
-    # gloo's for a wait that was over while another one lasted
+    # gloo: one wait timed out during another
     "|Application timeout caused pair closure"
 )
 
 
 def described(error: BaseException) -> tuple[str, int] | None:
-    """Returns the line that a user sees and the exit code; None for an unknown cause."""
+    """Returns the user's line and the exit code; None for an unexpected error."""
     cause: BaseException | None = error
     seen: list[BaseException] = []
-    # libraries wrap what a callback of ours raised; an error may be its own cause
+    # libraries wrap errors of our callbacks; an error may be its own cause
     while cause is not None and cause not in seen:
         if isinstance(cause, RunError | ConfigError):
             return str(cause), cause.exit_code
@@ -146,34 +146,34 @@ def described(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, KeyboardInterrupt):
         return described(Interrupted(signal.SIGINT))
     if is_out_of_memory(error):
-        # what torch begins with on the host says nothing
+        # torch's prefix for host errors is meaningless
         said = words(error).rpartition("err == 0. ")[2].split(". ")[0]
         return (
-            f"{said or 'the host has no memory left'}; halve loader.batch_size "
-            "(trainer.accumulate_steps=2 keeps the images of an update) or set "
+            f"{said or 'out of host memory'}; halve loader.batch_size "
+            "(trainer.accumulate_steps=2 keeps the effective batch size) or set "
             "trainer.precision=bf16 (fp16 on GPUs older than Ampere)",
             8,
         )
-    # gloo's and NCCL's, from a collective call or within the network's own
+    # from gloo or NCCL, in a collective call or inside the network
     if isinstance(error, RuntimeError) and _LOST.search(words(error)):
-        return "another rank ended or does not answer; look at its lines", LOST_RANK
+        return "another rank ended or does not respond; see its output", LOST_RANK
     for said, answer in _ANSWERS.items():
         if said in words(error):
             return answer
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
+        return f"{error.filename or 'the run folder'}: {error.strerror}; free some disk space", 7
     return None
 
 
 def words(error: BaseException) -> str:
-    """Returns the text of ``error``; nothing where a class of the user's fails to make one."""
+    """Returns the text of ``error``; empty if a user's class fails to make one."""
     with contextlib.suppress(Exception):
         return str(error)
     return ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether some allocator had no memory: Python's, torch's, a device's or a codec's."""
+    """Whether an allocator ran out of memory: Python's, torch's, a device's or a codec's."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -187,7 +187,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message(error: BaseException) -> tuple[str, int]:
-    """Returns the line and the exit code; prints the traceback of an unknown cause."""
+    """Returns the line and the exit code; prints the traceback of an unexpected error."""
     if known := described(error):
         return known
     traceback.print_exception(error)
@@ -195,36 +195,36 @@ def message(error: BaseException) -> tuple[str, int]:
 
 
 def tell(failures: Sequence[BaseException]) -> int:
-    """Prints a line for each failure; returns the first one's exit code, 0 without any."""
+    """Prints a line per failure; returns the first exit code, 0 without failures."""
     lines = [message(failure) for failure in failures]
     name = "\x1b[1;31merror:\x1b[0m" if draws(sys.stderr) else "error:"
     with contextlib.suppress(OSError):
-        # nobody may read: the exit code says it too
+        # output may be closed; the exit code is enough
         for text, _ in lines:
             print(name, printable(text), file=sys.stderr, flush=True)
     return lines[0][1] if lines else 0
 
 
 def say(line: str) -> None:
-    """Prints a line of ours beside what a watched script prints."""
+    """Prints a wellfed line among the output of a watched script."""
     with contextlib.suppress(OSError, ValueError):
         print(f"wellfed: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def tell_crashes() -> None:
-    """Has a crash in native code print where each thread of this process was."""
-    # in a notebook, stderr has no file to print to
+    """Makes native crashes print the stack of each thread of this process."""
+    # in a notebook, stderr has no file
     with contextlib.suppress(OSError, RuntimeError):
         faulthandler.enable()
 
 
 def draws(stream: TextIO) -> bool:
-    """Whether ``stream`` is a terminal on which colours and moves are wanted."""
+    """Whether ``stream`` is a terminal that should get colors and cursor movement."""
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def printable(text: str) -> str:
-    """Returns ``text`` with control characters escaped: a file's name cannot drive the terminal."""
+    """Returns ``text`` with control characters escaped, for example in file names."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -234,6 +234,6 @@ def rounded(value: float) -> str:
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Returns the first five of ``names``, and how many more there are."""
+    """Returns the first five ``names``, and the number of others."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return between.join(names[:5]) + more

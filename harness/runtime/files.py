@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, and checks files as it reads them."""
+"""Writes files atomically, and validates files on reading."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ import xxhash
 
 AnyPath = str | bytes | os.PathLike[str]
 
-# of a text, which has kilobytes
+# limit of a text, which usually has kilobytes
 _MOST_BYTES = 16 << 20
-# no number that is kept is so large, and an integer of JSON may be too long for a float
+# larger than any stored number; a JSON integer may overflow a float
 _LARGEST = 1e18
-# a spreadsheet would compute it
+# a spreadsheet would evaluate it
 _FORMULA = re.compile(r"[=+@-](?![\d.]*$)")
 
-# the run's logger: the file with its name is too heavy for the page to import
+# the run's logger, whose module is too heavy for the report to import
 _log = logging.getLogger("wellfed")
 
 
 def open_regular(path: AnyPath, flags: int = os.O_RDONLY, *, makes_way: bool = False) -> int:
-    """Returns a descriptor of the regular file at ``path``; never waits, as for a FIFO.
+    """Returns a descriptor of the regular file at ``path``; never blocks, even on a FIFO.
 
-    What is no regular file is set aside first if it ``makes_way``, with a line in the log.
+    Anything else is moved aside if it ``makes_way``, with a warning.
 
     Raises:
-        OSError: it cannot be opened, or is something else.
+        OSError: it cannot be opened, or is not a regular file.
     """
     if makes_way:
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(path).st_mode):
-                _log.warning("%s: not a regular file: made again", path)
+                _log.warning("%s: not a regular file, rebuilding", path)
                 quarantine(Path(os.fsdecode(path)))
     file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISREG(os.fstat(file).st_mode):
@@ -59,17 +59,17 @@ def read_regular(path: AnyPath, most_bytes: int = sys.maxsize, flags: int = os.O
     """Returns the content of the regular file at ``path``.
 
     Raises:
-        OSError: it cannot be read, is something else, or has more than ``most_bytes``.
+        OSError: it cannot be read, is not a regular file, or has more than ``most_bytes``.
     """
     file = open_regular(path, flags)
     try:
         size = os.fstat(file).st_size
         if size > most_bytes:
             raise OSError(f"more than {most_bytes >> 20} MiB")
-        # most often all: a thread asks for the interpreter after each call
+        # usually all of it, because each call reacquires the GIL
         data = os.read(file, size + 1)
         if len(data) != size:
-            # the file has grown or shrunk meanwhile, or is read in pieces
+            # the file has changed size, or is read in pieces
             with open(file, "rb", closefd=False) as rest:
                 data += rest.read()
         return data
@@ -78,14 +78,14 @@ def read_regular(path: AnyPath, most_bytes: int = sys.maxsize, flags: int = os.O
 
 
 def read_inside(folder: Path, name: str) -> bytes:
-    """Returns the content of the file ``name`` in ``folder``, to which no link may lead away.
+    """Returns the content of the file ``name`` in ``folder``, without following links.
 
     Raises:
-        OSError: it cannot be read, is somewhere else, or is no regular file of at most 16 MiB.
+        OSError: it cannot be read, is elsewhere, or is not a regular file of at most 16 MiB.
     """
     path = os.path.realpath(folder / name)
     if path != os.path.join(os.path.realpath(folder), name):
-        raise OSError("a link to another place")
+        raise OSError("a link to another location")
     return read_regular(path, _MOST_BYTES)
 
 
@@ -94,7 +94,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read, or is a link or no regular file of at most 16 MiB.
-        ValueError: it is damaged.
+        ValueError: it is corrupt.
     """
     try:
         return json.loads(read_regular(path, _MOST_BYTES, os.O_NOFOLLOW))
@@ -103,7 +103,7 @@ def read_json(path: Path) -> Any:
 
 
 def sheet(rows: Iterable[Iterable[Any]]) -> str:
-    """Returns ``rows`` as CSV; an apostrophe keeps text from being computed as a formula."""
+    """Returns ``rows`` as CSV; an apostrophe protects text that looks like a formula."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(
         [f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell for cell in row]
@@ -113,10 +113,10 @@ def sheet(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yields the lines of the file at ``path``, as far as one with more than 1 MiB.
+    """Yields the lines of the file at ``path``, up to a line of more than 1 MiB.
 
     Raises:
-        OSError: it cannot be read, or is a link or no regular file.
+        OSError: it cannot be read, or is a link or not a regular file.
     """
     with open(open_regular(path, os.O_NOFOLLOW), "rb") as file:
         while 0 < len(line := file.readline(1 << 20)) < 1 << 20:
@@ -124,25 +124,25 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def read_written(path: Path, kind: type = dict) -> Any:
-    """Returns what a run wrote into the JSON file at ``path``: an object, or another ``kind``.
+    """Returns the JSON value that a run wrote to ``path``: an object, or another ``kind``.
 
-    Nulls of objects are left out, and so are numbers that are no figures.
+    Drops nulls of objects and invalid numbers.
 
     Raises:
         OSError: it cannot be read, or is no regular file of at most 16 MiB.
-        ValueError: it is damaged, or holds something else.
+        ValueError: it is corrupt, or of another kind.
     """
     try:
         found = known(read_json(path))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(found, kind):
-        raise ValueError("it does not hold what a run writes")
+        raise ValueError("not written by a run")
     return found
 
 
 def known(value: Any) -> Any:
-    """Returns ``value``, parsed from JSON, without nulls and numbers that are no figures."""
+    """Returns ``value``, parsed from JSON, without nulls and invalid numbers."""
     if isinstance(value, dict):
         items = {name: known(item) for name, item in value.items()}
         return {name: item for name, item in items.items() if item is not None}
@@ -152,26 +152,26 @@ def known(value: Any) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """Returns ``value``, parsed from JSON, if it is a finite number; None: it is not."""
-    # beyond 1e300 is no figure, and an integer of JSON may be too long for a float
+    """Returns ``value``, parsed from JSON, if it is a finite number, else None."""
+    # values beyond 1e300 are invalid; a JSON integer may overflow a float
     if type(value) in (int, float) and abs(value) < 1e300:
         return value  # type: ignore[no-any-return]
     return None
 
 
 def natural(name: str) -> list[str | int]:
-    """Returns a key for sorting by which job 10 comes after job 9."""
+    """Returns a natural sort key: job 10 follows job 9."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Returns ``value``, parsed from JSON, as a ``kind``, with dataclasses and tuples made again.
+    """Returns ``value``, parsed from JSON, as a ``kind``, including dataclasses and tuples.
 
-    For a float of a dataclass, null leaves the default. Texts are printable, numbers finite and not
-    negative.
+    Null leaves the default of a dataclass's float. Strings must be printable, numbers finite and
+    not negative.
 
     Raises:
-        ValueError: the value is not of that kind.
+        ValueError: the value is of another kind.
         TypeError: null for a float without a default.
     """
     origin = get_origin(kind)
@@ -192,25 +192,25 @@ def from_json(kind: Any, value: Any) -> Any:
         fits = value.isprintable() if isinstance(value, str) else 0 <= value < _LARGEST
         if fits:
             return value
-    raise ValueError("a value does not fit")
+    raise ValueError("a value has the wrong type")
 
 
 def write_kept(path: Path, key: bytes, content: bytes) -> None:
-    """Writes ``content`` into a cache's file, sealed with its ``key``; only warns if it cannot."""
+    """Writes ``content`` to a cache file with a digest of its ``key``; warns on failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, _seal(key, content) + content)
     except OSError as error:
         why = error.strerror or error
-        _log.warning("%s: %s; it is not remembered; set WELLFED_CACHE", path, why)
+        _log.warning("%s: %s; not cached, set WELLFED_CACHE", path, why)
 
 
 def read_kept(path: Path, key: bytes) -> bytes | None:
-    """Returns what ``write_kept`` wrote with this ``key``; None: nothing, or no more.
+    """Returns the content from ``write_kept`` with this ``key``, or None.
 
-    What is damaged or lies in its place gives way, with a warning.
+    Corrupt or foreign files are moved aside with a warning.
     """
-    why: object = "its digest differs"
+    why: object = "wrong digest"
     try:
         data = read_regular(path, flags=os.O_RDONLY | os.O_NOFOLLOW)
         content = data[16:]
@@ -220,7 +220,7 @@ def read_kept(path: Path, key: bytes) -> bytes | None:
         return None
     except OSError as error:
         why = error
-    _log.warning("%s: damaged (%s): made again", path, why)
+    _log.warning("%s: corrupt (%s), rebuilding", path, why)
     with suppress(OSError):
         quarantine(path)
     return None
@@ -233,10 +233,10 @@ def _seal(key: bytes, content: bytes) -> bytes:
 
 
 def quarantine(path: Path) -> None:
-    """Removes what lies at ``path``; a folder gets another name instead.
+    """Removes the file at ``path``; renames a folder instead.
 
     Raises:
-        OSError: the system refuses.
+        OSError: permission denied or similar.
     """
     try:
         path.unlink(missing_ok=True)
@@ -245,7 +245,7 @@ def quarantine(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes what lies at ``path``, with all that is inside, as far as possible."""
+    """Removes ``path`` recursively, as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -253,11 +253,11 @@ def remove(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes | memoryview, *, links: bool = False) -> None:
-    """Writes the file ``path``, whole or not at all; its content, then its name, are synced.
+    """Writes the file ``path`` atomically; syncs its content, then its name.
 
-    If it ``links``, it is made a link to the file of the name ``data``, where links can be made.
+    If it ``links``, creates a link to the file named ``data`` if links are supported.
     """
-    # not named by the process alone: two machines that share the folder may have the same number
+    # not only the process ID, which machines that share the folder may have in common
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         if links:
@@ -272,7 +272,7 @@ def write_whole(path: Path, data: bytes | memoryview, *, links: bool = False) ->
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        # on a disk that fails, the first error is the one to tell
+        # on a failing disk, report the first error
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
     try:
@@ -282,6 +282,6 @@ def write_whole(path: Path, data: bytes | memoryview, *, links: bool = False) ->
         finally:
             os.close(folder)
     except OSError as error:
-        # not every file system can, and not every folder may be read
+        # not supported by every file system, and not every folder is readable
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES):
             raise

@@ -1,4 +1,4 @@
-"""Creates the run's folder, locks it for one run and logs into it."""
+"""Creates the run folder, locks it for one run and logs to it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .errors import DataError, DiskError, LockedError, RunError, described
 from .files import open_regular, write_whole
 
 LOGGER = "wellfed"
-# of every room
+# of all rooms
 log = logging.getLogger(LOGGER)
 
-# what a run may leave that another one would write again
+# output files that a second run would overwrite
 _LEFT = ("metrics.jsonl", "checkpoints", "predictions.csv", "model.pt2", "model.onnx")
 
-# open for as long as this process owns the folders
+# open while this process owns the folders
 _owned: dict[Path, ExitStack] = {}
 
 
@@ -37,18 +37,18 @@ def is_first_rank() -> bool:
 
 
 def unusable(folder: Path, error: OSError) -> ConfigError | DiskError:
-    """Returns what to raise for a folder that cannot be made or written to."""
+    """Returns the error for a folder that cannot be created or written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskError(f"{folder}: {error.strerror}; free some space")
+        return DiskError(f"{folder}: {error.strerror}; free some disk space")
     return ConfigError(
-        f"{folder}: cannot be the run's folder: {error.strerror or error}; start from a folder "
-        "you may write to, or set hydra.run.dir (of a sweep: hydra.sweep.dir)"
+        f"{folder}: cannot be used as run folder: {error.strerror or error}; start in a folder "
+        "that you can write to, or set hydra.run.dir (for a sweep: hydra.sweep.dir)"
     )
 
 
 @contextmanager
 def using(folder: Path) -> Iterator[None]:
-    """Opens a block that makes ``folder`` or writes into it.
+    """A block that creates ``folder`` or writes to it.
 
     Raises:
         ConfigError: the folder cannot be made or written to.
@@ -61,14 +61,14 @@ def using(folder: Path) -> Iterator[None]:
 
 
 def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.train) -> str:
-    """Returns the folder of a single run, the same for all ranks under torchrun.
+    """Returns the folder of a single run, shared by all ranks under torchrun.
 
-    A run without a name goes on in the folder that ``resume`` names, and with ``resume=auto`` in
-    the folder that the run had before torchrun restarted it. The name of a new folder goes through
-    the store that torchrun itself keeps, under another key for each restart of the workers.
+    A run without a name continues in the folder ``resume``, and with ``resume=auto`` in its folder
+    before torchrun restarted it. The name of a new folder is shared through torchrun's store, with
+    a new key for each restart of the workers.
 
     Raises:
-        ConfigError: the folder cannot be made, or torchrun keeps no store.
+        ConfigError: the folder cannot be created, or torchrun provides no store.
     """
     outputs = Path("outputs")
     trains = mode is Mode.train
@@ -84,7 +84,7 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
         return str(new_folder(outputs))
     if not has_store:
         raise ConfigError(
-            "run.name=null: this launcher keeps no store to share a folder's name; set run.name"
+            "run.name=null: ranks of this launcher cannot agree on a folder; set run.name"
         )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -99,14 +99,14 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
 
 
 def refuse_auto(resume: str | None) -> None:
-    """Refuses ``resume=auto`` for a run whose folder is new at each start.
+    """Rejects ``resume=auto`` for a run with a new folder at each start.
 
     Raises:
         ConfigError: with the ways out.
     """
     if resume == "auto":
         raise ConfigError(
-            "resume=auto: a new folder holds no checkpoint; write run.name=NAME or resume=FOLDER"
+            "resume=auto: a new folder has no checkpoint; set run.name=NAME or resume=FOLDER"
         )
 
 
@@ -131,10 +131,10 @@ def check_folder(path: str) -> None:
 
 
 def own(folder: Path) -> Path:
-    """Makes ``folder`` and owns it until this process ends; returns ``folder``.
+    """Creates ``folder`` and owns it until this process ends; returns ``folder``.
 
-    The lock is the kernel's (``flock``), or on a file system without ``flock`` a socket's name: it
-    goes with the process, also after SIGKILL, so that no stale lock can stay.
+    The kernel releases the lock (``flock``, or a socket name if unsupported) with the process, even
+    after SIGKILL, so locks are never stale.
 
     Raises:
         LockedError: another live run owns the folder.
@@ -156,7 +156,7 @@ def own(folder: Path) -> Path:
                 raise
             except OSError as error:
                 text = (
-                    "%s: no locks here (%s): only runs on this machine are kept out of the folder"
+                    "%s: no file locks (%s): only runs on this machine are kept out of the folder"
                 )
                 log.warning(text, path, error.strerror)
                 name = held.enter_context(socket.socket(socket.AF_UNIX))
@@ -169,14 +169,14 @@ def own(folder: Path) -> Path:
         handle.truncate(0)
         print(f"process {os.getpid()} on {os.uname().nodename}", file=handle, flush=True)
         _owned[path] = held.pop_all()
-    # of a run that was killed
+    # left by a killed run
     for temporary in folder.glob(".*.tmp"):
         temporary.unlink(missing_ok=True)
     return folder
 
 
 def release(folder: Path) -> None:
-    """Lets others own ``folder``, which this process owns."""
+    """Releases ``folder``, which this process owns."""
     _owned.pop(folder.resolve() / ".lock").close()
 
 
@@ -190,14 +190,14 @@ def discard(folder: Path) -> None:
 
 
 def refuse_used(folder: Path) -> None:
-    """Refuses a folder that holds a run already: a second run would mix with the first.
+    """Rejects a folder that already contains a run, because a second run would mix with it.
 
     Raises:
         ConfigError: with the ways out.
     """
     if any((folder / name).exists() for name in _LEFT):
         raise ConfigError(
-            f"{os.path.relpath(folder)}: holds a run; go on with resume=auto, or set another "
+            f"{os.path.relpath(folder)}: contains a run; continue with resume=auto, or set another "
             "run.name"
         )
 
@@ -205,7 +205,7 @@ def refuse_used(folder: Path) -> None:
 def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
     """Writes ``.hydra/`` of the run in ``folder``; ``settings`` are its files by name.
 
-    Hydra would write them before anything is checked, also over those of a run that stays.
+    Hydra would write them before any check, overwriting those of an existing run.
 
     Raises:
         ConfigError: the folder cannot be written to.
@@ -214,7 +214,7 @@ def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
     place = folder / ".hydra"
     with using(folder):
         if place.is_symlink():
-            # another run's may lie there
+            # another run's may exist
             place.unlink()
         place.mkdir(exist_ok=True)
         for name, text in settings.items():
@@ -223,14 +223,14 @@ def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
 
 @contextmanager
 def logging_failure(folder: Path) -> Iterator[None]:
-    """Opens a block whose error is logged in ``folder``, with the traceback of an unknown cause."""
+    """A block whose error is logged in ``folder``, with a traceback if unexpected."""
     try:
         yield
     except BaseException as error:
         known = described(error)
         text = known[0] if known else "".join(traceback.format_exception(error)).rstrip()
         rank = int(os.environ.get("RANK", "0"))
-        # a logger of its own, for the console tells the error too; the disk may have failed
+        # a separate logger, because the console also prints the error; the disk may have failed
         with suppress(OSError, RunError, ConfigError), logging_to(folder, rank, "failure") as kept:
             kept.error("%s", text)
         raise
@@ -238,7 +238,7 @@ def logging_failure(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterator[logging.Logger]:
-    """Opens a block in which the log goes to ``folder``, to one file for each rank.
+    """A block that logs to ``folder``, one file per rank.
 
     Raises:
         ConfigError: the file cannot be written to.
@@ -250,7 +250,7 @@ def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterat
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
         os.close(open_regular(folder / name, flags, makes_way=True))
         handler = logging.FileHandler(folder / name, encoding="utf-8")
-    # lines that a full disk does not take are lost without a traceback: the console has them too
+    # on a full disk lines are lost without a traceback; the console has them too
     handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     former = logger.level, logger.propagate

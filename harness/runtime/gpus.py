@@ -1,4 +1,4 @@
-"""Asks NVML, the library of NVIDIA's driver, about GPUs and their use by others."""
+"""Queries NVML, the NVIDIA driver library, for GPUs and their use by others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 
 class Use(NamedTuple):
-    """A GPU's use; an idle one comes before a busy one, of which the emptier comes first.
+    """A GPU's use; sorts idle GPUs first, then by used memory.
 
     Attributes:
-        has_tenants: other processes compute on it.
+        has_tenants: whether other processes use it.
         used_gib: whole GiB of its memory in use.
         text: as in ``30.1 of 80.0 GB``.
     """
@@ -23,12 +23,12 @@ class Use(NamedTuple):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody uses it; a desktop takes less than 1 GiB."""
+        """Whether it is unused; a desktop takes less than 1 GiB."""
         return not self.has_tenants and not self.used_gib
 
 
 def start_nvml() -> Any:
-    """Returns the NVML module, ready for use; raises what it raises without a driver."""
+    """Returns the initialized NVML module; raises its error without a driver."""
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
     return nvml
@@ -37,7 +37,7 @@ def start_nvml() -> Any:
 def handle_of(nvml: Any, uuid: str) -> tuple[Any, bool]:
     """Returns the handle of the GPU or MIG instance with torch's ``uuid``, and whether it is MIG.
 
-    An index counts only what CUDA_VISIBLE_DEVICES shows.
+    Indices count only GPUs in CUDA_VISIBLE_DEVICES.
     """
     try:
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), False
@@ -60,7 +60,7 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
 
     Does not import torch.
     """
-    # no such package, no driver, or another module of its name
+    # no such package or driver, or another module of this name
     with suppress(Exception):
         nvml = start_nvml()
         if names := [str(nvml.nvmlDeviceGetName(handle)) for handle in _handles(nvml)]:
@@ -69,8 +69,8 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
 
 
 def use(nvml: Any, handle: Any) -> Use:
-    """Returns the use of a GPU; raises what NVML raises where it does not tell."""
-    # in a container it may see no processes, but still their memory
+    """Returns the use of a GPU; raises NVML's error if it is unsupported."""
+    # in a container, processes may be hidden but not their memory
     pids = {each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     text = f"{memory.used / 1e9:.1f} of {memory.total / 1e9:.1f} GB"
@@ -78,8 +78,8 @@ def use(nvml: Any, handle: Any) -> Use:
 
 
 def idle_names() -> list[str]:
-    """Returns the names of the GPUs that nobody uses."""
-    # no such package, no driver, or one that does not tell
+    """Returns the names of unused GPUs."""
+    # no such package or driver, or an unsupported query
     with suppress(Exception):
         nvml = start_nvml()
         return [

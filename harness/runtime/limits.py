@@ -17,17 +17,17 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one rank may use.
+    """Resources available to one rank.
 
     Attributes:
-        cores: processors' worth of time, by affinity, cgroup quota and Slurm, divided over the
-            ranks that share it.
-        memory_bytes: memory that can still be taken before something is killed, divided over the
+        cores: number of cores by affinity, cgroup quota and Slurm, divided among the ranks that
+            share them.
+        memory_bytes: memory that can be allocated before a process is killed, divided among the
             ranks of this node.
-        shm_bytes: free shared memory, divided over the ranks of this node; None without /dev/shm.
-        open_files: file descriptors that one process may hold.
-        files_open: file descriptors that this process holds already; 0 if the system hides it.
-        by_quota: a quota is what bounds ``cores``.
+        shm_bytes: free shared memory, divided among the ranks of this node; None without /dev/shm.
+        open_files: file descriptor limit of a process.
+        files_open: open file descriptors of this process; 0 if unknown.
+        by_quota: whether a quota limits ``cores``.
     """
 
     cores: float
@@ -43,11 +43,11 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
 
     Args:
         local_ranks: ranks that share the node.
-        root: of the file system, or a test's.
-        reserved_bytes: of the free memory, promised to something that all ranks share.
+        root: of the file system, or of a test.
+        reserved_bytes: free memory that is reserved for all ranks together.
     """
     groups = control_groups(root)
-    # under torchrun or in a batch script, which is no step of srun, ranks share a task
+    # under torchrun or in a batch script, outside srun, ranks share a task
     tasks = max(1, _slurm("STEP_TASKS_PER_NODE"))
     together = math.ceil(local_ranks / tasks)
     ranks = together * tasks
@@ -64,24 +64,24 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
 
 
 def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[tuple[float, bool]]:
-    """Yields one rank's part of each bound, and whether that is a quota.
+    """Yields one rank's part of each limit, and whether the limit is a quota.
 
-    The part is a task's, for ``together`` ranks, or the node's.
+    Limits are of a task with ``together`` ranks, or of the node.
     """
     affinity = os.cpu_count() or 1
     shared = together
     if hasattr(os, "sched_getaffinity"):
         affinity = len(os.sched_getaffinity(0))
-        # a rank that was bound by itself shares its cores only with those bound to them too
+        # a bound rank shares its cores only with ranks bound to the same cores
         shared = math.ceil(together * affinity / max(affinity, len(_launched_on())))
     yield affinity / shared, False
-    # a batch script is none of the job's tasks
+    # a batch script is not a task of the job
     if _slurm("STEP_TASKS_PER_NODE") and (task := _slurm("CPUS_PER_TASK")):
         yield task / together, False
     if node := _slurm("CPUS_ON_NODE"):
         yield node / ranks, False
     for folder in groups:
-        # version 2 has quota and period in one file
+        # cgroup v2 has quota and period in one file
         quota = words(folder / "cpu.max") or [
             *words(folder / "cpu.cfs_quota_us"),
             *words(folder / "cpu.cfs_period_us"),
@@ -91,20 +91,19 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[tuple[floa
 
 
 def _launched_on() -> set[int]:
-    """Returns the cores of the process that started this one."""
+    """Returns the cores of the parent process."""
     return os.sched_getaffinity(os.getppid())
 
 
 def bind(gpus: Sequence[str], local_rank: int, root: Path = Path("/")) -> None:
-    """Binds this rank to the cores of its GPU's NUMA node, near which its memory is then taken.
+    """Binds this rank to the cores of its GPU's NUMA node, so memory is allocated near it.
 
-    A rank that is bound already stays so, and so does one to which the node would leave less than
-    an equal part of the cores.
+    Does nothing if the rank is already bound, or would get less than an equal share of the cores.
 
     Args:
-        gpus: address on the PCI bus of the GPU of each rank of this machine.
+        gpus: PCI bus address of each local rank's GPU.
         local_rank: this rank among them.
-        root: of the file system, or a test's.
+        root: of the file system, or of a test.
     """
     if not hasattr(os, "sched_getaffinity"):
         return
@@ -119,7 +118,7 @@ def bind(gpus: Sequence[str], local_rank: int, root: Path = Path("/")) -> None:
     near &= own
     enough = len(near) * len(gpus) >= len(own) * nodes.count(nodes[local_rank])
     if near and enough and own == _launched_on():
-        # a fork server may have begun
+        # a fork server may already be running
         children = [each.pid for each in psutil.Process().children(recursive=True)]
         for task in (*map(int, os.listdir("/proc/self/task")), *children):
             with suppress(ProcessLookupError):
@@ -127,7 +126,7 @@ def bind(gpus: Sequence[str], local_rank: int, root: Path = Path("/")) -> None:
 
 
 def _memory(groups: list[Path]) -> Iterator[int]:
-    """Yields the bytes that each bound leaves to all ranks."""
+    """Yields the bytes that each limit leaves for all ranks."""
     try:
         yield psutil.virtual_memory().available
     except (psutil.Error, OSError, RuntimeError):
@@ -142,7 +141,7 @@ def _memory(groups: list[Path]) -> Iterator[int]:
             used = words(folder / used_name)
             if limit and used and limit[0] != "max":
                 stat = words(folder / "memory.stat")
-                # given back before any kill
+                # reclaimed before any process is killed
                 cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))
                 yield int(limit[0]) - max(0, int(used[0]) - cache)
 
@@ -154,20 +153,20 @@ def _slurm(name: str) -> int:
 
 
 def control_groups(root: Path = Path("/")) -> list[Path]:
-    """Returns the folders of this process's control groups, version 1 and 2, and their ancestors.
+    """Returns the folders of this process's control groups (v1 and v2) and their ancestors.
 
-    Each group comes before its parent. In a container the groups' names may be the host's and lie
-    nowhere below the mount; the container's own group is then the mount itself.
+    Each group precedes its parent. In a container the names may be the host's and not exist below
+    the mount; the container's group is then the mount itself.
     """
     try:
-        # a name is any bytes
+        # names are arbitrary bytes
         lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
     found: list[Path] = []
     for line in lines:
         _, controllers, inside = line.split(":", 2)
-        # version 2 names no controllers
+        # v2 lists no controllers
         for name in controllers.split(","):
             if name in ("", "cpu", "memory"):
                 base = root / "sys/fs/cgroup" / name
@@ -177,7 +176,7 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
 
 
 def words(path: Path) -> list[str]:
-    """Returns the words of a small file of the kernel's; none if it cannot be read."""
+    """Returns the words of a small kernel file; empty if it cannot be read."""
     try:
         return path.read_text().split()
     except OSError:

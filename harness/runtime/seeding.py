@@ -1,8 +1,8 @@
-"""Derives random numbers from seed, epoch and sample, never from the worker or the time.
+"""Derives random numbers from seed, epoch and sample, never from worker or time.
 
-Everything random about a sample comes from ``SampleRng(seed, epoch, index)``, so that workers,
-order of arrival and tuning cannot change what the model sees. Torch's global generators serve the
-network alone (initialisation, dropout).
+All randomness of a sample comes from ``SampleRng(seed, epoch, index)``, so workers, their timing
+and tuning cannot change the training data. Torch's global RNGs are only used by the network
+(initialization, dropout).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 
 from . import accelerator
 
-# Streams: two uses of one (seed, epoch) must not share random numbers. Stream 1 is the order's;
-# what is done to a sample alone and what is done to whole batches have one each.
+# Streams separate uses of one (seed, epoch). Stream 1 is for the order; per-sample and per-batch
+# operations have one each.
 SAMPLE = 2
 BATCH = 3
 _INSTEAD = 4
-# what functions of the user's own do to samples and to batches
+# user functions on samples and on batches
 OWN = 8
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -35,8 +35,8 @@ class SampleRng:
 
     SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from a keyed start.
 
-    A draw is a few operations on integers, so that ``uniforms`` gives the same numbers for a whole
-    batch at once; seeding ``random.Random`` takes longer than moving a small image.
+    A draw is a few integer operations, so ``uniforms`` computes the same numbers for a whole batch;
+    seeding ``random.Random`` takes longer than copying a small image.
     """
 
     __slots__ = ("_state",)
@@ -54,7 +54,7 @@ class SampleRng:
         return low + (high - low) * self.random()
 
     def randrange(self, stop: int) -> int:
-        """Returns one of 0 to ``stop`` - 1, for ``stop`` far below 2**53."""
+        """Returns an integer from 0 to ``stop`` - 1, for ``stop`` far below 2**53."""
         return int(stop * self.random())
 
 
@@ -72,9 +72,9 @@ def uniforms(
 
 
 def instead_of(index: int, length: int) -> list[int]:
-    """Returns the samples to try, of ``length``, in the place of one that cannot be read.
+    """Returns the samples to try, of ``length``, instead of an unreadable one.
 
-    They depend on nothing else, so that every worker, rank and epoch tries the same.
+    They depend on nothing else, so every worker, rank and epoch tries the same samples.
     """
     drawn = uniforms(0, 0, np.array([index]), 32, _INSTEAD)[0]
     places: list[int] = (length * drawn).astype(np.int64).tolist()
@@ -97,18 +97,18 @@ def _mixed(z: Any) -> Any:
 def order_rng(seed: int, epoch: int, part: int = 0, stream: int = 1) -> np.random.Generator:
     """Returns the generator of an epoch's order (Philox: the same numbers on every platform).
 
-    Another ``part`` of an order, or another use of the epoch (``stream``), has numbers of its own.
+    Each ``part`` of an order and each use of the epoch (``stream``) has its own numbers.
     """
     return np.random.Generator(np.random.Philox(stream << 112 | seed << 80 | epoch << 48 | part))
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
-    """Seeds Python's, numpy's and torch's global generators, also those of the devices.
+    """Seeds the global RNGs of Python, numpy and torch, including devices.
 
     Args:
         seed: the run's seed.
-        deterministic: let torch use deterministic kernels only; else cuDNN may try kernels and
-            choose the fastest.
+        deterministic: use only deterministic kernels; else cuDNN benchmarks kernels and chooses the
+            fastest.
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -122,16 +122,16 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 
 @contextmanager
 def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Opens a block in which the host's global random states follow from a sample's key alone.
+    """A block in which the host's global RNGs are seeded by a sample's key.
 
-    For code that draws from the global generators, such as torchvision's transforms. No other
-    thread may draw meanwhile.
+    For code that uses the global RNGs, such as torchvision transforms. No other thread may use them
+    in the meantime.
     """
     former = random_state()
     key = SampleRng(seed, epoch, index).randrange(2**32)
     random.seed(key)
     np.random.seed(key)
-    # not torch.manual_seed, which seeds the GPUs too
+    # not torch.manual_seed, which also seeds GPUs
     torch.default_generator.manual_seed(key)
     try:
         yield
@@ -140,10 +140,10 @@ def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 
 def random_state(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Returns all global random states, in a form for ``torch.load(weights_only=True)``.
+    """Returns all global RNG states, loadable by ``torch.load(weights_only=True)``.
 
-    Of the GPUs, that is the state of ``device`` alone. Ranks start from one seed and draw alike, so
-    the first rank's state serves all.
+    Includes only the GPU ``device``. Ranks start from one seed and draw alike, so the first rank's
+    state is valid for all.
     """
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -161,7 +161,7 @@ def random_state(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-    """Sets all global random states, and that of a GPU, to what ``random_state`` returned."""
+    """Restores all global RNG states, and that of a GPU, from ``random_state``."""
     random.setstate(state["python"])
     kept = state["numpy"]
     keys = kept["keys"].numpy().astype(np.uint32)

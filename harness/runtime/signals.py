@@ -1,7 +1,8 @@
-"""Turns a signal into a flag that long loops check, so that the run saves and ends.
+"""Turns signals into a flag that long loops check, so that the run saves and ends.
 
-A second signal ends the process at once, and so does the end of the first one's grace. A signal to
-a process group often arrives twice, directly and by a parent: repeats within a second are ignored.
+A second signal ends the process immediately, as does the end of the grace period. A signal to a
+process group often arrives twice, directly and through a parent, so repeats within a second are
+ignored.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from . import user_code
 from .errors import Interrupted
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# by SIGQUIT a trainer ends at once, and its workers clear up after it
+# SIGQUIT ends the main process immediately; its workers clean up
 _UNHEARD = {*_HANDLED, signal.SIGQUIT}
-# not those that nohup, or a shell for its background, has ignored
+# except signals ignored by nohup or for background jobs
 _FREE = (signal.SIG_DFL, signal.default_int_handler, None)
 # repeats of a signal
 _SAME_S = 1.0
-# the grace of a process that has none, to end by itself, and its end in words
+# shutdown time of a process without a grace period, and its message
 _START_S = 4.0
-_STARTING = " while starting; nothing is lost"
-# written to the guard's pipe when the block is over
+_STARTING = " during startup; nothing is lost"
+# written to the guard's pipe at the end of the block
 _END = b"\0"
 _received: list[tuple[int, float]] = []
 _grace_s = 0.0
@@ -41,39 +42,40 @@ _rescue: Callable[[], str] | None = None
 
 
 def check() -> None:
-    """Raises ``Interrupted`` once a signal has come."""
+    """Raises ``Interrupted`` after a signal."""
     if _received:
         raise interrupted()
 
 
 def check_wait() -> None:
-    """Raises ``Interrupted`` once half of a signal's grace is gone.
+    """Raises ``Interrupted`` after half of the grace period.
 
-    For waits for a batch: if the batch comes in time, the step can be finished.
+    For waits for a batch, because a batch that arrives in time still makes a step.
     """
     if late():
         raise interrupted()
 
 
 def late() -> bool:
-    """Whether a signal has come and half of its grace is gone."""
+    """Whether half of a signal's grace period is over."""
     return bool(_received) and time.monotonic() - _received[0][1] >= _grace_s / 2
 
 
 def interrupted() -> Interrupted:
-    """Returns the error for the signal that has come."""
+    """Returns the error for the received signal."""
     return Interrupted(_received[0][0])
 
 
 def received() -> int:
-    """Returns the number of the first signal that has come, or 0."""
+    """Returns the number of the first signal, or 0."""
     return _received[0][0] if _received else 0
 
 
 def set_grace(seconds: float) -> None:
-    """Sets the ``seconds`` between a signal and the end of this process, wherever it is then.
+    """Sets the ``seconds`` between a signal and the forced end of this process.
 
-    With 0 nothing can be lost yet: the first signal ends the process at once, as ``leave`` does.
+    With 0, when nothing can be lost yet, the first signal ends the process immediately, like
+    ``leave``.
     """
     global _grace_s, _at_once
     _grace_s = seconds
@@ -81,20 +83,20 @@ def set_grace(seconds: float) -> None:
 
 
 def set_rescue(rescue: Callable[[], str] | None) -> None:
-    """Sets what another thread does when three quarters of a signal's grace are over.
+    """Sets a function that another thread calls after three quarters of the grace period.
 
-    The main thread may wait for a device without end, as behind an all-reduce that misses a rank.
-    ``rescue`` returns words for the line with which this process then ends.
+    The main thread may be stuck waiting for a device, for example in an all-reduce with a missing
+    rank. ``rescue`` returns text for the final line of this process.
     """
     global _rescue
     _rescue = rescue
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process as Python does, but leaves the interpreter standing.
+    """Ends this process like Python, but without finalizing the interpreter.
 
-    Torch's threads for gloo may still want it, and rarely abort a process that has done all its
-    work (pytorch#190489). A signal changes nothing any more.
+    Gloo threads of torch may still need it, and rarely abort a finished process (pytorch#190489).
+    Signals have no effect after this.
     """
     global _at_once
     _at_once = False
@@ -110,11 +112,11 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def handle_signals(grace_s: float = 25.0) -> Iterator[None]:
-    """Opens a block of the main thread in which signals set a flag; the former handlers come back.
+    """A block of the main thread in which signals set a flag; restores the handlers.
 
-    A handler that is there already, such as a launcher's, stays, and so does a signal that is
-    ignored. ``grace_s`` is as in ``set_grace``. Call ``leave`` inside the block: after it, a
-    repeated signal would cut short what the process clears up.
+    Existing handlers, such as a launcher's, and ignored signals are kept. ``grace_s`` is as in
+    ``set_grace``. Call ``leave`` inside the block, because after it a repeated signal would
+    interrupt the cleanup.
     """
     _received.clear()
     set_grace(grace_s)
@@ -122,7 +124,7 @@ def handle_signals(grace_s: float = 25.0) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     former = {number: signal.signal(number, _note) for number in own}
-    # the kernel's own handler writes there, also while this thread is in C code
+    # the C-level handler writes there, even while this thread is in C code
     former_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_guard, args=(reader, own), name="signals", daemon=True).start()
     try:
@@ -137,7 +139,7 @@ def handle_signals(grace_s: float = 25.0) -> Iterator[None]:
 
 @contextmanager
 def unheard(*but: signal.Signals) -> Iterator[None]:
-    """Opens a block that lets in no signals but ``but``, also in processes started in it."""
+    """A block that masks all signals except ``but``, also in processes started in it."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, _UNHEARD - {*but})
     try:
         yield
@@ -146,12 +148,12 @@ def unheard(*but: signal.Signals) -> Iterator[None]:
 
 
 def ignored_in_worker() -> None:
-    """Makes a worker deaf to the signals that end a run.
+    """Makes a worker ignore the signals that end a run.
 
-    The trainer decides when workers end.
+    The main process ends its workers.
 
-    A scheduler sends SIGTERM to the whole process group; workers that died of it would take the
-    last batches with them.
+    A scheduler sends SIGTERM to the whole process group, which would lose the workers' last
+    batches.
     """
     signal.set_wakeup_fd(-1)
     for number in _UNHEARD:
@@ -161,14 +163,14 @@ def ignored_in_worker() -> None:
 def _note(number: int, frame: FrameType | None) -> None:
     _received.append((number, time.monotonic()))
     if _at_once:
-        # an exception might be swallowed, as in an import's callbacks
+        # an exception might be swallowed, for example in import callbacks
         if multiprocessing.parent_process() is None:
             _tell(number, _STARTING)
         leave(128 + number)
 
 
 def _guard(reader: int, own: list[signal.Signals]) -> None:
-    """Ends the process after a second signal, or when the first one's grace is over."""
+    """Ends the process after a second signal, or after the first one's grace period."""
     first = 0
     first_s = 0.0
     while True:
@@ -194,14 +196,14 @@ def _guard(reader: int, own: list[signal.Signals]) -> None:
             first = number[0]
             first_s = time.monotonic()
         elif time.monotonic() - first_s > _SAME_S:
-            _end(number[0], ", the second one: nothing more is saved")
+            _end(number[0], ", the second one; not saving")
 
 
 def _end(number: int, why: str) -> None:
     try:
         _tell(number, why)
         if _at_once:
-            # the main thread is in C code that hears nothing, as in a wait for another rank
+            # the main thread is stuck in C code, for example waiting for another rank
             _within(1.0, atexit._run_exitfuncs)
     finally:
         os._exit(128 + number)
@@ -213,7 +215,7 @@ def _tell(number: int, why: str) -> None:
             sys.stderr.write(f"error: {Interrupted(number)}{why}\n")
             sys.stderr.flush()
 
-    # nobody may read what is written
+    # output may be closed
     _within(0.5, say)
 
 

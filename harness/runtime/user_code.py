@@ -1,4 +1,4 @@
-"""Imports and calls the user's functions, named by settings as ``module:function``."""
+"""Imports and calls user functions, which settings specify as ``module:function``."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def is_own(name: str | None) -> bool:
-    """Whether ``name`` is a user's function, such as ``my_module:build``, and none of ours."""
+    """Whether ``name`` is a user function, such as ``my_module:build``, not a built-in name."""
     return ":" in (name or "")
 
 
 def check(setting: str, name: str) -> None:
-    """Refuses a function of a module that there is not, without importing any module.
+    """Rejects a function of a missing module, without importing any module.
 
     Raises:
-        ConfigError: it names the ``setting``.
+        ConfigError: with the ``setting``.
     """
     if not is_own(name):
         return
     module = name.partition(":")[0].partition(".")[0]
     _look_here()
-    # a module that is there already may have no spec
+    # a loaded module may have no spec
     if module not in sys.modules and not find_spec(module or "?"):
         raise _missing(setting, name, module)
 
@@ -51,10 +51,10 @@ def call(
     args: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
 ) -> Any:
-    """Calls the user's function ``name`` with ``given``, ``args``, and those of ``more`` it takes.
+    """Calls the user function ``name`` with ``given``, ``args``, and accepted names of ``more``.
 
     Raises:
-        ConfigError: there is no such function, or it failed; the line names the ``setting``.
+        ConfigError: there is no such function, or it failed; with the ``setting``.
     """
     function = found(setting, name)
     taken: dict[str, Any] = {}
@@ -71,10 +71,10 @@ def call(
 def explained(
     begin: str, end: str = "", kind: type[Exception] = ConfigError, called: Any = None
 ) -> Iterator[None]:
-    """A block whose errors are told in one line, between ``begin`` and ``end``.
+    """A block whose errors are reported in one line, between ``begin`` and ``end``.
 
-    Errors that have a line and an exit code of their own pass as they are. ``called`` is the user's
-    function or class.
+    Errors with their own line and exit code are not changed. ``called`` is the user's function or
+    class.
 
     Raises:
         ConfigError: the block failed; or an error of another ``kind``.
@@ -88,9 +88,9 @@ def explained(
 
 
 def digest(name: str) -> str:
-    """Returns a digest of the file of the function ``name``, which has been called.
+    """Returns a digest of the source file of the called function ``name``.
 
-    What that file imports does not count.
+    Its imports are not included.
     """
     file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
@@ -132,10 +132,10 @@ def _place(frames: Iterable[traceback.FrameSummary]) -> str:
 
 
 def found(setting: str, name: str) -> Any:
-    """Returns the function ``name``, of the environment or the current folder.
+    """Returns the function ``name``, from the environment or the current folder.
 
     Raises:
-        ConfigError: there is none; the line names the ``setting``.
+        ConfigError: there is none; with the ``setting``.
     """
     module, _, path = name.partition(":")
     begin = f"{setting}={name}:"
@@ -144,7 +144,7 @@ def found(setting: str, name: str) -> Any:
         try:
             holder = import_module(module)
         except ModuleNotFoundError as error:
-            # that module, and none that it imports
+            # that module, not one of its imports
             if f"{module}.".startswith(f"{error.name}."):
                 raise _missing(setting, name, str(error.name)) from error
             raise
@@ -163,8 +163,8 @@ def found(setting: str, name: str) -> Any:
 
 
 def _look_here() -> None:
-    """Has modules found in the current folder too."""
-    # at the end, so that a user's file hides no library; workers are given the same places
+    """Makes modules in the current folder importable."""
+    # last, so that a user's file cannot shadow a library; workers inherit the path
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 

@@ -1,4 +1,4 @@
-"""Starts worker processes fast, ends them with the trainer and keeps signals from them."""
+"""Starts worker processes fast, ends them with the main process and shields them from signals."""
 
 from __future__ import annotations
 
@@ -17,45 +17,47 @@ import psutil
 
 from . import signals
 
-# how often a watchdog looks
+# polling interval of a watchdog
 _LOOK_S = 0.5
 
 
 def start_server(preload: Sequence[str] = ()) -> None:
-    """Starts the fork server, which imports ``preload``, unless there is one already.
+    """Starts the fork server, which imports ``preload``, unless it is running.
 
-    A worker is then a fork of a process that has these modules and no threads: 0.1 s for the first
-    batch instead of seconds, and none of the locks that a forked trainer's threads may hold.
+    Workers are then forked from a process that has these modules and no threads. The first batch
+    takes 0.1 s instead of seconds, and no locks of the main process's threads are inherited.
 
-    The server imports beside the trainer, which takes a processor for some seconds: start it only
-    for workers, and not beside a measurement.
+    The server's imports use a core for some seconds, so start it only for workers and not during a
+    measurement.
 
     Args:
-        preload: names of modules; none: those that ``forkserver.set_forkserver_preload`` was told.
+        preload: module names; empty: those passed to ``forkserver.set_forkserver_preload``.
     """
     if preload:
         forkserver.set_forkserver_preload(list(preload))
     start_tracker()
-    # the server lives as long as the trainer, whatever its process group is sent
+    # the server ignores signals and lives as long as the main process
     with signals.unheard():
         forkserver.ensure_running()
 
 
 def start_tracker() -> None:
-    """Starts Python's tracker, which removes what a killed process left, with its warnings off."""
+    """Starts Python's resource tracker, which cleans up after killed processes, without
+    warnings.
+    """
     ignored = "ignore:resource_tracker"
     if ignored not in sys.warnoptions:
-        # it is started with these
+        # inherited at its start
         sys.warnoptions.append(ignored)
-    # a block of its own, for this ends by letting in SIGINT and SIGTERM
+    # a separate block, because this ends by unblocking SIGINT and SIGTERM
     with signals.unheard():
         resource_tracker.ensure_running()
 
 
 def kill_starting() -> None:
-    """Kills the fork server's children that no one has been given yet, and ends their start."""
+    """Kills the fork server's children that are still starting."""
     known = {child.pid for child in multiprocessing.active_children()}
-    # private to Python: without it a start has no limit
+    # private in Python; without it a start has no timeout
     server = getattr(forkserver._forkserver, "_forkserver_pid", None)
     with suppress(psutil.Error):
         for child in psutil.Process(server).children() if server else ():
@@ -64,19 +66,19 @@ def kill_starting() -> None:
 
 
 def enter_worker() -> None:
-    """Prepares this process as a worker: deaf to signals, and gone with the trainer."""
+    """Prepares this process as a worker that ignores signals and ends with the main process."""
     signals.ignored_in_worker()
     die_with_parent()
 
 
 def lower_priority() -> None:
-    """Lowers the calling thread's priority for good: the training step goes first.
+    """Permanently lowers the calling thread's priority below the training step's.
 
-    If one of the step's OpenMP threads is preempted, the others spin. Loaders still get every core
-    that the step leaves idle, and all cores while the step waits for data.
+    If one of the step's OpenMP threads is preempted, the others spin. Loaders still get all idle
+    cores, and every core while the step waits for data.
     """
     with suppress(OSError):
-        # of one thread, in Linux; a ninth of a normal thread's weight
+        # per thread in Linux; a ninth of the normal weight
         os.nice(10)
 
 
@@ -88,7 +90,7 @@ def die_with_parent() -> None:
 
     def leave() -> None:
         connection.wait([parent.sentinel])
-        # in a worker the trainer's, which a killed one has left
+        # in a worker, left by a killed main process
         own: Any = multiprocessing.current_process()
         if folder := own._config.get("tempdir"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -98,16 +100,16 @@ def die_with_parent() -> None:
 
 
 class Watchdog:
-    """Calls ``free`` once a wait for workers lasts too long, which ends the wait.
+    """Calls ``free`` to end a wait for workers that lasts too long.
 
-    Too long is over ``limit_s`` seconds, or after half of a signal's grace.
+    The limit is ``limit_s`` seconds, or half of a signal's grace period.
 
     Args:
         limit_s: 0 for no limit.
-        free: called in a thread of the watchdog's own, until the wait is over.
+        free: called repeatedly in the watchdog's thread, until the wait is over.
 
     Attributes:
-        wait: a number that differs from wait to wait; None while there is none.
+        wait: a unique number per wait; None otherwise.
         fired: whether ``free`` was called.
     """
 
@@ -121,7 +123,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         def look() -> None:
             look_s = min(_LOOK_S, self._limit_s)
-            # counted by looks: a trainer that a scheduler has stopped was not waiting meanwhile
+            # counted in polls, because time in which a scheduler suspended the process is no wait
             seen = None
             waited_s = 0.0
             while not self._over.wait(look_s):

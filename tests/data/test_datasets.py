@@ -186,5 +186,5 @@ def test_balanced_weights_are_scikit_learns() -> None:
     assert [found[0], *found[2:]] == pytest.approx(expected)
     assert splits.class_weights(OptimConfig()) is None
     assert splits.class_weights(OptimConfig(class_weights=(1, 2, 3, 4))) == [1, 2, 3, 4]
-    with pytest.raises(ConfigError, match="optim.class_weights: 3 numbers, and x has 4 classes"):
+    with pytest.raises(ConfigError, match=r"optim\.class_weights\b.* 3 .* 4 classes"):
         splits.class_weights(OptimConfig(class_weights=(1, 2, 3)))

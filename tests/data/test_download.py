@@ -100,9 +100,7 @@ def test_silence(tmp_path: Path) -> None:
 )
 def test_address(tmp_path: Path, url: str) -> None:
     """An address that is not of http or https is refused, before anything is made."""
-    with pytest.raises(
-        DataError, match=r"data\.mirror: not an http or https address, .*; set another, or put"
-    ):
+    with pytest.raises(DataError, match=r"data\.mirror .*data\.root"):
         fetch(url, tmp_path / NAME)
     assert listing(tmp_path) == []
 
@@ -110,7 +108,7 @@ def test_address(tmp_path: Path, url: str) -> None:
 @pytest.mark.parametrize("scheme", ["https", "ftp"])
 def test_secret_in_address(tmp_path: Path, scheme: str) -> None:
     """A password in the address is refused and not repeated."""
-    with pytest.raises(DataError, match="would end in the logs") as caught:
+    with pytest.raises(DataError, match=r"^data\.mirror ") as caught:
         fetch(f"{scheme}://me:hush@example.org/x", tmp_path / NAME)
     assert "hush" not in str(caught.value)
 
@@ -144,7 +142,7 @@ def test_two_processes(tmp_path: Path) -> None:
             assert first.poll() is None
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as second:
             assert second.stdout is not None
-            assert second.stdout.readline().startswith("Waiting for the process that holds")
+            assert second.stdout.readline().startswith("Waiting for ")
             told, _ = first.communicate("it\n", timeout=30)
             assert (told, second.communicate(timeout=30)[0]) == ("made it\n", "")
     assert (first.returncode, second.returncode) == (0, 0)
@@ -192,4 +190,4 @@ def test_a_wait_is_told_and_ends_by_a_signal(
     monkeypatch.setattr(signals, "_received", [(15, 0.0)])
     with exclusive(tmp_path / "lock"), pytest.raises(Interrupted), exclusive(tmp_path / "lock"):
         pytest.fail("two at once")
-    assert f"Waiting for the process that holds {tmp_path}/lock" in capsys.readouterr().out
+    assert f"{tmp_path}/lock" in capsys.readouterr().out

@@ -190,7 +190,7 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
     def fill_all() -> None:
         for epoch in range(60):
             images.fill(epoch, 0, out)
-            with pytest.raises(BadSample, match="damaged: the decoder reported missing data"):
+            with pytest.raises(BadSample, match="JPEG"):
                 images.fill(epoch, 2, out)
         held.append(process.memory_info().rss)
         images.fill(0, 1, out)

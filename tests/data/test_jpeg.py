@@ -147,9 +147,7 @@ LOSSES: dict[str, tuple[bytes, str]] = {
 def test_missing_pixels_are_refused(kind: str) -> None:
     """Wherever libjpeg-turbo would paint what is missing in grey, its warning is the reason."""
     data, text = LOSSES[kind]
-    with pytest.raises(
-        ValueError, match=rf"^damaged: the decoder reported missing data \(.*{text}.*\)$"
-    ):
+    with pytest.raises(ValueError, match=rf"JPEG \(.*{text}.*\)$"):
         decode_jpeg(data, 100 * LIMIT)
 
 

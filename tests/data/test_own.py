@@ -189,7 +189,7 @@ def test_what_a_source_reads_is_checked(opened: Callable[..., Splits], content: 
         return
     with pytest.raises(
         BadSample,
-        match=r"^row 1: read\(1\) gave .*; it must give bytes, or uint8 pixels \[H, W, 3\]$",
+        match=r"^row 1: read\(1\) .* uint8 pixels \[H, W, 3\]$",
     ):
         filled(train, 0, 1)
 
@@ -242,7 +242,7 @@ def test_a_label_that_is_another_one_is_a_bad_sample(opened: Callable[..., Split
     train = opened((source, Rows())).train
     assert filled(train, 0, 1)[1] == 1
     source.labels = (0, 1.7, 1, 0)
-    with pytest.raises(BadSample, match=r"^row 1: read\(1\) gave label 1.7, not 1$"):
+    with pytest.raises(BadSample, match=r"^row 1: read\(1\) .* 1.7, not 1$"):
         filled(train, 0, 1)
 
 
@@ -264,7 +264,7 @@ def test_sets_of_different_classes_are_refused(opened: Callable[..., Splits]) ->
     """Of two data sets, whose labels would mean different things."""
     other = Drawn()
     other.classes = ("b", "a")  # type: ignore[misc]
-    with pytest.raises(ConfigError, match="training and validation set have different classes$"):
+    with pytest.raises(ConfigError, match="different classes$"):
         opened((Drawn(), other))
 
 
@@ -323,7 +323,7 @@ class Half(Rows):
 MISTAKES: dict[str, Any] = {
     "nothing": (None, {}, "returned NoneType; it must return two sets, training and validation"),
     "one set": ((Rows(),), {}, "returned 1 values; it must return two sets"),
-    "of two kinds": ((Rows(), Drawn()), {}, "one set is a source, the other is not"),
+    "of two kinds": ((Rows(), Drawn()), {}, "return two sources"),
     "half": (
         (Half(), Rows()),
         {},
@@ -370,12 +370,12 @@ MISTAKES: dict[str, Any] = {
     "unordered source": (
         (Unordered(), Rows()),
         {},
-        "its classes cannot be read: TypeError: of type ",
+        "its classes cannot be read: TypeError: ",
     ),
     "classes in a text": (
         (Texted(), Drawn()),
         {},
-        "its classes cannot be read: TypeError: of type str; make them a list",
+        "its classes cannot be read: TypeError: .* str$",
     ),
     "endless": (
         (Endless(), Drawn()),
@@ -405,11 +405,11 @@ MISTAKES: dict[str, Any] = {
     "flat": (
         (Drawn(torch.zeros(8, 8)), Drawn()),
         {},
-        r"sample 0: it gave float32 \[8, 8\]; it must give",
+        r"sample 0: .* float32 \[8, 8\]; ",
     ),
     "label": ((Drawn(label=2), Drawn()), {}, "its label is 2, not a whole number from 0 to 1"),
-    "dictionary": ((Given({"image": 1, "label": 0}), Drawn()), {}, "gave a dict of image, label;"),
-    "triple": ((Given((torch.zeros(3, 8, 8), 0, "1.png")), Drawn()), {}, "it gave 3 values;"),
+    "dictionary": ((Given({"image": 1, "label": 0}), Drawn()), {}, "a dict of image, label;"),
+    "triple": ((Given((torch.zeros(3, 8, 8), 0, "1.png")), Drawn()), {}, " 3 values;"),
     "one-hot": (
         (Drawn(label=torch.eye(2)[1]), Drawn()),
         {},
@@ -452,7 +452,7 @@ def test_a_part_of_a_source_is_trained_on(opened: Callable[..., Splits]) -> None
 
 def test_a_part_of_a_data_set_of_torchs_is_refused(opened: Callable[..., Splits]) -> None:
     """The user's function can give one. Its targets are the labels."""
-    with pytest.raises(ConfigError, match="data.fraction=0.5: .* gives a Dataset.* have it return"):
+    with pytest.raises(ConfigError, match=r"data.fraction=0.5: .* Dataset\b.* return a "):
         opened((Drawn(), Drawn()), fraction=0.5)
     whole = Drawn()
     whole.targets = [0, 1, 1, 1, 1, 0]  # type: ignore[attr-defined]

@@ -115,7 +115,7 @@ def test_images_are_found_in_folders_that_the_table_leaves_out(tmp_path: Path) -
     names = {"part_1/a.jpg": "x", "part_2/b.JPG": "y", "part_2/c.png": "y"}
     assert found(opened(root)) == names
     plant(root, ["part_3/a.png"])
-    with pytest.raises(DataError, match=r"1 names of several images\b.*\(a in row 2: "):
+    with pytest.raises(DataError, match=r"1 ambiguous names\b.*\(a in row 2: "):
         opened(root)
 
 

@@ -153,7 +153,9 @@ def test_other_programs_are_warned_of(
         "loader.batch_size=4",
     )
     found, *_ = diagnosed(config, tmp_path)
-    warning = "other programs took 1.5 of the 2 cores meanwhile, so that the figures are theirs too"
+    warning = (
+        "other programs used 1.5 of 2 cores during measurements, so these numbers are unreliable"
+    )
     warnings = [
         record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
     ]

@@ -58,7 +58,7 @@ def test_a_batch_larger_than_the_set_is_refused(feeds: Feeds) -> None:
     """The line has both numbers and the ways out; a short batch is one of them."""
     feeds.config.loader.batch_size = 21
     settings = samples.settings(batch_size=21)
-    with pytest.raises(ConfigError, match=r"an update takes 21 images, and there are 20 .*lower"):
+    with pytest.raises(ConfigError, match=r"loader\.batch_size=.* 21 images.* 20; lower"):
         feeds.train(settings)
     feeds.config.loader.drop_last = False
     assert len(feeds.train(settings)) == 1

@@ -187,7 +187,7 @@ def test_images_that_mean_and_std_do_not_fit_are_refused(
     batches = make([(images, torch.zeros(2))], mean=MEAN, std=STD, channels_last=channels_last)
     with pytest.raises(
         ValueError,
-        match=rf"^DataPrefetcher: images are {told}; .*for torch.uint8 \[N, 3, H, W\].*leave mean "
+        match=rf"^DataPrefetcher: images are {told}; .* torch.uint8 \[N, 3, H, W\].*omit mean "
         r"and std out$",
     ):
         next(batches)
@@ -212,7 +212,7 @@ def test_mean_and_std_that_do_not_fit_each_other_are_refused(
     """One without the other, or of another length, is refused before anything is loaded; both are
     named.
     """
-    told = re.escape(f"DataPrefetcher: mean={mean} and std={std}: give both")
+    told = re.escape(f"DataPrefetcher: mean={mean} and std={std}: ")
     with pytest.raises(ValueError, match=told):
         make([], mean=mean, std=std)
 

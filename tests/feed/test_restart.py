@@ -91,7 +91,7 @@ def test_the_epoch_goes_on_after_a_loss(
     assert_same(passes(feed), passes(ProcessFeed(samples.Noise(LENGTH), ORDER, samples.settings())))
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("loader.restart_workers: ")
-    assert ". New workers go on with batch " in line
+    assert ". New workers continue with batch " in line
 
 
 @pytest.mark.parametrize("kind", [ProcessFeed, ThreadFeed])

@@ -285,7 +285,7 @@ class TestEnds:
         feed.close()
         taker.join(WAIT_S)
         batches.close()
-        assert raised == ["the feed ended after 0 of 1 batches; no batch may be lost"]
+        assert raised == ["the loader ended after 0 of 1 batches"]
         gate.set()
         assert comes_true(lambda: samples.at_work() == [])
         gate.clear()
@@ -379,7 +379,7 @@ def test_a_thread_that_cannot_start_is_a_loader_error(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     if prime:
         feed.prime(0)
-    with pytest.raises(LoaderError, match=r"^0 threads load, and not 2: can't start .*ulimit -u"):
+    with pytest.raises(LoaderError, match=r"^0 of 2 .*: can't start .*ulimit -u"):
         next(iter(feed))
 
 
@@ -430,7 +430,7 @@ class TestResize:
             feed.resize(6)
             assert feed.settings.num_workers == 3
         assert_same(given, reference(samples.Noise(200)))
-        assert "3 threads load, and not 6: can't start new thread" in caplog.text
+        assert "3 of 6 loader threads started: can't start new thread" in caplog.text
 
     def test_before_a_pass_it_is_a_setting(self, make_feed: MakeFeed) -> None:
         """The first pass begins with the new number."""

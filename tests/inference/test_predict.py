@@ -285,7 +285,7 @@ def test_a_folder_of_predictions_is_not_used_again(tmp_path: Path) -> None:
     """Nor one with an exported network: what lies there would be gone."""
     for name in ("predictions.csv", "model.pt2", "model.onnx"):
         (tmp_path / name).touch()
-        with pytest.raises(ConfigError, match="holds a run; "):
+        with pytest.raises(ConfigError, match="resume=auto"):
             refuse_used(tmp_path)
         (tmp_path / name).unlink()
     refuse_used(tmp_path)

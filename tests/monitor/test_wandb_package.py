@@ -78,7 +78,7 @@ def test_without_a_service_training_goes_on(tmp_path: Path, key: str, text: str)
     assert done.returncode == 0, done.stderr
     log = (tmp_path / "outputs" / "x" / "train.log").read_text()
     told = [line for line in log.splitlines() if "WARNING" in line]
-    assert len(told) == 1 and text in told[0] and "training goes on" in told[0]
+    assert len(told) == 1 and text in told[0] and "training continues" in told[0]
     assert "Traceback" not in done.stdout + done.stderr
     for path in (tmp_path / "outputs").rglob("*"):
         assert not key or not path.is_file() or key.encode() not in path.read_bytes(), path

@@ -238,7 +238,7 @@ def test_a_full_disk_costs_figures_and_one_warning(
         writer.scalars(3, {"a": 1.0})
     assert writer.dropped == 4
     assert len(caplog.records) == 1
-    assert "figures are lost until it can be written, training goes on" in caplog.text
+    assert "metrics are lost until it can be written" in caplog.text
     assert [line["step"] for line in lines(tmp_path)] == [3]
     assert logged(tmp_path, "a") == [(3, 1.0)]
 

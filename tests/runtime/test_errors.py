@@ -22,7 +22,7 @@ from harness.runtime import user_code
 from harness.runtime.errors import described, message, rounded
 
 ADVICE = (
-    "; halve loader.batch_size (trainer.accumulate_steps=2 keeps the images of an update) or set "
+    "; halve loader.batch_size (trainer.accumulate_steps=2 keeps the effective batch size) or set "
     "trainer.precision=bf16 (fp16 on GPUs older than Ampere)"
 )
 
@@ -30,7 +30,7 @@ ADVICE = (
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (MemoryError(), "the host has no memory left"),
+        (MemoryError(), "out of host memory"),
         (MemoryError("no memory for images of 12 MB"), "no memory for images of 12 MB"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"),

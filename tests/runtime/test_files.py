@@ -91,7 +91,7 @@ def test_what_is_no_regular_file_is_an_error(tmp_path: Path, plant: Plant) -> No
     else:
         with pytest.raises(OSError, match="not a regular file"):
             files.read_regular(tmp_path / "file")
-    with pytest.raises(OSError, match=r"not a regular file|link to another place"):
+    with pytest.raises(OSError, match=r"not a regular file|link to another location"):
         files.read_inside(tmp_path, "file")
 
 
@@ -140,7 +140,7 @@ def test_a_folder_of_links_is_not_inside(tmp_path: Path) -> None:
     (tmp_path / "run" / "linked").symlink_to("real")
     (tmp_path / "again").symlink_to("run")
     assert files.read_inside(tmp_path / "again", "real/file") == b"x"
-    with pytest.raises(OSError, match="link to another place"):
+    with pytest.raises(OSError, match="link to another location"):
         files.read_inside(tmp_path / "run", "linked/file")
 
 
@@ -156,7 +156,7 @@ def test_what_lies_in_the_way_is_set_aside(
     os.close(files.open_regular(path, flags, makes_way=True))
     assert path.read_bytes() == b"" and oddities.untouched(path)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: not a regular file: made again"
+        f"{path}: not a regular file, rebuilding"
     ]
     path.write_text("x")
     os.close(files.open_regular(path, flags, makes_way=True))

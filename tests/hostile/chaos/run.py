@@ -443,7 +443,7 @@ def _hits(
         # the third loss at one batch would end the run, as it should: on until the next step
         if not there or (losses == 2 and life.notes.stat().st_size == noted):
             continue
-        before = life.said.count("New workers go on")
+        before = life.said.count("New workers continue")
         with suppress(psutil.NoSuchProcess):
             draw.choice(there).send_signal(sign)
         found.append(_told_after(life, before))
@@ -459,7 +459,7 @@ def _told_after(life: Run, before: int) -> float | None:
     it goes on and tells nothing.
     """
     begin_s = time.monotonic()
-    while life.said.count("New workers go on") == before:
+    while life.said.count("New workers continue") == before:
         if not life.goes_on(POLL_S):
             return None
         if time.monotonic() > begin_s + 2 * _TOLD_S:

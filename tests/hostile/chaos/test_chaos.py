@@ -94,7 +94,7 @@ def test_a_lost_worker_that_nobody_tells_of_is_found(
     life = Mock(said="")
     life.goes_on.return_value = not ends
     assert chaos._told_after(life, 0) == (None if ends else math.inf)
-    life.said = "New workers go on with batch 3"
+    life.said = "New workers continue with batch 3"
     assert chaos._told_after(life, 0) not in (None, math.inf)
 
 

@@ -76,7 +76,7 @@ def test_every_line_of_a_chart_is_read() -> None:
         chart["title"]: [line["tag"] for line in chart["series"]] for chart in declared()["charts"]
     }
     assert {tag for tags in charts.values() for tag in tags} <= set(TAGS)
-    assert charts["Processors in use"] == ["host/machine_cpu_cores", "host/own_cpu_cores"]
+    assert charts["CPU cores in use"] == ["host/machine_cpu_cores", "host/own_cpu_cores"]
 
 
 def test_few_windows_are_told_one_by_one() -> None:

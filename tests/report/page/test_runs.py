@@ -43,7 +43,7 @@ def test_damage_is_named_by_file(tmp_path: Path) -> None:
     for text in (
         "metrics.jsonl has 2 damaged lines",
         "report.json is damaged",
-        "tuning.json is damaged: it does not hold",
+        "tuning.json is damaged: not written by a run",
     ):
         assert text in notes
     assert run["course"]["windows"] == 1 and run["tuning"] is None
@@ -71,7 +71,7 @@ def test_an_empty_folder_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        pytest.param("[1, 2]", "it does not hold what a run writes", id="no-object"),
+        pytest.param("[1, 2]", "not written by a run", id="no-object"),
         pytest.param("[" * 200_000, "nested too deeply", id="nested-too-deep"),
         pytest.param('{"a":' * 700 + "1" + "}" * 700, "nested too deeply", id="nested-deep"),
         pytest.param("{", "Expecting", id="cut-off"),
