@@ -41,6 +41,7 @@ Interpolation = Enum("Interpolation", "bilinear bicubic")
 BackendName = Enum("BackendName", "processes threads arrays auto")
 DataCache = Enum("DataCache", "none ram disk")
 StartMethod = Enum("StartMethod", "forkserver spawn fork")
+OrderName = Enum("OrderName", "uniform lanes")
 TunerName = Enum("TunerName", "auto grid")
 ScheduleName = Enum("ScheduleName", "constant step cosine linear exponential onecycle plateau")
 Precision = Enum("Precision", "fp32 fp16 bf16")
@@ -232,7 +233,7 @@ class DataConfig:
         "(repeated augmentation). The epoch keeps its length, so it has fewer images.",
         ge=1,
         le=100,
-        no_effect_with="data=fake",
+        no_effect_with="data=fake, loader.order=lanes",
     )
     fraction: float = setting(
         1.0,
@@ -247,7 +248,7 @@ class DataConfig:
         "many images of each class, 0.5 goes by the square root. The images of a class take turns, "
         "augmented differently each time; an epoch stays as long.",
         _SHARE,
-        no_effect_with="data=fake",
+        no_effect_with="data=fake, loader.order=lanes",
     )
     exif_orientation: bool = setting(False, "Turn images as their EXIF orientation says.")
     background: tuple[int, int, int] = setting(
@@ -446,6 +447,25 @@ class LoaderConfig:
     )
     drop_last: bool = setting(
         True, "Leave out the last images of an epoch that do not fill an update."
+    )
+    order: OrderName = setting(
+        OrderName.uniform,
+        "Order of the images in an epoch: uniform shuffles all of them, lanes reads shards by "
+        "blocks and shuffles the images of a window of blocks.",
+    )
+    lanes: int = setting(
+        64,
+        "Sequences of blocks that are read side by side, best a multiple of the number of ranks "
+        "that divides the global batch.",
+        ge=1,
+        le=4096,
+        no_effect_with="loader.order=uniform",
+    )
+    window_mb: int = setting(
+        1024,
+        "Data that all lanes together shuffle at once, in MiB, at least one block per lane.",
+        _COUNT,
+        no_effect_with="loader.order=uniform",
     )
     timeout_s: float = setting(
         120.0, "Longest wait for a batch from a worker in seconds; 0 waits for ever.", _NOT_NEGATIVE

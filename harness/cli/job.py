@@ -230,7 +230,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     counts = feeds.steps_per_epoch(), feeds.update_images()
     state = make_state(config, len(splits.classes), world, *counts, filled=bool(saved))
     called = callbacks.made(config.callbacks)
-    rest = resume.take_over(state, saved, splits.classes, len(splits.train))
+    rest = resume.take_over(state, saved, splits.classes, len(splits.train), feeds.lanes)
     resumed = None if config.resume is None else state.step
     allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
     first = schema.train_size(config.data, state.epoch)

@@ -42,6 +42,8 @@ class OwnSource:
             self.classes = _names(given.classes)
             labels = np.asarray(given.labels)
             length = len(given)
+            if hasattr(given, "blocks"):
+                self.blocks = np.asarray(given.blocks, np.int32).reshape(length)
             self._where = given.where
             self._read = given.read
         if not _are_places(labels, length, len(self.classes)):

@@ -207,6 +207,12 @@ class Subset:
     def __len__(self) -> int:
         return len(self.indices)
 
+    @property
+    def blocks(self) -> np.ndarray:
+        """The blocks of the samples, int32 ``[N]``; AttributeError if the source has none."""
+        source: Any = self.source
+        return np.asarray(source.blocks[self.indices])
+
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
         """Returns the content that ``source`` reads, and the label."""
         return self.source.read(int(self.indices[i]))[0], int(self.labels[i])

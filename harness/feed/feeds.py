@@ -14,9 +14,19 @@ import torch
 from torch import Tensor
 
 from ..clock.stages import START, StageMeter, StageTimer
-from ..config import BackendName, Config, ConfigError, LoaderConfig, Mode, named_backend, shown
+from ..config import (
+    BackendName,
+    Config,
+    ConfigError,
+    LoaderConfig,
+    Mode,
+    OrderName,
+    named_backend,
+    shown,
+)
 from ..data.datasets import AnyDataset, FakeDataset, ImageDataset, Splits
 from ..data.own import OwnDataset
+from ..data.shards import BLOCK_BYTES
 from ..data.storage import ArraySource, Subset
 from ..data.transforms import mirror_into
 from ..data.whole import Whole
@@ -26,7 +36,7 @@ from ..runtime.folder import log
 from ..runtime.limits import Limits
 from ..runtime.seeding import uniforms
 from .base import ARRAYS, PROCESSES, THREADS, Backend, Failure, FeedSettings, HostBatch
-from .order import AnyOrder, Cursor, EpochRemainder, Order, ProbeOrder
+from .order import AnyOrder, Cursor, EpochRemainder, Lanes, Order, ProbeOrder
 from .processes import ProcessFeed
 from .threads import ThreadFeed
 
@@ -291,7 +301,15 @@ BACKENDS: dict[str, Any] = {kind.name: kind for kind in (ProcessFeed, ThreadFeed
 
 @dataclass(slots=True)
 class Feeds:
-    """Creates one rank's feeds over ``splits``; ``cursor`` is the position of its probes."""
+    """Creates one rank's feeds over ``splits``.
+
+    Attributes:
+        cursor: position of its probes.
+        lanes: order of the training feeds; None: uniform.
+
+    Raises:
+        ConfigError: loader.order=lanes for images without blocks.
+    """
 
     splits: Splits
     config: Config
@@ -299,6 +317,34 @@ class Feeds:
     cursor: Cursor = field(default_factory=Cursor, init=False)
     # shared by all feeds of one dataset
     _pixels: dict[ImageDataset, InMemoryImages] = field(default_factory=dict, init=False)
+    lanes: Lanes | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        loader = self.config.loader
+        if loader.order is OrderName.uniform or not self.splits.trains:
+            return
+        blocks = getattr(getattr(self.splits.train, "source", None), "blocks", None)
+        if blocks is None:
+            raise ConfigError(
+                f"loader.order=lanes: data.name={self.splits.name} has no blocks; pack its images "
+                "with wellfed pack, or set loader.order=uniform"
+            )
+        count, size = loader.lanes, self.world.size
+        window = (loader.window_mb << 20) // (count * BLOCK_BYTES)
+        self.lanes = Lanes(blocks, count, max(1, window))
+        if size > 1 and (count % size or size * loader.batch_size % count):
+            log.warning(
+                "loader.lanes=%d: some of the %d ranks read the same blocks; set a multiple of %d "
+                "that divides the global batch",
+                count, size, size,
+            )  # fmt: skip
+        share = self.lanes.variety(self.splits.labels_for("loader.order=lanes"))
+        if share < 0.5:
+            log.warning(
+                "loader.order=lanes: shards are sorted by class, windows have %.0f %% of the usual "
+                "classes; pack again with wellfed pack, or set loader.order=uniform",
+                100 * share,
+            )
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -496,6 +542,7 @@ class Feeds:
             accumulate_steps=self.config.trainer.accumulate_steps,
             repeats=self.config.data.repeats,
             balance=balance,
+            lanes=self.lanes,
         )
         if len(order) == 0:
             images = self.world.size * order.accumulate_steps * loader.batch_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -59,6 +60,60 @@ def balanced(labels: np.ndarray, strength: float, seed: int, epoch: int) -> np.n
     return order_rng(seed, epoch).permutation(np.concatenate(drawn))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lanes:
+    """An order that reads samples of one block close together, so that each block is read once.
+
+    The blocks in random order form a stream of samples, which is cut into ``lanes`` equal
+    stretches. A lane shuffles the samples of each ``window`` of its blocks. Place p of an epoch's
+    order is place p // lanes of lane p % lanes for any number of ranks, as with the canonical nodes
+    of Mosaic's StreamingDataset. Every other lane runs backward, so the two lanes that share a
+    block at their border read it at the same time. First windows differ in size, so that lanes do
+    not all change windows at once.
+
+    Attributes:
+        blocks: block of each sample, int32 ``[N]``, from 0.
+        lanes: number of lanes.
+        window: blocks of a lane that are shuffled together.
+    """
+
+    blocks: np.ndarray
+    lanes: int
+    window: int
+
+    def __str__(self) -> str:
+        """Returns everything that determines the order except the seed and the epoch."""
+        digest = zlib.crc32(self.blocks.tobytes())
+        return f"{self.lanes} lanes with windows of {self.window} blocks, of digest {digest:08x}"
+
+    def indices(self, seed: int, epoch: int) -> np.ndarray:
+        """Returns the order of the whole data set in ``epoch``, int64 ``[N]``."""
+        rng = order_rng(seed, epoch)
+        turns = rng.permutation(self.blocks.max() + 1)[self.blocks]
+        order = np.empty(len(turns), np.int64)
+        for lane, own in enumerate(np.array_split(_grouped(turns, rng), self.lanes)):
+            _, passed = np.unique(turns[own] * (-1) ** lane, return_inverse=True)
+            # lanes 2k and 2k + 1 end together at their border, 2k + 1 and 2k + 2 begin together
+            passed += (self.lanes - 1 - lane) * self.window // self.lanes
+            order[lane :: self.lanes] = own[_grouped(passed // self.window, rng)]
+        return order
+
+    def variety(self, labels: np.ndarray) -> float:
+        """Returns the classes in a window as a share of those expected by chance.
+
+        ``labels`` are int64 ``[N]``, and windows are those of blocks in the order of the shards.
+        """
+        windows = self.blocks // self.window * (labels.max() + 1)
+        mixed = order_rng(0, 0).permutation(labels)
+        return len(np.unique(windows + labels)) / len(np.unique(windows + mixed))
+
+
+def _grouped(groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Returns the places of ``groups``, int64 ``[N]``, by group, in random order within each."""
+    mixed = rng.permutation(len(groups))
+    return mixed[np.argsort(groups[mixed], kind="stable")]
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """The batches of one rank.
@@ -66,6 +121,8 @@ class Order:
     A global batch is ``batch_size * world_size`` consecutive samples in the epoch's order, of which
     each rank takes a contiguous part. Global batches depend only on the global batch size, not on
     the number of ranks. Without ``drop_last`` exactly one rank gets each sample, without padding.
+    With ``lanes``, a global batch is first sorted by lane, so a rank has its own lanes if the ranks
+    divide the lanes and the lanes divide the global batch.
 
     A rest begins with a full global batch at any position, and all ranks have the same number of
     its batches; the last, short global batch is divided evenly. If it has fewer samples than ranks,
@@ -79,6 +136,7 @@ class Order:
         accumulate_steps: global batches per optimizer step.
         repeats: consecutive repetitions of each sample in a shuffled epoch.
         balance: labels and strength for ``balanced`` shuffled epochs; None: each sample once.
+        lanes: order of a shuffled epoch without repeats and balance; None: uniform.
         rest: remainder of one epoch; None: full epochs.
 
     Raises:
@@ -96,6 +154,7 @@ class Order:
     accumulate_steps: int = 1
     repeats: int = 1
     balance: tuple[np.ndarray, float] | None = field(default=None, compare=False)
+    lanes: Lanes | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         rest = self.rest
@@ -133,6 +192,8 @@ class Order:
         """
         if not self.shuffle:
             return np.arange(self.length)
+        if self.lanes is not None:
+            return self.lanes.indices(self.seed, epoch)
         if self.balance is not None:
             return balanced(*self.balance, self.seed, epoch)
         order = order_rng(self.seed, epoch).permutation(self.length)
@@ -151,8 +212,12 @@ class Order:
         order = self.indices(epoch)
         places, sizes = _plan(self, epoch)
         for begin, size in zip(places[first:], sizes[first:], strict=False):
-            start = begin + size * self.rank // self.world_size
-            share = order[start : begin + size * (self.rank + 1) // self.world_size]
+            whole = order[begin : begin + size]
+            if self.lanes is not None:
+                own = np.arange(begin, begin + len(whole)) % self.lanes.lanes
+                whole = whole[np.argsort(own, kind="stable")]
+            start = size * self.rank // self.world_size
+            share = whole[start : size * (self.rank + 1) // self.world_size]
             if len(share):
                 yield share
 

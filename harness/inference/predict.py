@@ -57,7 +57,7 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     dataset = ImageDataset(
         source, transform, data, data.image_size, seed=0, skips=True, blanks=True
     )
-    feeds = Feeds(Splits(dataset, dataset, classes, "", ""), config, world)
+    feeds = Feeds(Splits(dataset, dataset, classes, "", "", trains=False), config, world)
     top_k = min(config.predict.top_k, len(classes))
     places, best, failures = zip(*world.gathered(_share(feeds, model, top_k)), strict=True)
     bad = sorted(failure for each in failures for failure in each)

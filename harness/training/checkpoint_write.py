@@ -110,6 +110,7 @@ class CheckpointWriter:
             "classes": [*classes],
             "ranks": state.world.size,
             "length": order.length,
+            "lanes": str(order.lanes or "uniform"),
         }
         self._folder = folder / "checkpoints"
         self._writes = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..config import Config, Mode, adopted, shown, walk
-from ..feed.order import EpochRemainder, Order
+from ..feed.order import EpochRemainder, Lanes, Order
 from ..monitor.console import say
 from ..runtime import launch, user_code
 from ..runtime.distributed import World
@@ -29,6 +29,9 @@ _TRAINS = (
     "schedule.",
     "seed",
     "loader.batch_size",
+    "loader.order",
+    "loader.lanes",
+    "loader.window_mb",
     "trainer.accumulate_steps",
     "trainer.epochs",
     "callbacks",
@@ -194,10 +197,11 @@ def take_over(
     saved: Saved | None,
     classes: tuple[str, ...],
     length: int,
+    lanes: Lanes | None = None,
 ) -> EpochRemainder | None:
     """Puts what ``saved`` holds into ``state``; returns what is left of its epoch, if any.
 
-    ``length`` is the number of training images.
+    ``length`` is the number of training images, ``lanes`` their order.
 
     Raises:
         CheckpointError: it does not fit, or the epoch cannot be continued. Training never starts
@@ -227,12 +231,16 @@ def take_over(
                 f"{state.samples} images"
             )
             if state.samples:
-                left = rest(saved, config, state.world, length)
+                left = rest(saved, config, state.world, length, lanes)
     return left
 
 
-def rest(saved: Saved, config: Config, world: World, length: int) -> EpochRemainder:
-    """Returns what is left of the epoch in which the run was saved; ``length`` as in ``take_over``.
+def rest(
+    saved: Saved, config: Config, world: World, length: int, lanes: Lanes | None = None
+) -> EpochRemainder:
+    """Returns what is left of the epoch in which the run was saved.
+
+    ``length`` and ``lanes`` are those of ``take_over``.
 
     Raises:
         CheckpointError: other images, another order, or too few samples for the ranks.
@@ -245,6 +253,7 @@ def rest(saved: Saved, config: Config, world: World, length: int) -> EpochRemain
             ("data.balance", trained.data.balance, config.data.balance),
             ("data.repeats", trained.data.repeats, config.data.repeats),
             ("number of training images", held["length"], length),
+            ("loader.order", held.get("lanes", "uniform"), str(lanes or "uniform")),
         ):
             if then != now:
                 raise CheckpointError(

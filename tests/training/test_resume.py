@@ -7,12 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import commit
 
 from harness.config import Config, DataCache, Interpolation, Mode, Precision, to_plain, walk
-from harness.feed.order import EpochRemainder
+from harness.feed.order import EpochRemainder, Lanes
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.training import models, resume
@@ -451,6 +452,25 @@ def test_the_rest_of_another_draw_is_refused(composed: Composed) -> None:
     """Within an epoch, another balance of the classes would have other samples left."""
     with pytest.raises(CheckpointError, match="its data.balance is 0.0, this run's 0.5: the rest"):
         resume.rest(kept(composed, 1, 320), composed("data.balance=0.5"), ALONE, 1000)
+
+
+def test_the_rest_of_another_order_is_refused(
+    composed: Composed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lanes, windows, blocks that were packed anew and a uniform order have other samples left."""
+    saved = kept(composed, 1, 320)
+    blocks = np.arange(1000, dtype=np.int32) // 10
+    lanes = Lanes(blocks, 8, 2)
+    others = (None, Lanes(blocks, 4, 2), Lanes(blocks, 8, 3), Lanes(blocks[::-1].copy(), 8, 2))
+    for other in others:
+        for then, now in ((lanes, other), (other, lanes)):
+            state = {**saved.state, "lanes": str(then or "uniform")}
+            with pytest.raises(CheckpointError, match=r"its loader.order is .*: the rest"):
+                resume.rest(Saved("last.pt", state), composed(), ALONE, 1000, now)
+    state = {**saved.state, "lanes": str(lanes)}
+    assert resume.rest(Saved("last.pt", state), composed(), ALONE, 1000, lanes)
+    resume.settings(composed("loader.order=lanes"), saved, ())
+    assert "checkpoint: loader.order uniform, now lanes\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

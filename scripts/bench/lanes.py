@@ -1,0 +1,155 @@
+"""Simulates how much an epoch reads from shards in blocks, by the order of its images.
+
+    uv run python -m scripts.bench.lanes
+
+Nothing is read: orders are made as training makes them. Each rank has room for its share of the
+blocks that the windows of all lanes have. It knows the order: a block that is not needed any more,
+or last of all, makes room for another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from harness.data.shards import BLOCK_BYTES
+from harness.feed.order import Lanes, Order
+from scripts.bench.tables import markdown, parser
+
+
+def blocks_of(count: int, image_bytes: int, *, packed: bool) -> np.ndarray:
+    """Returns the blocks of images that are numbered by class, packed so or in a permutation."""
+    place = np.arange(count)
+    if packed:
+        place = np.random.default_rng(0).permutation(count)
+    return (place * image_bytes // BLOCK_BYTES).astype(np.int32)
+
+
+def reads(blocks: np.ndarray, room: int) -> int:
+    """Returns how often a block is read for images of these ``blocks``, one after the other."""
+    never = len(blocks)
+    by_block = np.argsort(blocks, kind="stable")
+    same = np.diff(blocks[by_block]) == 0
+    after = np.full(never, never)
+    after[by_block[:-1][same]] = by_block[1:][same]
+    held: dict[int, int] = {}
+    latest: list[tuple[int, int]] = []
+    found = 0
+    for block, coming in zip(blocks.tolist(), after.tolist(), strict=True):
+        found += block not in held
+        if coming == never:
+            held.pop(block, None)
+            continue
+        held[block] = coming
+        heapq.heappush(latest, (-coming, block))
+        while len(held) > room:
+            use, other = heapq.heappop(latest)
+            # an older use of a block says nothing any more
+            if held.get(other) == -use:
+                del held[other]
+    return found
+
+
+def epoch_reads(order: Order, blocks: np.ndarray, room: int) -> int:
+    """Returns how often all ranks of ``order`` together read a block in an epoch."""
+    ranks = (replace(order, rank=rank) for rank in range(order.world_size))
+    return sum(reads(blocks[np.concatenate([*rank.batches(0)])], room) for rank in ranks)
+
+
+def volumes(given: argparse.Namespace) -> list[dict[str, object]]:
+    """Returns a row for each order and number of ranks: bytes and requests of an epoch."""
+    blocks = blocks_of(given.images, given.image_bytes, packed=True)
+    rows: list[dict[str, object]] = []
+    for window_mb in given.window_mb:
+        window = max(1, (window_mb << 20) // (given.lanes * BLOCK_BYTES))
+        for name, lanes in (("uniform", None), ("lanes", Lanes(blocks, given.lanes, window))):
+            for ranks in given.ranks:
+                size = given.batch // ranks
+                order = Order(given.images, size, drop_last=True, world_size=ranks, lanes=lanes)
+                room = max(1, given.lanes * window // ranks)
+                count = epoch_reads(order, blocks, room)
+                images = order.taken(0)
+                share = count * BLOCK_BYTES / (images * given.image_bytes)
+                rows.append(
+                    {
+                        "order": name,
+                        "window": f"{window_mb} MiB, {window} blocks",
+                        "ranks": ranks,
+                        "room of a rank": f"{room} blocks",
+                        "bytes read / used": f"{share:.3f}",
+                        "requests a sample": f"{count / images:.4f}",
+                    }
+                )
+    return rows
+
+
+def batches(given: argparse.Namespace) -> list[dict[str, object]]:
+    """Returns a row for each order and way to pack: the classes of an epoch's batches."""
+    labels = np.arange(given.images) * given.classes // given.images
+    rows: list[dict[str, object]] = []
+    for packed in (False, True):
+        blocks = blocks_of(given.images, given.image_bytes, packed=packed)
+        for window_mb in (None, *given.window_mb):
+            lanes = None
+            if window_mb is not None:
+                window = max(1, (window_mb << 20) // (given.lanes * BLOCK_BYTES))
+                lanes = Lanes(blocks, given.lanes, window)
+            elif packed:
+                # as of the others: it does not know the blocks
+                continue
+            order = Order(given.images, given.narrow, drop_last=True, lanes=lanes)
+            began_s = time.process_time()
+            order.indices(0)
+            made_s = time.process_time() - began_s
+            each = [len(np.unique(labels[batch])) for batch in order.batches(0)]
+            rows.append(
+                {
+                    "shards": "any" if lanes is None else "permuted" if packed else "by class",
+                    "order": "uniform" if lanes is None else f"lanes, {window_mb} MiB",
+                    "mean": f"{np.mean(each):.1f}",
+                    "fewest": min(each),
+                    "most": max(each),
+                    "n, batches": len(each),
+                    "order made in, s": f"{made_s:.2f}",
+                }
+            )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the tables."""
+    wanted = parser(__doc__ or "", json=False)
+    for name, default, text in (
+        ("images", 1_280_000, "images of the data set"),
+        ("classes", 1000, "classes, of as many images each"),
+        ("image-bytes", 110_000, "bytes of an image"),
+        ("lanes", 64, "lanes"),
+        ("batch", 4096, "images of a batch of all ranks"),
+        ("narrow", 1024, "images of a batch whose classes are counted"),
+    ):
+        wanted.add_argument(f"--{name}", type=int, default=default, help=text)
+    for name, several, text in (
+        ("ranks", [1, 8, 64], "numbers of ranks"),
+        ("window-mb", [1024, 8192], "what all lanes shuffle together, MiB"),
+    ):
+        wanted.add_argument(f"--{name}", type=int, nargs="+", default=several, help=text)
+    given = wanted.parse_args(arguments)
+    print(
+        f"{given.images} images of {given.image_bytes} bytes in {given.classes} classes, "
+        f"blocks of {BLOCK_BYTES >> 20} MiB, {given.lanes} lanes; Python "
+        f"{sys.version.split()[0]}, numpy {np.__version__}\n\n"
+        f"An epoch read by blocks, batches of {given.batch} of all ranks:\n\n"
+        f"{markdown(volumes(given))}\n\n"
+        f"Classes in a batch of {given.narrow}:\n\n{markdown(batches(given))}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
