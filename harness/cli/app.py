@@ -26,7 +26,7 @@ from . import compose, job
 
 _COMMANDS = {
     "watch": "hooks.__main__", "page": "report.page.__main__", "compare": "report.compare.__main__",
-    "shrink": "data.shrink", "table": "data.table",
+    "shrink": "data.shrink", "table": "data.table", "pack": "data.pack",
 }  # fmt: skip
 # of the jobs in this process
 _failed: list[BaseException] = []
@@ -37,7 +37,7 @@ _only_run: list[tuple[schema.Config, str]] = []
 def command() -> NoReturn:
     """Does what the command line says, and ends this process.
 
-    It says ``page``, ``compare``, ``watch``, ``shrink``, ``table`` or ``--version``.
+    It says ``page``, ``compare``, ``watch``, ``shrink``, ``table``, ``pack`` or ``--version``.
     Anything else is a run or a sweep.
     """
     for name in ("stdin", "stdout", "stderr"):

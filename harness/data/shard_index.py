@@ -69,7 +69,7 @@ def open_shards(root: str, data: DataConfig, labelled: bool = True) -> ShardSour
         if content is None:
             sizes = {name: size for name, (size, _) in states.items()}
             ready = _ready(read[INDEX], sizes) if INDEX in read else None
-            columns, classes = ready or _indexed(store, sizes, info.get("classes"), labelled)
+            columns, classes = ready or indexed(store, sizes, info.get("classes"), labelled)
             if not labelled:
                 columns[3], classes = np.zeros_like(columns[3]), [""]
             content = _content(columns, classes, parts, [*states.values()])
@@ -158,7 +158,7 @@ def _ready(content: bytes, sizes: dict[str, int]) -> _Columns | None:
         return [column[shard >= 0] for column in columns], found["classes"].tolist()
 
 
-def _indexed(
+def indexed(
     store: Store, sizes: dict[str, int], given: list[str] | None, labelled: bool
 ) -> _Columns:
     """Returns the samples by the shards' headers, in the folder's order."""

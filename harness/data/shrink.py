@@ -16,11 +16,13 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -45,6 +47,8 @@ QUALITY = 90
 _TRIED = 64
 _TRIED_S = 2.0
 _OPTIONS = DataConfig(exif_orientation=True)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,16 @@ class Copy:
     """Source and options of a copy."""
 
     source: str
-    # largest longer side, in pixels
-    max_side: int
+    # largest longer side, in pixels; None: unlimited
+    max_side: int | None
     # of JPEG and WebP
     quality: int
+    # the other options, of shards
+    packed: str = ""
 
     def __str__(self) -> str:
-        return f"a copy of {self.source} by --max-side {self.max_side} --quality {self.quality}"
+        sizes = f" --max-side {self.max_side} --quality {self.quality}" if self.max_side else ""
+        return f"a copy of {self.source} by{sizes}{self.packed}"
 
     @classmethod
     def at(cls, folder: Path) -> Copy | None:
@@ -77,10 +84,20 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("folder", type=Path, help="folder of images, nested as you like")
     parser.add_argument("out", type=Path, help="folder for the copy")
+    return command(parser, MAX_SIDE, arguments, shrink)
+
+
+def command(
+    parser: argparse.ArgumentParser,
+    max_side: int | None,
+    arguments: Sequence[str],
+    work: Callable[..., None],
+) -> int:
+    """Adds the size options, calls ``work`` with the typed arguments; returns the exit code."""
     parser.add_argument(
         "--max-side",
-        type=int,
-        default=MAX_SIDE,
+        type=positive,
+        default=max_side,
         help="largest longer side in pixels (default: %(default)s)",
     )
     parser.add_argument(
@@ -90,51 +107,80 @@ def main(arguments: Sequence[str]) -> int:
         help="JPEG and WebP quality, 1 to 100 (default: %(default)s)",
     )
     typed = parser.parse_args(arguments)
-    if typed.max_side < 1 or not 1 <= typed.quality <= 100:
-        parser.error("--max-side must be at least 1, and --quality 1 to 100")
+    if not 1 <= typed.quality <= 100:
+        parser.error("--quality must be 1 to 100")
     try:
-        shrink(typed.folder, typed.out, typed.max_side, typed.quality)
+        work(**vars(typed))
     except (ConfigError, DataError, OSError, KeyboardInterrupt) as error:
+        if isinstance(error, OSError):
+            # a write says of no file that its disk is full
+            error.filename = error.filename or typed.out
         return tell([error])
     return 0
+
+
+def positive(text: str) -> int:
+    """Returns a whole number of at least 1, for ``argparse``; raises ValueError."""
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
 
 
 def shrink(folder: Path, out: Path, max_side: int, quality: int) -> None:
     """Copies ``folder`` to ``out``, with one thread per core.
 
     Raises:
-        ConfigError: one folder contains the other, or ``out`` has other contents.
+        ConfigError: as ``claim``.
         DataError: an image is unreadable; all others are copied.
+    """
+    claim(folder, out, Copy(str(folder.resolve()), max_side, quality))
+    files = [*_files(folder.resolve(), out.resolve())]
+    copy = partial(_copy, max_side=max_side, quality=quality)
+    with progress("shrink", len(files), "files") as bar:
+        unreadable = [*filter(None, bar.over(in_order(copy, files, cores())))]
+    before, after = (sum(os.path.getsize(pair[i]) for pair in files) for i in (0, 1))
+    say(f"{out}: {len(files)} files, {after / 1e6:.0f} MB; {folder} has {before / 1e6:.0f} MB")
+    check_read(unreadable)
+
+
+def claim(folder: Path, out: Path, wanted: Copy) -> None:
+    """Makes the folder ``out`` for a copy of ``folder``, or finds it as a call before left it.
+
+    Raises:
+        ConfigError: one folder lies in the other, or ``out`` is something else already.
     """
     source, target = folder.resolve(), out.resolve()
     if not source.is_dir():
         raise ConfigError(f"{folder}: no such folder")
     if source == target or source in target.parents or target in source.parents:
         raise ConfigError(f"{out}: overlaps {folder}; name a folder next to it")
-    wanted = Copy(str(source), max_side, quality)
     found = Copy.at(target) if (target / RECORD).exists() else None
     if target.exists() and found != wanted and any(target.iterdir()):
         raise ConfigError(f"{out}: contains {found or 'other files'}; name a new folder")
     target.mkdir(parents=True, exist_ok=True)
     write_whole(target / RECORD, json.dumps(asdict(wanted)).encode())
-    files = [*_files(source, target)]
-    unreadable: list[str] = []
-    cores = max(1, int(limits.measure().cores))
-    with (
-        progress("shrink", len(files), "files") as bar,
-        ThreadPoolExecutor(cores) as threads,
-    ):
-        running: deque[Future[str | None]] = deque()
-        for file, place in files:
-            running.append(threads.submit(_copy, file, place, max_side, quality))
-            if len(running) >= 8 * cores:
-                unreadable += filter(None, [running.popleft().result()])
-                bar.advance(1)
+
+
+def cores() -> int:
+    """Returns how many threads work at once."""
+    return max(1, int(limits.measure().cores))
+
+
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], jobs: int) -> Iterator[Result]:
+    """Yields what ``work`` returns of each item, in their order; so many threads work ahead."""
+    with ThreadPoolExecutor(jobs) as threads:
+        running: deque[Future[Result]] = deque()
+        for item in items:
+            running.append(threads.submit(work, item))
+            if len(running) >= 8 * jobs:
+                yield running.popleft().result()
         while running:
-            unreadable += filter(None, [running.popleft().result()])
-            bar.advance(1)
-    before, after = (sum(os.path.getsize(pair[i]) for pair in files) for i in (0, 1))
-    say(f"{out}: {len(files)} files, {after / 1e6:.0f} MB; the original has {before / 1e6:.0f} MB")
+            yield running.popleft().result()
+
+
+def check_read(unreadable: Sequence[str]) -> None:
+    """Raises DataError if images were ``unreadable``: each with its reason."""
     if unreadable:
         raise DataError(
             f"{len(unreadable)} images cannot be read and were copied unchanged: "
@@ -166,19 +212,14 @@ def _files(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
                 pending.append((path, place, around | {real}))
 
 
-def _copy(path: Path, place: Path, max_side: int, quality: int) -> str | None:
+def _copy(pair: tuple[Path, Path], max_side: int, quality: int) -> str | None:
     """Copies a file, shrunk if it is a large image; returns the error of an unreadable one."""
+    path, place = pair
     state = path.stat()
     # as left by an earlier call
     if place.exists() and place.stat().st_mtime_ns == state.st_mtime_ns:
         return None
-    data = path.read_bytes()
-    wrong = None
-    try:
-        if reader(data[:HEAD_BYTES]) is not None:
-            data = reduced(data, max_side, quality)
-    except DecodeError as error:
-        wrong = f"{path}: {error}"
+    data, wrong = attempted(path.read_bytes(), str(path), max_side, quality)
     part = place.with_name(f".{place.name}.part")
     part.write_bytes(data)
     # check an unreadable image again
@@ -186,6 +227,16 @@ def _copy(path: Path, place: Path, max_side: int, quality: int) -> str | None:
         os.utime(part, ns=(state.st_atime_ns, state.st_mtime_ns))
     part.replace(place)
     return wrong
+
+
+def attempted(data: bytes, where: str, max_side: int, quality: int) -> tuple[bytes, str | None]:
+    """Returns ``data``, ``reduced`` if it is an image, and why that cannot be read, if so."""
+    try:
+        if reader(data[:HEAD_BYTES]) is not None:
+            return reduced(data, max_side, quality), None
+    except DecodeError as error:
+        return data, f"{where}: {error}"
+    return data, None
 
 
 def reduced(data: bytes, max_side: int, quality: int) -> bytes:

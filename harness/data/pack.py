@@ -1,0 +1,283 @@
+"""Packs images into shuffled tar shards: ``wellfed pack``.
+
+    wellfed pack /data/photos /data/shards --max-side 500
+    wellfed pack /data/labels.csv /data/shards
+    wellfed pack --unpack /data/shards /data/photos
+
+SOURCE is a folder that data=imagefolder opens, a table beside its images, or a folder of Parquet
+files from the Hugging Face Hub. A shard has WebDataset's layout: CLASS/PATH.jpg with the bytes of
+the image, CLASS/PATH.cls with the number of its class, and CLASS/PATH.error if the image cannot be
+read. A second call continues after the last whole shard. Exit codes: 0; 2: the folders or options
+are refused; 3: an image cannot be read; 7: the disk is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import io
+import json
+import os
+import re
+import tarfile
+import tempfile
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config import ConfigError, DataConfig
+from ..monitor.console import progress
+from ..runtime.errors import DataError
+from ..runtime.files import read_json, write_whole
+from ..runtime.seeding import order_rng
+from . import shrink
+from .decode import HEAD_BYTES, reader
+from .shard_index import INDEX, INFO, indexed
+from .storage import FolderSource, Source, evenly_spaced, find_sets, in_classes
+from .stores import FolderStore
+from .table import SPELLINGS, SPLITS, TableSource
+from .tar import members
+
+# of random numbers: epochs have another one
+_STREAM = 9
+# the mean size of these images decides how many make a shard
+_TRIED = 256
+_BESIDE = (".cls", ".error")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Does what the command line says, and returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="wellfed pack", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("source", type=Path, help="the images; with --unpack, the shards")
+    parser.add_argument("out", type=Path, help="the folder to write")
+    parser.add_argument("--unpack", action="store_true", help="write the images of shards as files")
+    for name, kind, default, text in (
+        ("shard-mb", shrink.positive, 256, "size of a shard in MB, about; default %(default)s"),
+        ("seed", int, 0, "of the order; default %(default)s"),
+        ("jobs", shrink.positive, shrink.cores(), "threads; default %(default)s"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+    return shrink.command(parser, None, arguments, pack)
+
+
+def pack(
+    source: Path,
+    out: Path,
+    unpack: bool,
+    shard_mb: int,
+    seed: int,
+    jobs: int,
+    max_side: int | None,
+    quality: int,
+) -> None:
+    """Writes the shards of ``source`` with their index, or the files of the shards.
+
+    Raises:
+        ConfigError: the folders are refused, or ``out`` holds something else.
+        DataError: an image cannot be read; all are packed.
+    """
+    if unpack:
+        _unpack(source, out)
+        return
+    sets = _sets(source, out)
+    names = {name: [*map(partial(_member, *own), range(len(own[0])))] for name, own in sets.items()}
+    digest = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
+    packed = f" --seed {seed} --shard-mb {shard_mb}, names {digest}"
+    base = source if source.is_dir() else source.parent
+    shrink.claim(base, out, shrink.Copy(str(source.resolve()), max_side, quality, packed))
+    info: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    with progress("Packing", sum(map(len, names.values())), "images") as bar:
+        for split, (images, _) in sets.items():
+            work = partial(_sample, images, names[split], max_side, quality)
+            tried = [len(work(i)[0][1]) for i in evenly_spaced(len(images), _TRIED)]
+            count = max(1, int(shard_mb * 1e6 / np.mean(tried)))
+            order = order_rng(seed, 0, stream=_STREAM).permutation(len(images))
+            parts = np.split(order, range(count, len(order), count))
+            files = [f"{split}-{number:05}.tar" for number in range(len(parts))]
+            for name, places in zip(files, parts, strict=True):
+                shard = out / name
+                if not shard.exists():
+                    _write(shard, bar.over(shrink.in_order(work, places.tolist(), jobs)))
+                sizes[name] = shard.stat().st_size
+            info[split] = {
+                "name": split,
+                "filenames": files,
+                "shard_lengths": [*map(len, parts)],
+                "num_samples": len(order),
+            }
+    store = FolderStore(str(out))
+    columns, classes = indexed(store, sizes, list(images.classes), True)
+    index = io.BytesIO()
+    kinds = zip(("shard", "offset", "length", "label"), columns, "iqii", strict=True)
+    known: dict[str, Any] = {name: np.asarray(column, kind) for name, column, kind in kinds}
+    known |= {"shards": [*sizes], "sizes": [*sizes.values()], "classes": classes}
+    np.savez(index, **known)
+    write_whole(out / INDEX, index.getbuffer())
+    write_whole(out / INFO, json.dumps({"splits": info, "classes": classes}, indent=1).encode())
+    read = (members(partial(store.read, name), sizes[name], (b".error",)) for name in sizes)
+    shrink.check_read([os.fsdecode(content) for *_, content in chain(*read) if content])
+
+
+def _sets(source: Path, out: Path) -> dict[str, tuple[Any, Any]]:
+    """Returns each set with the folder of its images, by the Hub's names.
+
+    Raises:
+        DataError: as whoever opens them for training.
+    """
+    if source.is_file():
+        table = TableSource(str(source.parent), DataConfig(table=str(source)))
+        opened: dict[str, Any] = {**table.sets(None, 0)}
+        found: dict[str, Any] = {name: (own, table.root) for name, own in opened.items()}
+    elif files := sorted(source.rglob("*.parquet")):
+        by_split: dict[str, list[Path]] = {}
+        for path in files:
+            words = re.findall("[a-z]+", str(path.relative_to(source)).lower())
+            split = next((SPELLINGS[word] for word in words if word in SPELLINGS), 0)
+            by_split.setdefault(SPLITS[split], []).append(path)
+        opened = {name: _Rows(own, out) for name, own in by_split.items()}
+        found = {name: (own, "/") for name, own in opened.items() if len(own)}
+    else:
+        base, sets = find_sets(source, None)
+        if "train" not in sets:
+            sets = {"train": base}
+        classes = FolderSource(sets["train"]).classes
+        found = {
+            name: (in_classes(FolderSource(path), classes, path), path)
+            for name, path in sets.items()
+        }
+    return {{"val": "validation"}.get(name, name): own for name, own in found.items()}
+
+
+def _member(images: Source, root: Any, i: int) -> str:
+    """Returns the name of an image in its shard, CLASS/PATH."""
+    folder = images.classes[images.labels[i]].replace("/", "%2F")
+    path = os.path.relpath(images.where(i), root)
+    # a table's images lie anywhere
+    return path if isinstance(root, Path) else os.path.join(folder, path)
+
+
+def _sample(
+    images: Source, names: Sequence[str], max_side: int | None, quality: int, i: int
+) -> list[tuple[str, bytes]]:
+    """Returns the members of an image: itself, the number of its class, and why it is unreadable.
+
+    Raises:
+        BadSample: it cannot be read from the disk.
+    """
+    data: Any
+    data, label = images.read(i)
+    wrong = None
+    if max_side:
+        data, wrong = shrink.attempted(data, images.where(i), max_side, quality)
+    stem = os.path.splitext(names[i])[0]
+    found = [(names[i], data), (f"{stem}.cls", b"%d" % label)]
+    return found + ([(f"{stem}.error", wrong.encode(errors="replace"))] if wrong else [])
+
+
+def _write(shard: Path, samples: Iterable[list[tuple[str, bytes]]]) -> None:
+    """Writes a shard, whole or not at all."""
+    part = shard.with_name(f".{shard.name}.part")
+    with open(part, "wb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
+            for sample in samples:
+                for name, data in sample:
+                    info = tarfile.TarInfo(name)
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(shard)
+
+
+def _unpack(shards: Path, folder: Path) -> None:
+    """Writes the images of ``shards`` below ``folder``, in a folder for each of several sets.
+
+    Raises:
+        ConfigError: ``folder`` holds something.
+        DataError: a shard is damaged.
+        OSError: there are no shards.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: holds other files; choose a new folder")
+    info = read_json(shards / INFO)["splits"]
+    with progress("Unpacking", sum(own["num_samples"] for own in info.values()), "images") as bar:
+        for split, own in info.items():
+            place = folder / SPLITS[SPELLINGS[split]] if len(info) > 1 else folder
+            for name in own["filenames"]:
+                try:
+                    with tarfile.open(shards / name) as tar:
+                        images = (each for each in tar if not each.name.endswith(_BESIDE))
+                        tar.extractall(place, bar.over(images), filter="data")
+                except tarfile.TarError as error:
+                    raise DataError(f"{shards / name}: {error}; fetch it again") from error
+
+
+class _Rows:
+    """The images in Parquet ``files`` of the Hugging Face Hub, by class and row.
+
+    Rows cannot be read at random, so the images are copied into a file without a name beside
+    ``out``.
+
+    Raises:
+        DataError: pyarrow is missing, or no column holds images or their classes.
+    """
+
+    def __init__(self, files: Sequence[Path], out: Path) -> None:
+        try:
+            parquet: Any = importlib.import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise DataError(f"{files[0]}: needs pyarrow; pip install pyarrow") from error
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        self._copy = tempfile.TemporaryFile(dir=out.absolute().parent)  # noqa: SIM115
+        weakref.finalize(self, self._copy.close)
+        found: list[tuple[int, int, int, str]] = []
+        for path in files:
+            file = parquet.ParquetFile(path)
+            facts = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+            features = facts.get("info", {}).get("features", {})
+            # a feature that is a list has no type
+            images, labels = (
+                [name for name, own in features.items() if "_type" in own and own["_type"] == kind]
+                for kind in ("Image", "ClassLabel")
+            )
+            if not len(images) == len(labels) == 1:
+                raise DataError(
+                    f"{path}: needs one column Image and one column ClassLabel, as on the Hugging "
+                    "Face Hub; save it with the datasets library"
+                )
+            image, label = images[0], labels[0]
+            self.classes = tuple(features[label]["names"])
+            for batch in file.iter_batches(64, columns=[f"{image}.bytes", label]):
+                for row in batch.to_pylist():
+                    data, number = (row[image] or {}).get("bytes"), row[label]
+                    if not data or number is None or number < 0:
+                        continue
+                    plugin = reader(data[:HEAD_BYTES])
+                    name = f"{len(found):08}.{str(plugin and plugin.format).lower()}"
+                    found.append((number, self._copy.tell(), len(data), name))
+                    self._copy.write(data)
+        self._copy.flush()
+        found.sort()
+        columns: Any = zip(*found, strict=True) if found else ((),) * 4
+        self.labels, self._begins, self._lengths, self._names = columns
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, i: int) -> tuple[bytes, int]:
+        """Returns the bytes of an image, and its label."""
+        return os.pread(self._copy.fileno(), self._lengths[i], self._begins[i]), self.labels[i]
+
+    def where(self, i: int) -> str:
+        """Returns the name that its row gives it."""
+        return f"/{self._names[i]}"
