@@ -1,12 +1,11 @@
-"""Measures on a CUDA GPU, in at most eight minutes, what needs one.
+"""Runs all measurements that need a CUDA GPU, in at most eight minutes.
 
     python scripts/gpu_check.py
 
-needs the packages of ``NEEDED``; this project need not be installed, and there need be no network.
-The most telling parts come first, and ``--group`` runs later ones. Each part has a process of its
-own: what hangs, or breaks the device, ends with its part. ``gpu_check.json`` is written after every
-row, so that whatever ends the check leaves what was measured. Without a CUDA device the parts run
-as far as a CPU lets them.
+needs the packages in ``NEEDED``, but neither this project installed nor a network. The most
+informative parts run first; ``--group`` selects later ones. Each part has its own process, so hangs
+and device errors end only that part. ``gpu_check.json`` is written after every row, so no result is
+lost. Without a CUDA device the parts run as far as possible on a CPU.
 """
 
 from __future__ import annotations

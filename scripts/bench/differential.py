@@ -1,10 +1,10 @@
-"""Holds the step clock's stall against that of the differential method.
+"""Compares the step clock's stall with the differential method.
 
-It runs the same steps again on batches that are there at once.
+It repeats the same steps on preloaded batches.
 
-The share of the time that loading costs is then ``1 - t_cached / t_real`` (Mohan et al., VLDB
-2021). It needs a second run, and no events: whatever the clock makes of its own, this must come out
-too. The loads are sleeps, so that nothing contends.
+The fraction of time spent on loading is then ``1 - t_cached / t_real`` (Mohan et al., VLDB 2021).
+This needs a second run but no events, so it is independent of the clock. Loads are sleeps, to avoid
+contention.
 """
 
 from __future__ import annotations

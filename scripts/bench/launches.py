@@ -1,12 +1,12 @@
-"""Measures what threads that load cost the step: the interpreter's lock, held and waited for.
+"""Measures the cost of loader threads for the step: time holding and waiting for the GIL.
 
-1. ``held``: how often a sample gives the lock back, and for how long it holds it: two functions of
-   Python are wrapped by a small C library, which the dynamic linker puts before them (``cc`` and a
+1. ``held``: how often a sample releases the GIL, and how long it holds it. A small C library,
+preloaded by the dynamic linker, wraps two Python functions (``cc`` and a
    Python with a shared library are needed).
-2. ``beside``: a step of 500 launches, operations of some microseconds each, as a network's step
-   makes them for a GPU, beside threads and processes that load.
-3. ``many``: the same beside 16 threads that sleep for as long as others decode. They hold the lock
-   as often and as long as those, but need few cores. A model of a queue (M/G/1) predicts their
+2. ``beside``: a step of 500 launches of some microseconds each, like a network's GPU step, while
+threads or processes load. 3. ``many``: the same with 16 threads that sleep instead of decoding.
+They hold the GIL as often and as long, but need few cores. A model of a queue (M/G/1) predicts
+their
    delay from the first part.
 
     uv run python -m scripts.bench.launches
@@ -113,7 +113,7 @@ def images(folder: Path, name: str) -> str:
 
 
 def dataset(root: str, side: int = 224) -> ImageDataset:
-    """Returns the images, of which random parts are decoded, as from the second epoch on."""
+    """Returns the images with random crops decoded, as in the second epoch."""
     options = DataConfig(image_size=side)
     return ImageDataset(
         FolderSource(root), CropTransform(side), options, side, 0, whole=Whole(None)
@@ -168,7 +168,7 @@ def _held(root: str, library: str) -> dict[str, dict[str, float]]:
 
 
 def waited_us(rate: float, found: Mapping[str, float], wake_us: float) -> float:
-    """Returns the mean wait of a launch for the lock, at ``rate`` images/s of all threads.
+    """Returns the mean wait of a launch for the GIL, at ``rate`` images/s of all threads.
 
     Pollaczek and Khinchine's formula. A thread that takes the lock over holds it from the moment it
     is woken: a segment lasts ``wake_us`` longer. A launch that finds the lock taken is woken too.
@@ -181,7 +181,7 @@ def waited_us(rate: float, found: Mapping[str, float], wake_us: float) -> float:
 
 
 def wake_us() -> float:
-    """Returns what it takes one thread to wake another, the lock's hand-over included."""
+    """Returns the time for one thread to wake another, including the lock handover."""
     turns = 2000
     mine, yours = threading.Lock(), threading.Lock()
     mine.acquire()
@@ -206,7 +206,7 @@ def wake_us() -> float:
 
 
 class Window(NamedTuple):
-    """Microseconds of a launch, images/s, and processors that this process uses."""
+    """Microseconds per launch, images/s, and cores used by this process."""
 
     us: float
     rate: float
@@ -214,7 +214,7 @@ class Window(NamedTuple):
 
 
 class Launcher:
-    """A step that launches, beside feeds that load."""
+    """A step that launches kernels while feeds load."""
 
     def __init__(self, pause_s: float = 0.0) -> None:
         self.values = torch.zeros(20_000)
@@ -385,9 +385,9 @@ def _rows(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser("Measure the interpreter's lock beside a step that launches.")
+    options = parser("Measure the GIL's effect on a step that launches kernels.")
     add = options.add_argument
-    add("--turns", type=int, default=20, help="windows of each side")
+    add("--turns", type=int, default=20, help="windows per side")
     add("--seconds", type=float, default=0.5, help="of a window")
     add("--pause", type=float, default=PAUSE_S, help="seconds without launches after each step")
     add("--held", nargs=2, help="a part of the measurement itself: ROOT LIBRARY")

@@ -1,4 +1,4 @@
-"""What the harness costs: its epoch beside a hand-written PyTorch loop on the same cached batches.
+"""Measures the harness's overhead over a hand-written PyTorch loop on the same cached batches.
 
 Two identical networks train on the same batches, one through ``harness.training.engine.Engine`` as
 ``train.py`` wires it (clock, TensorBoard, ``metrics.jsonl``, host sampler), one in a loop written
@@ -272,9 +272,9 @@ def verdict(ratio: Estimate) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser("Compare the harness's epoch with a hand-written loop on the same batches.")
+    options = parser("Compare the harness's epoch with a hand-written loop on equal batches.")
     add = options.add_argument
-    add("--pairs", type=int, default=40, help="pairs of epochs; 30 or more for a figure to quote")
+    add("--pairs", type=int, default=40, help="pairs of epochs; at least 30 for published numbers")
     add("--steps", type=int, default=50, help="steps in an epoch")
     add("--window", type=int, default=10, help="steps between two readings of the loss")
     add("--model", default="small", help="model.name as in train.py")

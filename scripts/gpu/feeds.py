@@ -1,6 +1,6 @@
-"""Measures feeds beside a GPU: how few cores keep ResNet-50 busy.
+"""Measures how few cores keep a GPU busy with ResNet-50, for each feed.
 
-And whether decoding threads slow its launches.
+Also measures whether decoding threads slow its launches.
 
 Parts of ``gpu_check.py``.
 """
@@ -126,7 +126,7 @@ def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> Iterat
 
 
 def fewest(rows: Sequence[Row]) -> str:
-    """For each feed the fewest cores that keep the network fed, in words."""
+    """Returns, as text, the fewest cores that keep the network busy, for each feed."""
     said = []
     for feed in dict.fromkeys(row["feed"] for row in rows):
         enough = [

@@ -4,8 +4,8 @@
 
 prints its images/s as JSON. The loop is the same for all: the network is warm, the loader starts
 with nothing in store, its batches go to the device through this project's prefetcher, and uint8
-ones are normalised there. What the other projects' loaders do is what ``bench/loader/peers.py``
-says; nvJPEG alone is of this file.
+ones are normalised there. The other projects' loaders are described in ``bench/loader/peers.py``;
+only nvJPEG is defined here.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ LOADERS: dict[str, Make] = {
 
 
 def peers() -> list[str]:
-    """The other projects' loaders that can be imported here."""
+    """The importable loaders of other projects."""
     return [
         name
         for name in LOADERS

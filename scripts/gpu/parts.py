@@ -1,4 +1,4 @@
-"""Runs one part of ``gpu_check.py`` in a process of its own, which says what it measures.
+"""Runs one part of ``gpu_check.py`` in a separate process, which reports its results.
 
 Lines of JSON on standard output: ``machine``, then each ``row`` and what is ``wrong``, then how it
 ended.
@@ -44,9 +44,9 @@ from scripts.gpu.options import Options, Part, Row, Said, SkippedError
 from scripts.gpu.overlap import Slow, step_ms, wait, wrong_values
 
 ROOT = Path(__file__).resolve().parents[2]
-# share of the copy that the prefetcher must hide
+# fraction of the copy that the prefetcher must hide
 HIDDEN_FLOOR = 0.7
-# how far the clock's stall may be from the differential method's, as shares of the time
+# tolerance between the clock's stall and the differential method's, as fractions of time
 STALL_TOLERANCE = 0.03
 # how far the tuner's demand may be from what a run without loading reaches
 DEMAND_TOLERANCE = 0.05
@@ -208,9 +208,9 @@ def check_demand(o: Options) -> Said:
             yield {"run": name, **row}
     ratio = demand / median(rates["fake"])
     if o.on_gpu and abs(ratio - 1) > DEMAND_TOLERANCE:
-        yield {"wrong": f"the tuner's demand is {ratio:.2f} times what data=fake reaches"}
+        yield {"wrong": f"the tuner's demand is {ratio:.2f} times the rate of data=fake"}
     reached = ", ".join(f"{name} {median(found):.0f}" for name, found in rates.items())
-    return f"images/s: {reached}; the tuner says that the step takes {demand:.0f}"
+    return f"images/s: {reached}; the tuner's demand is {demand:.0f}"
 
 
 def check_launches(o: Options, compiled: bool = False) -> Said:

@@ -324,7 +324,7 @@ def test_foreign_archive(tmp_path: Path) -> None:
     md5 = write_cifar10(tmp_path)
     with pytest.raises(
         DataError,
-        match=f"expected c58f30108f718f92721af3b95e74349a, got {md5}; .* set data.md5={md5} if",
+        match=f"expected c58f30108f718f92721af3b95e74349a, got {md5}; .* set data.md5={md5} ",
     ):
         open_cifar(settings(tmp_path))
     assert listing(tmp_path) == [CIFAR10]
@@ -360,9 +360,7 @@ def test_wrong_checksum(tmp_path: Path) -> None:
     content = (tmp_path / "there" / CIFAR10).read_bytes()
     with (
         site(files({f"pub/{CIFAR10}": content})) as here,
-        pytest.raises(
-            DataError, match="md5 digest differs: expected c58f30108f718f92721af3b95e74349a"
-        ),
+        pytest.raises(DataError, match="expected c58f30108f718f92721af3b95e74349a"),
     ):
         fetched(tmp_path / "here", here.address, None)
     assert listing(tmp_path / "here") == []

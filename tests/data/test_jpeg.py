@@ -160,9 +160,7 @@ def test_many_scans_are_refused(pad: int) -> None:
         data[start : start + 9] + b"\0" + data[start + 10 : end]
     )  # of all bits, for else they must differ
     assert decode_jpeg(data[:start] + scan * 32 + data[-2:], 10 * LIMIT) is not None
-    with pytest.raises(
-        ValueError, match=r"^more than 32 scans, which take too long; encode the file again$"
-    ):
+    with pytest.raises(ValueError, match=r"more than 32 scans"):
         decode_jpeg(data[:start] + scan * 40 + data[-2:], 10 * LIMIT)
 
 

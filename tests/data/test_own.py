@@ -327,8 +327,7 @@ MISTAKES: dict[str, Any] = {
     "half": (
         (Half(), Rows()),
         {},
-        "the training set: a source has classes, labels, length, where and read: "
-        "AttributeError: where",
+        "the training set: .* AttributeError: where",
     ),
     "odd labels": (
         (Rows(), Rows([0.5, 1, 1, 1])),
@@ -390,7 +389,7 @@ MISTAKES: dict[str, Any] = {
     "nameless": (
         (Nameless(), Drawn()),
         {},
-        "the training set has no classes; give it an attribute classes",
+        "the training set has no classes; ",
     ),
     "size": (
         (Drawn(torch.zeros(3, 9, 8)), Drawn()),
@@ -415,7 +414,7 @@ MISTAKES: dict[str, Any] = {
         {},
         r"its label is torch.float32 \[2\]; return",
     ),
-    "name": ((Drawn(label="cat"), Drawn()), {}, "its label is str; return the place"),
+    "name": ((Drawn(label="cat"), Drawn()), {}, "its label is str; "),
     "raises": ((Drawn(KeyError("k")), Drawn()), {}, r"sample 0: KeyError: 'k' \(.*test_own.py:"),
 }
 

@@ -188,7 +188,7 @@ def test_images_that_mean_and_std_do_not_fit_are_refused(
     with pytest.raises(
         ValueError,
         match=rf"^DataPrefetcher: images are {told}; .* torch.uint8 \[N, 3, H, W\].*omit mean "
-        r"and std out$",
+        r"and std$",
     ):
         next(batches)
 

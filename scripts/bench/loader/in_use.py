@@ -74,7 +74,7 @@ def paced(
     seconds: float,
     back: bool,
 ) -> Found:
-    """Returns what a device takes that sleeps through its steps, from ours and theirs.
+    """Returns the throughput of a sleeping device with wellfed's loader and the other one.
 
     Args:
         root: the tree of files.

@@ -1,8 +1,8 @@
-r"""Measures what loading costs, beside other loaders and beside decoding alone.
+r"""Measures the cost of loading, compared with other loaders and with decoding only.
 
-Every row is measured in a process of its own, once a round; rounds go there and back through the
-rows, and one row is measured twice in each as a control. What others need is no dependency of this
-project: a peer that does not import is left out, and the page says so. All of them at once:
+Every row is measured in a separate process, once per round; rounds alternate the order of rows, and
+one row is measured twice as a control. The other loaders are not dependencies of this project; the
+page lists those that cannot be imported. To install all of them:
 
     uv run --with timm --with torchcodec --with spdl --with nvidia-dali-cuda120 --with ffcv \
         python -m scripts.bench.loader.run
@@ -11,8 +11,8 @@ project: a peer that does not import is left out, and the page says so. All of t
 
 ffcv is compiled on the spot and needs a C++ compiler, pkg-config, OpenCV and libturbojpeg with
 their headers (Debian: libopencv-dev libturbojpeg0-dev). Each measurement is a line of the results
-file; what is there of the same commit, workers and seconds is not measured again, and a table has
-lines of one of these alone.
+file; existing lines with the same commit, workers and seconds are not measured again, and a table
+uses only one such combination.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _SMALL = 48
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Something to be measured.
+    """A row of measurements.
 
     Attributes:
-        name: in the table.
+        name: of the table row.
         measure: which of ``in_use.MEASURES``.
         arguments: of it.
-        once: in the first round alone, for what does not vary, or takes long.
+        once: only in the first round, for constant or slow measurements.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Where the data lies, and how much is measured.
+    """Location of the data, and amount of measurement.
 
     Attributes:
         commit: of what is measured.
@@ -80,7 +80,7 @@ class Setup:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What two measurements of a row must have in common to be measurements of the same."""
+        """The properties by which two measurements of a row are comparable."""
         return {name: getattr(self, name) for name in KEY}
 
     @property
@@ -96,7 +96,7 @@ class Setup:
 
 
 def jpeg(s: Setup) -> Iterator[Row]:
-    """Our forms beside the peers."""
+    """Wellfed's backends and the peers."""
     common = s.jpegs | {"workers": s.workers}
     for name in (DECODE, *PEERS):
         yield Row(name, "peer", common | {"row": name})
@@ -243,7 +243,7 @@ def _versions() -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Measure this project's feeds beside the loaders of others.",
+        description="Compare wellfed's loaders with those of other projects.",
         epilog="\n".join(f"{name:8} {part.__doc__}" for name, part in PARTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -274,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
         help="where the data is made",
     )
     add("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
-    add("--table", action="store_true", help="measure nothing, print what the results say")
+    add("--table", action="store_true", help="only print existing results")
     add(
         "--write",
         action="store_true",
@@ -305,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     versions=_versions(),
                 )
                 if not run(part, setup, a.rounds or _ROUNDS.get(part, 3), results, deadline):
-                    tell("the time is over; start again to go on")
+                    tell("time is up; run again to continue")
                     break
         except KeyboardInterrupt:
             return 130

@@ -1,10 +1,10 @@
-"""Measures whether tuning pays, in whole runs from the command to the exit.
+"""Measures whether tuning pays off, in complete runs from command to exit.
 
 Tuned, untuned, by older rules, and by other projects.
 
-The strategies take turns, in a new random order each round; every run is a line of the results
-file, and what is there is not measured again: stop it whenever you like. Nothing is remembered from
-run to run but the data.
+The strategies alternate in a new random order each round. Every run is a line of the results file,
+and existing lines are not measured again, so it can be interrupted at any time. Only the data is
+kept between runs.
 
     uv run python -m scripts.bench.tuner.run --only jpeg_224 --epochs 3 --rounds 4
     uv run python -m scripts.bench.tuner.run --table
@@ -355,7 +355,7 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, default=Path(tempfile.gettempdir()) / "wellfed-elastic"
     )
-    parser.add_argument("--table", action="store_true", help="print what is there, measure nothing")
+    parser.add_argument("--table", action="store_true", help="only print existing results")
     chosen = parser.parse_args()
     names = listed(parser, "--only", chosen.only, tuple(WORKLOADS))
     strategies = dict.fromkeys(listed(parser, "--strategies", chosen.strategies, known))

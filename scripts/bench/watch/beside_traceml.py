@@ -1,18 +1,18 @@
-"""Holds TraceML beside this project: what each says of planted bottlenecks, and costs.
+"""Compares TraceML and wellfed: diagnoses of planted bottlenecks, and overhead.
 
-TraceML (``traceml-ai`` on PyPI) is no dependency; uv lays it over the project's environment for
-this one command:
+TraceML (``traceml-ai`` on PyPI) is not a dependency; uv adds it to the environment for this
+command:
 
     uv run --with traceml-ai python -m scripts.bench.watch.beside_traceml --write
 
-What they say: for each plant a hand-written loop runs under ``traceml run``, instrumented as its
-documentation says, and ``train.py`` runs on the same data, network, batch size and number of
-workers. Both are quoted word for word.
+Diagnoses: for each plant a hand-written loop runs under ``traceml run``, instrumented as
+    documented, and ``train.py`` runs on the same data, network, batch size and number of workers.
+    Both are quoted verbatim.
 
-What they cost: the hand-written loop with next to nothing to do, bare, bare once more (the
-control), under TraceML, and under everything that watches a run of ours. All four live at once, and
-take turns of a few hundred steps in random order; whoever has no turn is stopped (SIGSTOP) with all
-of its processes, so that each one's threads and helpers cost its own turns alone.
+Overhead: the hand-written loop with almost no work runs bare, bare again (the control), under
+    TraceML, and under all monitoring of a wellfed run. All four exist at once and take turns of a
+    few hundred steps in random order; the others are stopped (SIGSTOP) with all their processes, so
+    threads and helpers cost only their own turns.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ from scripts.bench.watch.traceml_loop import BATCH, GO, PLANTS, Plant
 
 PAGE = PAGES / "traceml.md"
 LOOP = Path(__file__).with_name("traceml_loop.py")
-# steps that the costs are set against, with those of a turn
+# step times to which overhead is compared, and steps per turn
 STEPS_MS = {0.25: 2000, 2.0: 400, 20.0: 40}
 COSTS = {
     "control": "control: bare again",
     "traceml": "TraceML",
-    "clock": "ours, told by the loop: clock, sampler, TensorBoard, metrics.jsonl",
-    "watch": "ours, no line changed: wellfed watch",
+    "clock": "wellfed, instrumented loop: clock, sampler, TensorBoard, metrics.jsonl",
+    "watch": "wellfed watch, unmodified loop",
 }
-# by side: wall and processor seconds a step, of each turn
+# by side: wall and CPU seconds per step, of each turn
 Turns = Mapping[str, Sequence[tuple[float, float]]]
-# for a loop to begin, to take its turn, or to end
+# timeout for a loop to start, take its turn, or end
 _PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one tool said of one run.
+    """One tool's diagnosis of one run.
 
     Attributes:
-        tool: who.
-        plant: what was slow.
-        words: the verdict, word for word.
-        figures: the shares or times that it gave.
+        tool: name of the tool.
+        plant: the planted bottleneck.
+        words: the verdict, verbatim.
+        figures: its fractions or times.
         loop_s: seconds of the training loop.
         command_s: seconds of the whole command.
     """
@@ -89,7 +89,7 @@ class Said:
 
 
 def command(side: str, plant: str, folder: Path, *more: str) -> list[str]:
-    """The command line of one run; TraceML's is the one that its documentation gives."""
+    """The command line of one run; TraceML's is as documented."""
     own = ["--side", side, "--plant", plant, "--folder", str(folder), *more]
     if side == "watch":
         watch = ("-m", "wellfed", "watch", "--out", str(folder / "watched"))
@@ -102,16 +102,16 @@ def command(side: str, plant: str, folder: Path, *more: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The processes' environment: one thread each, and this project at hand."""
+    """The processes' environment: one thread each, and this project importable."""
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 class RunFailed(Exception):
-    """A run that did not end well; the text holds its last words."""
+    """A failed run, with the end of its output."""
 
 
 def heard(side: str, plant: str, steps: int, attempts: int = 3) -> Said:
-    """Returns what ``side`` says of a run of ``plant``, in several attempts.
+    """Returns the diagnosis of ``side`` for a run of ``plant``, in several attempts.
 
     TraceML may give up on a busy machine.
 
@@ -128,7 +128,7 @@ def heard(side: str, plant: str, steps: int, attempts: int = 3) -> Said:
 
 
 def listen_to(side: str, plant: str, steps: int) -> Said:
-    """What ``side`` says of one run of ``plant``."""
+    """The diagnosis of ``side`` for one run of ``plant``."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         begin_s = time.perf_counter()
@@ -145,7 +145,7 @@ def listen_to(side: str, plant: str, steps: int) -> Said:
         loop_s = json.loads((folder / "loop.json").read_text())["loop_s"]
         words, figures = _ours(folder) if side == "harness" else theirs(folder)
     tool = {
-        "harness": "ours",
+        "harness": "wellfed",
         "traceml": "TraceML",
         "traceml_log_inside": "TraceML, the log line inside `trace_step`",
     }[side]
@@ -164,7 +164,7 @@ def _ours(folder: Path) -> tuple[str, str]:
 
 
 def theirs(folder: Path) -> tuple[str, str]:
-    """Returns TraceML's verdict word for word, and the figures that it rests on."""
+    """Returns TraceML's verbatim verdict, and the numbers behind it."""
     summary = json.loads((folder / "logs" / "run" / "final_summary.json").read_text())
     text = summary["text"]
     words = [
@@ -186,10 +186,10 @@ class Side:
     """One loop that waits for its turns, with all of its processes.
 
     Args:
-        name: what watches it.
+        name: the monitoring tool.
         folder: for its files.
         block: steps in a turn.
-        spin_s: work of each step.
+        spin_s: work per step.
     """
 
     def __init__(self, name: str, folder: Path, block: int, spin_s: float) -> None:
@@ -218,7 +218,7 @@ class Side:
         self._stop(True)
 
     def turn(self) -> tuple[float, float]:
-        """Wall and processor seconds a step, of all of its processes, in a turn."""
+        """Wall and CPU seconds per step in a turn, of all its processes."""
         self._stop(False)
         cpu_s = self._cpu_s()
         assert self._line is not None
@@ -230,7 +230,7 @@ class Side:
         return took_s / self._block, spent_s / self._block
 
     def end(self) -> None:
-        """Ends the loop and waits for its processes; kills the ones that go on."""
+        """Ends the loop and waits for its processes; kills those that remain."""
         processes = self._processes()
         self._stop(False)
         try:
@@ -266,7 +266,7 @@ class Side:
 
 @contextmanager
 def sides(folder: Path, block: int, spin_s: float) -> Iterator[dict[str, Side]]:
-    """All loops, started one after the other; they are ended after the block."""
+    """All loops, started one after the other, and ended after the block."""
     with ExitStack() as stack:
         found = {}
         for name in ("bare", *COSTS):
@@ -278,7 +278,7 @@ def sides(folder: Path, block: int, spin_s: float) -> Iterator[dict[str, Side]]:
 
 
 def take_turns(rounds: int, block: int, step_ms: float) -> dict[str, list[tuple[float, float]]]:
-    """Wall and processor seconds a step of every turn, by side; a first round is not counted."""
+    """Wall and CPU seconds per step of every turn, by side, without a first round."""
     draw = random.Random(0)
     spin_s = step_ms / 1e3 if step_ms > 1 else 0.0
     with tempfile.TemporaryDirectory() as folder, sides(Path(folder), block, spin_s) as loops:
@@ -294,7 +294,7 @@ def take_turns(rounds: int, block: int, step_ms: float) -> dict[str, list[tuple[
 
 
 def cost_rows(costs: Mapping[float, Turns]) -> list[dict[str, object]]:
-    """What each side's step takes longer than the bare one, for each length of a step."""
+    """Extra time of each side's step over the bare step, for each step length."""
     found: list[dict[str, object]] = []
     for turns in costs.values():
         bare_us = Sample.of([1e6 * wall_s for wall_s, _ in turns["bare"]])
@@ -310,7 +310,7 @@ def cost_rows(costs: Mapping[float, Turns]) -> list[dict[str, object]]:
 
 
 def said_rows(said: Sequence[Said]) -> list[dict[str, object]]:
-    """What was said, a row for each run."""
+    """The diagnoses, one row per run."""
     return [
         {
             "planted": one.plant.replace("_", " "),
@@ -328,25 +328,27 @@ def show(said: Sequence[Said], costs: Mapping[float, Turns], steps: int) -> str:
     """The page."""
     # the loops', not this process's
     found = machine() | {"torch_threads": 1}
-    return f"""# TraceML beside this project
+    return f"""# TraceML and wellfed
 
 {machine_line(found)}; traceml-ai {metadata.version("traceml-ai")}; load average
 {os.getloadavg()[0]:.1f} at the end
 
-## What each says
+## Diagnoses
 
 {markdown(said_rows(said))}
 
 One run each of {steps} steps, batch {BATCH}, one worker, on the CPU, so that both have host clocks
 only. What is slow sleeps: {_plants()}. TraceML watches a loop written by hand as its documentation
-has it, `traceml run` with `trace_step` around `zero_grad` to `optimizer.step`; ours is `train.py`
-with the same data, network and settings, and a board that writes the slow line. Quotes are word for
-word: Verdict, Why and Next of TraceML's summary, `verdict` of our `report.json`. Loop: seconds of
-the training loop, in ours with its start-up and evaluation; command: all, start to exit.
+has it, `traceml run` with `trace_step` around `zero_grad` to `optimizer.step`; wellfed runs
+`train.py` with the same data, network and settings, and a board that writes the slow line. Quotes
+are word for
+word: Verdict, Why and Next of TraceML's summary, `verdict` of wellfed's `report.json`. Loop:
+    seconds of the training loop, for wellfed with start-up and evaluation; command: all, start to
+    exit.
 
 TraceML's step is the wait for input and the traced block: what comes behind the block is in none of
-its figures. Its averages hold the first batch, for which the worker has to start; ours keep an
-epoch's first step apart.
+its figures. Its averages hold the first batch, for which the worker has to start; wellfed counts an
+epoch's first step separately.
 
 ## What watching costs
 
@@ -354,7 +356,7 @@ epoch's first step apart.
 
 Medians of differences to the bare loop, whose step has its median (quartiles). Pairs are turns of
 {", ".join(map(str, STEPS_MS.values()))} steps of the same round, in random order; [95 % interval,
-of order statistics]. Batches are at hand, and longer steps work longer. A side without a turn is
+of order statistics]. Batches are preloaded, and longer steps work longer. A side without a turn is
 stopped. Processor time is that of all processes of a side, TraceML's
 aggregator among them. The control says what cannot be told apart.
 
@@ -382,7 +384,7 @@ def _plants() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     made = parser(
-        "Compare what TraceML and this project say of planted bottlenecks.", PAGE, json=False
+        "Compare diagnoses of planted bottlenecks by TraceML and wellfed.", PAGE, json=False
     )
     made.add_argument("--steps", type=int, default=300, help="steps of each run to be judged")
     made.add_argument("--rounds", type=int, default=60, help="turns of each loop that is measured")

@@ -1,8 +1,8 @@
-"""Holds a diagnosis' ceiling against the speed-up that cached batches give.
+"""Compares a diagnosis' upper bound with the speedup from cached batches.
 
-For each workload, in processes of their own and in turns: ``mode=diagnose``; training by the engine
-on the real feed; the same training on real batches that lie ready in memory. What cached batches
-gain is the ceiling as it was promised.
+For each workload, alternately in separate processes: ``mode=diagnose``, training on the real feed,
+and the same training on real batches preloaded in memory. The upper bound should equal the gain
+from cached batches.
 
     uv run python -m scripts.bench.watch.diagnose --rounds 5 --seconds 20 --write
 """
@@ -39,7 +39,7 @@ from harness.runtime import folder, workers
 from harness.runtime.launch import run_processes
 
 PAGE = Path(__file__).parents[1] / "results" / "diagnose.md"
-# the ceiling may be so far from the measured speed-up
+# tolerance between the upper bound and the measured speedup
 CLAIM = 0.10
 _KINDS = ("diagnose", "real", "cached")
 _WIDTH = 1400
@@ -51,7 +51,7 @@ _LEAST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One measurement, for a process of its own, which writes its figures into ``answer``."""
+    """One measurement in a separate process, which writes its results to ``answer``."""
 
     kind: str
     config: Config
@@ -232,7 +232,7 @@ Made by `uv run python -m scripts.bench.watch.diagnose --write`. {machine_line(m
 Medians (quartiles) of {rows[0]["n"]} rounds. In each, in processes of their own and in turns, there
 and back: a diagnosis; whole epochs of real training for at least {seconds:g} s, by the wall, after
 one that is left out; the same on {_CACHED_BATCHES} real batches that lie ready in memory. A and G:
-the diagnosis' own rates of real steps and of steps on a batch at hand. Speed-up: cached over real
+the diagnosis' own rates of real steps and of steps on a preloaded batch. Speed-up: cached over real
 images/s of one round. Off: median ceiling over median speed-up, less one; at most 10 % is claimed.
 The step ran {step}. Load averages between the workloads, this benchmark's own included: {busy}.
 """
@@ -240,7 +240,7 @@ The step ran {step}. Load averages between the workloads, this benchmark's own i
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Compare a diagnosis' ceiling with the speed-up that cached batches give.",
+        description="Compare a diagnosis' upper bound with the speedup from cached batches.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(

@@ -1,8 +1,8 @@
-"""Plants bottlenecks into real runs; the device is often emulated.
+"""Plants bottlenecks in real runs, often on an emulated device.
 
     uv run python -m scripts.bench.watch.planted --runs 3 --write
 
-plants each of them so many times, in sizes drawn anew, and writes what the runs said to
+plants each bottleneck several times in random sizes, and writes the diagnoses to
 scripts/bench/results/planted.md.
 """
 
@@ -109,7 +109,7 @@ class Plant:
 
     Attributes:
         name: what is planted.
-        bottleneck: what the report must say.
+        bottleneck: the expected verdict.
         act: plants it in a size, for the time of a block.
         low: the least size that is drawn.
         high: the largest; where it is the least, the size is always the same.

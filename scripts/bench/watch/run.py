@@ -1,4 +1,4 @@
-"""Measures what watching costs: microseconds per step, and memory.
+"""Measures monitoring overhead: microseconds per step, and memory.
 
 Each cost is measured against the same loop without it, in turns, with which goes first in turns as
 well; beside it the loop without runs against itself, which shows what this machine cannot resolve.
@@ -331,7 +331,7 @@ def _costs(found: Mapping[str, Any]) -> list[Row]:
 def page(text: str) -> str:
     """The page for scripts/bench/results/: what was run, when, and its output."""
     day = f"{datetime.now(UTC).date():%d %B %Y}"
-    return f"""# What watching costs
+    return f"""# Monitoring overhead
 
 `uv run python -m scripts.bench.watch.run` measures all that the harness does to see where time
 goes. This is its whole output of {day}:
@@ -350,7 +350,7 @@ statistics.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser("Measure what all watching costs a step, a worker and memory.", PAGE)
+    options = parser("Measure the overhead of monitoring per step, per worker and in memory.", PAGE)
     add = options.add_argument
     add("--steps", type=int, default=100_000, help="steps of each clock")
     add("--runs", type=int, default=500, help="of everything else, with and without it in turns")

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 BATCH = 16
 SIDE = 32
 CLASSES = 10
-# to a loop: take your turn; anything else ends it
+# starts a loop's turn; anything else ends the loop
 GO = "go\n"
 # steps that are logged together, as in conf/watch
 WINDOW = 10
@@ -37,7 +37,7 @@ SIDES = ("bare", "traceml", "traceml_log_inside", "clock", "watch", "harness")
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """What is slow, in seconds: a sample's read, the forward pass, a log line."""
+    """Delays in seconds: a sample's read, the forward pass, a log line."""
 
     read_s: float = 0.0
     forward_s: float = 0.0
@@ -55,7 +55,7 @@ PLANTS = {
 class Images:
     """Noise in memory whose reads take ``read_s`` seconds.
 
-    For torch's loader by ``[]``, for a feed of ours by ``fill``.
+    By ``[]`` for torch's loader, by ``fill`` for a wellfed feed.
     """
 
     image_size = SIDE
@@ -90,7 +90,7 @@ class Images:
 
 
 class Ready(IterableDataset[Any]):
-    """The same batch over and over: loading takes next to nothing."""
+    """One repeated batch, with almost no loading time."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         images = torch.zeros(BATCH, 3, SIDE, SIDE, dtype=torch.uint8)
@@ -102,7 +102,7 @@ class Ready(IterableDataset[Any]):
 class Network(nn.Module):
     """Two layers whose forward pass in training takes ``forward_s`` seconds longer.
 
-    It sleeps, or where it ``spins`` it works.
+    It sleeps, or works if it ``spins``.
     """
 
     def __init__(self, forward_s: float, spins: bool = False) -> None:
@@ -126,7 +126,7 @@ class Network(nn.Module):
 
 
 class Turns:
-    """Lets a loop run ``block`` steps when the socket says so, and tells it the seconds."""
+    """Lets a loop run ``block`` steps per message on the socket, and replies with the seconds."""
 
     def __init__(self, path: str, block: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -136,7 +136,7 @@ class Turns:
         self._tell(0.0)
 
     def __call__(self, number: int) -> bool:
-        """Told after every step; whether the loop shall end."""
+        """Called after every step; returns whether the loop should end."""
         return number % self._block == 0 and self._tell(time.perf_counter() - self._began_s)
 
     def _tell(self, took_s: float) -> bool:
@@ -206,7 +206,7 @@ def write_line(file: Any, log_s: float) -> None:
 def _clocked(
     loader: DataLoader[Any], folder: Path, after: Callable[[int], bool], stack: ExitStack
 ) -> tuple[Iterable[Any], Callable[[int], bool]]:
-    """Returns ``loader`` and ``after`` with all that watches a run of ours."""
+    """Returns ``loader`` and ``after`` with all monitoring of a wellfed run."""
     from harness.clock.figures import by_tag
     from harness.config import Config
     from harness.monitor import monitor
@@ -268,16 +268,14 @@ def run_harness(plant: Plant, folder: Path, steps: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="One run for beside_traceml.py, which see.")
-    parser.add_argument("--side", choices=SIDES, required=True, help="what watches the run")
-    parser.add_argument("--plant", choices=PLANTS, default="nothing", help="what is slow")
+    parser = argparse.ArgumentParser(description="One run for beside_traceml.py.")
+    parser.add_argument("--side", choices=SIDES, required=True, help="monitoring tool")
+    parser.add_argument("--plant", choices=PLANTS, default="nothing", help="planted bottleneck")
     parser.add_argument("--steps", type=int, default=300, help="steps of the run")
     parser.add_argument("--folder", type=Path, required=True, help="where the run's files go")
-    parser.add_argument("--turns", help="Unix socket of the process that says when to run")
+    parser.add_argument("--turns", help="Unix socket of the coordinating process")
     parser.add_argument("--block", type=int, default=500, help="steps in a turn")
-    parser.add_argument(
-        "--spin-s", type=float, default=0.0, help="seconds of work in a turn's step"
-    )
+    parser.add_argument("--spin-s", type=float, default=0.0, help="seconds of work per step")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
-"""Plants bottlenecks into somebody's script, and holds what is said of them beside TraceML.
+"""Plants bottlenecks in a third-party script, and compares the diagnoses with TraceML's.
 
     uv run --with traceml-ai python -m scripts.bench.watch.watched --write
 
-``watched_loop.py`` knows nothing of this project. It runs as it is under ``wellfed watch``, and
-once more under TraceML, which is no dependency: uv lays it over the environment for this command.
-What counts as right stands in ``CASES``, beforehand.
+``watched_loop.py`` does not use this project. It runs unmodified under ``wellfed watch``, and again
+under TraceML, which is not a dependency; uv adds it for this command. ``CASES`` defines the right
+answers in advance.
 
-The other part, ``gain``: scripts run as they are, then with the arguments of the DataLoader that
-``wellfed watch`` gave, in turns; its expected gain beside the one in samples/s.
+The other part, ``gain``, runs scripts alternately as they are and with the DataLoader arguments
+from ``wellfed watch``, and compares the expected with the measured gain in samples/s.
 """
 
 from __future__ import annotations
@@ -55,29 +55,29 @@ LOOP = Path(__file__).with_name("watched_loop.py")
 SUPPORT = ROOT / "tests" / "support"
 DATA = Path(tempfile.gettempdir(), "wellfed-watched")
 PARTS = ("planted", "gain")
-# what runs a script watched: arguments of Python
+# Python arguments that run a script watched
 WATCH = ("-m", "wellfed", "watch")
-# cores that other programs may take beside a run
+# cores that other programs may use during a run
 BUSY = 0.2
 # for a run to end
 _PATIENCE_S = 240.0
-# told every so often what a run has printed so far
+# called periodically with a run's output so far
 Meanwhile = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A planted bottleneck, and what must be said of it.
+    """A planted bottleneck, and its expected diagnosis.
 
     Attributes:
         plant: its name in ``watched_loop.py``.
         size: of it.
         about: what is slow, with the size.
-        bottleneck: the class of a right verdict.
-        flags: more of the script's.
-        ranks: processes that train together.
-        emulated: on an emulated GPU.
-        around: what is made for the run, and looks after it.
+        bottleneck: the kind of a right verdict.
+        flags: further flags of the script.
+        ranks: number of ranks.
+        emulated: whether it runs on an emulated GPU.
+        around: context of the run, such as a control group.
     """
 
     plant: str
@@ -91,26 +91,26 @@ class Case:
 
 
 CASES = (
-    Case("slow_disk", 25, "25 ms of waiting a file", "storage"),
+    Case("slow_disk", 25, "25 ms of waiting per file", "storage"),
     Case("decode", 900, "JPEGs of 900 x 900", "decode"),
     Case("slow_transform", 15, "15 ms of work in Warp", "augment"),
-    Case("slow_collate", 100, "100 ms of work a batch", "collate"),
+    Case("slow_collate", 100, "100 ms of work per batch", "collate"),
     Case("few_workers", 800, "1 worker, JPEGs of 800 x 800", "workers"),
     Case("no_workers", 600, "no workers, JPEGs of 600 x 600", "workers"),
     Case("slow_step", 200, "200 ms of waiting in forward", "compute", ("--steps=25",)),
     Case("compute", 40, "40 more layers, batches of 32", "compute", ("--batch-size=32",)),
-    Case("launches", 20, "20 launches of 2 ms a step", "launch", emulated=True),
+    Case("launches", 20, "20 launches of 2 ms per step", "launch", emulated=True),
     Case("collections", 400, "gc.collect() of 400,000 objects after each step", "host"),
-    Case("slow_logging", 50, "50 ms a line, in each step", "host"),
+    Case("slow_logging", 50, "50 ms per line, in each step", "host"),
     Case("neighbours", 1.5, "1.5 of 2 cores", "neighbours", around="neighbours"),
-    Case("slow_rank_data", 25, "25 ms of waiting a file, on rank 1 of 2", "rank", ranks=2),
+    Case("slow_rank_data", 25, "25 ms of waiting per file, on rank 1 of 2", "rank", ranks=2),
     Case("slow_rank_forward", 60, "60 ms of waiting in forward, on rank 1 of 2", "rank", ranks=2),
     Case("quota", 0.5, "a control group of 0.5 cores", "quota", around="quota"),
     Case("tiny_memory", 0.3, "memory for 0.3 of the files", "memory", ("--steps", "200"),
          around="memory"),
     Case("nothing", 0, "a step of 100 ms, loading of some 5 ms", "balanced"),
 )  # fmt: skip
-# scripts that are told what to change
+# scripts for the gain measurement
 GAINS: Mapping[str, tuple[str, ...]] = {
     "slow disk, 1 worker": (
         "--read-ms=8", "--workers=1", "--forward-ms=20", "--steps=60",
@@ -132,13 +132,13 @@ GAINS: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 FLAGS = {"num_workers": "workers"}
-# of the scripts above, what a seed draws anew, by up to this factor
+# sizes of the scripts above are drawn by the seed within this factor
 SIZES = "--read-ms", "--side", "--warp-ms", "--forward-ms"
 FACTOR = 1.5
 
 
 def drawn(name: str, seed: int | None) -> list[str]:
-    """Returns a script's flags, its sizes drawn anew by ``seed``; None: as they stand."""
+    """Returns a script's flags with sizes drawn by ``seed``; None: unchanged."""
     chance = random.Random(f"{seed} {name}")
     flags = []
     for flag in GAINS[name]:
@@ -176,7 +176,7 @@ def traceml(case: Case, folder: Path, script: Sequence[str]) -> list[str]:
 
 @contextmanager
 def around(case: Case, command: list[str]) -> Iterator[tuple[list[str], Meanwhile]]:
-    """Gives the command that runs where it is planted, and what must see its output."""
+    """Yields the command with its bottleneck planted, and a monitor of its output."""
     quiet: Meanwhile = lambda text: None
     if case.around == "neighbours":
         with acts.burning(case.size):
@@ -185,7 +185,7 @@ def around(case: Case, command: list[str]) -> Iterator[tuple[list[str], Meanwhil
         with control_groups.quota(case.size) as group:
             yield control_groups.within(group, *command), quiet
     elif case.around == "memory":
-        # a cached page counts for the group that read it first
+        # cached pages count for the group that read them first
         for path in DATA.rglob("*.jpg"):
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -197,7 +197,7 @@ def around(case: Case, command: list[str]) -> Iterator[tuple[list[str], Meanwhil
 
 
 def squeeze(group: Path, share: float) -> Meanwhile:
-    """Returns what leaves a run's files a ``share`` of their memory after some steps."""
+    """Returns a function that limits memory to a ``share`` of a run's files after some steps."""
     limit = group / "memory.limit_in_bytes"
 
     def meanwhile(text: str) -> None:
@@ -214,10 +214,10 @@ def squeeze(group: Path, share: float) -> Meanwhile:
 
 
 def ran(command: Sequence[str], folder: Path, meanwhile: Meanwhile) -> str:
-    """Runs a command in ``folder``, and returns what it printed.
+    """Runs a command in ``folder``, and returns its output.
 
     Raises:
-        RunFailed: with its last words.
+        RunFailed: with the end of its output.
     """
     printed = folder / "printed.txt"
     with printed.open("w", encoding="utf-8") as file:
@@ -241,7 +241,7 @@ def ran(command: Sequence[str], folder: Path, meanwhile: Meanwhile) -> str:
 
 
 def judged(case: Case, watch: Sequence[str] = WATCH) -> dict[str, Any]:
-    """Returns what ``wellfed watch`` reports of a run of ``case``."""
+    """Returns the ``wellfed watch`` report of a run of ``case``."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         with around(case, ours(case, folder, script(case), watch)) as (command, meanwhile):
@@ -251,12 +251,12 @@ def judged(case: Case, watch: Sequence[str] = WATCH) -> dict[str, Any]:
 
 
 def script(case: Case) -> list[str]:
-    """Returns the script's command with what ``case`` plants."""
+    """Returns the script's command with the bottleneck of ``case``."""
     return loop("--plant", case.plant, "--size", str(case.size), *case.flags)
 
 
 def quoted(case: Case) -> str:
-    """Returns what TraceML says of a run of ``case``, word for word."""
+    """Returns TraceML's verbatim verdict on a run of ``case``."""
     if case.emulated:
         return "(not run: there is no GPU)"
     if importlib.util.find_spec("traceml_ai") is None:
@@ -292,7 +292,7 @@ def planted_row(case: Case) -> dict[str, str]:
 
 
 def timed(flags: Sequence[str]) -> tuple[float, dict[str, Any]]:
-    """Returns the samples/s that a watched script counts itself, and its report."""
+    """Returns a watched script's own samples/s, and its report."""
     calm()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -303,7 +303,7 @@ def timed(flags: Sequence[str]) -> tuple[float, dict[str, Any]]:
 
 
 def pasted(arguments: Mapping[str, object]) -> list[str]:
-    """Returns a DataLoader's arguments as the script's flags."""
+    """Returns DataLoader arguments as flags of the script."""
     flags = []
     for name, value in arguments.items():
         flag = "--" + FLAGS.get(name, name).replace("_", "-")
@@ -312,12 +312,12 @@ def pasted(arguments: Mapping[str, object]) -> list[str]:
 
 
 def gain_row(name: str, rounds: int, seed: int | None) -> dict[str, str]:
-    """Returns a row of the table of gains: runs as they are and as they were told, in turns."""
+    """Returns a row of the gain table, from alternating runs without and with the advice."""
     flags = drawn(name, seed)
     said = []
     expected = []
     gained = []
-    # what other programs disturbed is run again
+    # runs disturbed by other programs are repeated
     for _ in range(3 * rounds):
         before, report = timed(flags)
         change = report.get("change")
@@ -334,7 +334,7 @@ def gain_row(name: str, rounds: int, seed: int | None) -> dict[str, str]:
             break
     row = {"script": f"{name}: `{' '.join(flags)}`", "pasted": "; ".join(dict.fromkeys(said))}
     if not said:
-        row["pasted"] = "no change was told"
+        row["pasted"] = "no change suggested"
         return row | {"expected": "", "measured": "", "off": "", "n": "0"}
     return row | {
         "expected": f"{median(expected):.2f} ({min(expected):.2f} to {max(expected):.2f})",
@@ -345,19 +345,19 @@ def gain_row(name: str, rounds: int, seed: int | None) -> dict[str, str]:
 
 
 def disturbed(report: Mapping[str, Any]) -> bool:
-    """Returns whether other programs took processors beside a run."""
+    """Returns whether other programs used cores during a run."""
     return float(report.get("sampled", {}).get(Tag.OTHERS_CPU_CORES, 0.0)) > BUSY
 
 
 def calm() -> None:
-    """Waits until other programs leave the processors alone, for some minutes at most."""
+    """Waits until other programs leave the cores idle, for some minutes at most."""
     for _ in range(150):
         if psutil.cpu_percent(2.0) < 100 * BUSY / (os.cpu_count() or 1):
             return
 
 
 def where() -> str:
-    """Returns the machine and the versions, in a line."""
+    """Returns the machine and the versions in one line."""
     # the runs' threads, not this process's
     line = machine_line(machine() | {"torch_threads": 1})
     with suppress(metadata.PackageNotFoundError):
@@ -385,7 +385,7 @@ TraceML sees none. What comes behind `trace_step`, as collections and logging he
 TraceML's figures.
 
 Written after the fact: earlier runs of these same cases found faults of the hooks, which were then
-mended. Two steps were made longer and one size of a worker's advice was let go. Sizes are not drawn
+fixed. Two steps were made longer and one size of a worker's advice was let go. Sizes are not drawn
 anew.
 
 """
@@ -427,12 +427,12 @@ def kept(part: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     made: argparse.ArgumentParser = parser(
-        "Judge planted bottlenecks in a script that is not ours.", PAGE, json=False
+        "Judge planted bottlenecks in a third-party script.", PAGE, json=False
     )
-    made.add_argument("--parts", help=f"with commas between; all: {','.join(PARTS)}")
-    made.add_argument("--only", default="", help="what names of plants or scripts must hold")
+    made.add_argument("--parts", help=f"comma-separated; all: {','.join(PARTS)}")
+    made.add_argument("--only", default="", help="substring of plant or script names")
     made.add_argument("--rounds", type=int, default=3, help="pairs of runs of each script")
-    made.add_argument("--seed", type=int, help="draws the sizes of the scripts of gain anew")
+    made.add_argument("--seed", type=int, help="draw new sizes for the gain scripts")
     options = made.parse_args(argv)
     parts = listed(made, "--parts", options.parts, PARTS)
     planted = []
@@ -446,7 +446,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             gains.append(gain_row(name, options.rounds, options.seed))
             print(" | ".join(gains[-1].values()), flush=True)
     if options.write:
-        text = "# A script that is not ours, watched\n\n"
+        text = "# Watching a third-party script\n\n"
         text += planted_part(planted) if planted else kept("planted")
         text += gain_part(gains, options.seed) if gains else kept("gain")
         how = "uv run --with traceml-ai python -m scripts.bench.watch.watched --write"

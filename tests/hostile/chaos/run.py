@@ -140,7 +140,7 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...], batch: int) -> Ro
                 wrong.append(f"run {runs}: did not say {begun!r}")
         wrong += [f"run {runs}: {text}" for text in _differences(life, whole, batch)]
     required = (
-        "each life goes on from the newest checkpoint, to which last.pt points; the same state, "
+        "each life resumes from the newest checkpoint, to which last.pt points; the same state, "
         "lines and losses as without kills; every sample once an epoch; TensorBoard equal to "
         "metrics.jsonl"
     )
@@ -188,7 +188,7 @@ def terms(plan: Plan) -> list[Row]:
         kinds.setdefault((sign, ranks), []).append(
             _signalled(plan, str(i), overrides, sign, after_s, trained)
         )
-    # a row for each signal and number of ranks; the last run that saved goes on
+    # a row for each signal and number of ranks; the last run that saved resumes
     for (sign, ranks), ends in sorted(kinds.items()):
         wrong = [text for end in ends for text in end.wrong]
         exits_s = sorted(end.exit_s for end in ends)
@@ -205,7 +205,7 @@ def terms(plan: Plan) -> list[Row]:
         required = (
             f"exit code 128 + n; gone within {plan.exit_s:g} s; the last step logged, saved and "
             "told; no traceback, process or "
-            "temporary file left; event files whole; the last run goes on to the same state"
+            "temporary file left; event files whole; the last run resumes to the same state"
         )
         rows.append(row(f"{sign.name}, {ranks} ranks", len(ends), required, wrong, told))
     return rows
@@ -380,7 +380,7 @@ def user(plan: Plan) -> list[Row]:
             else:
                 wrong += _continued(plan, life, whole)
         required = (
-            "Ctrl-C in epoch 1 of 5: exit code 130; the printed command goes on to the same state"
+            "Ctrl-C in epoch 1 of 5: exit code 130; the printed command resumes to the same state"
         )
         rows.append(row(f"new user, {how}", plan.n, required, wrong))
     return rows
@@ -415,7 +415,7 @@ def workers(plan: Plan) -> list[Row]:
             wrong += [f"run {runs}: {path.name} left" for path in left]
             wrong += [f"run {runs}: {text}" for text in _differences(life, whole)]
         required = (
-            "loader.restart_workers=true: the epoch goes on; every sample once; the same state and "
+            "loader.restart_workers=true: the epoch resumes; every sample once; the same state and "
             "losses as without; nothing left in shared memory or the temporary folder; each "
             f"replacement told within {_TOLD_S:g} s"
         )
@@ -456,7 +456,7 @@ def _told_after(life: Run, before: int) -> float | None:
     """Returns after how many seconds the run told of new workers.
 
     None where it ended without: a worker that had nothing left to do is not missed. Infinity where
-    it goes on and tells nothing.
+    it resumes and tells nothing.
     """
     begin_s = time.monotonic()
     while life.said.count("New workers continue") == before:

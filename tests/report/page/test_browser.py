@@ -389,7 +389,7 @@ def test_the_machines_processors_lie_beside_the_runs_own(
     charts = {}
     for page in ("cpu_run", "long_run"):
         chart = show(page).find_element(
-            By.XPATH, "//h3[text()='Processors in use']/ancestor::div[@class='chart']"
+            By.XPATH, "//h3[text()='CPU cores in use']/ancestor::div[@class='chart']"
         )
         said = (
             chart.find_element(By.CSS_SELECTOR, "svg[role=slider]").get_attribute("aria-label")
