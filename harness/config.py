@@ -26,7 +26,7 @@ from . import suggestions
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used: one line with its name, value and way out."""
+    """An invalid setting: one line with its name, value and fix."""
 
     exit_code = 2
 
@@ -101,18 +101,18 @@ class RunConfig:
 
     name: str | None = setting(
         None,
-        "Folder under outputs/; null: the date and the time of the start.",
+        "Folder under outputs/; null: date and time of the start.",
         pattern=(r"\w[\w.+=@ -]{0,199}", "up to 200 letters, digits and, after one, ._+=@-"),
     )
 
 
 @dataclass(slots=True)
 class GenerateConfig:
-    """What the generated data sets hold (data=shapes and data=fake only)."""
+    """Generated data sets (data=shapes and data=fake only)."""
 
     classes: int = setting(10, "Number of classes.", ge=2, le=10_000)
-    train_images: int = setting(8000, "Training images in all.", _COUNT)
-    val_images: int = setting(2000, "Validation images in all.", _COUNT)
+    train_images: int = setting(8000, "Number of training images.", _COUNT)
+    val_images: int = setting(2000, "Number of validation images.", _COUNT)
     width: int = setting(80, "Width of a generated file in pixels.", ge=32, le=4096)
     height: int = setting(80, "Height of a generated file in pixels.", ge=32, le=4096)
     quality: int = setting(90, "JPEG quality of a generated file.", ge=1, le=100)
@@ -123,15 +123,15 @@ class GenerateConfig:
 class ColumnsConfig:
     """Columns of data.table by name, or by number from 1 where the table has no header."""
 
-    image: str | None = setting(None, "The images' paths below data.root; null: found by its name.")
-    label: str | None = setting(None, "The names of the classes; null: found by its name.")
+    image: str | None = setting(None, "Image paths below data.root; null: detected by name.")
+    label: str | None = setting(None, "Class names; null: detected by name.")
     split: str | None = setting(
         None, "train, val or test for each image; null: the column split, if there is one."
     )
     group: str | None = setting(
         None,
-        "What may not be torn apart by split_fraction or fold, such as a patient; null: the column "
-        "group, if there is one.",
+        "Images that split_fraction and fold keep together, such as one patient's; null: the "
+        "column group, if there is one.",
     )
 
 
@@ -141,22 +141,16 @@ class DataConfig:
 
     name: str = setting(
         "shapes",
-        "Which data set: a name from harness/data/datasets.py, or a function of your own, such as "
+        "Data set: a name from harness/data/datasets.py, or a function of your own, such as "
         "my_module:open_splits.",
     )
     root: str | None = setting(
-        None, "Folder or file of the data; null: a folder of its own in the user's cache."
+        None, "Folder or file of the data; null: a folder in the user's cache."
     )
-    download: bool = setting(
-        True, "Fetch or generate data that are not there yet (cifar10, cifar100, shapes)."
-    )
-    mirror: str | None = setting(
-        None, "Base address to fetch the archive from; null: the publisher's."
-    )
-    md5: str | None = setting(None, "MD5 of an archive that you trust; null: the publisher's.")
-    image_size: int = setting(
-        64, "Side of the square that the network sees, in pixels.", ge=8, le=4096
-    )
+    download: bool = setting(True, "Download or generate missing data (cifar10, cifar100, shapes).")
+    mirror: str | None = setting(None, "Base URL for downloads; null: the original.")
+    md5: str | None = setting(None, "MD5 of a trusted archive; null: the original's.")
+    image_size: int = setting(64, "Side of the network's square input in pixels.", ge=8, le=4096)
     train_size: Any = setting(
         None,
         "Side of training images instead, in pixels, such as 176; or a list of sides, each from "
@@ -179,16 +173,16 @@ class DataConfig:
     )
     eval_resize: int | None = setting(
         None,
-        "Shorter side before the centre crop in evaluation; null: image_size * 256 / 224, unless "
+        "Shorter side before the center crop in evaluation; null: image_size * 256 / 224, unless "
         "it is image_size already.",
         ge=8,
     )
     eval_squash: bool = setting(
         False,
-        "Before the centre crop in evaluation, make both sides as long as the shorter one.",
+        "Before the center crop in evaluation, resize to a square, ignoring aspect ratio.",
     )
     interpolation: Interpolation = setting(
-        Interpolation.bilinear, "Filter that resizes images; both are antialiased, as Pillow's."
+        Interpolation.bilinear, "Filter that resizes images; both are antialiased, as in Pillow."
     )
     mean: tuple[float, float, float] = setting(
         (0.485, 0.456, 0.406), "Mean of each channel, as fractions of 255.", _SHARE
@@ -210,17 +204,17 @@ class DataConfig:
     val: str | None = setting(None, "Shards of the validation set (data=shards only); null: none.")
     split_fraction: float | None = setting(
         None,
-        "Share of the images kept for validation where root or table has no train and val sets.",
+        "Fraction of images held out for validation if root or table has no train and val sets.",
         _INNER,
     )
     fold: int | None = setting(
         None,
-        "Part of the images kept for validation instead, from 0: -m data.fold=0,1,2,3,4 is a "
+        "Fold held out for validation instead, from 0: -m data.fold=0,1,2,3,4 is a "
         "cross-validation.",
         _NATURAL,
     )
     folds: int = setting(
-        5, "Number of these parts, which are alike by class.", ge=2, no_effect_with="data.fold=null"
+        5, "Number of folds, stratified by class.", ge=2, no_effect_with="data.fold=null"
     )
     evaluate: Evaluate = setting(
         Evaluate.val,
@@ -237,7 +231,7 @@ class DataConfig:
     )
     fraction: float = setting(
         1.0,
-        "Share of each class's training images that is used, at least one image of each, the same "
+        "Fraction of each class's training images to use, at least one image of each, the same "
         "ones for every seed.",
         _PART,
         no_effect_with="data=fake",
@@ -250,9 +244,9 @@ class DataConfig:
         _SHARE,
         no_effect_with="data=fake, loader.order=lanes",
     )
-    exif_orientation: bool = setting(False, "Turn images as their EXIF orientation says.")
+    exif_orientation: bool = setting(False, "Apply the EXIF orientation.")
     background: tuple[int, int, int] = setting(
-        (255, 255, 255), "Colour under transparent pixels, red, green, blue.", ge=0, le=255
+        (255, 255, 255), "Background color (RGB) of transparent pixels.", ge=0, le=255
     )
     max_pixels: int = setting(
         50_000_000,
@@ -279,7 +273,7 @@ class DataConfig:
     )
     cache_gb: float | None = setting(
         None,
-        "Most that the cache takes, in GB; null: half of what is free.",
+        "Maximum cache size in GB; null: half of the free space.",
         _POSITIVE,
         no_effect_with="data.cache=none",
     )
@@ -296,7 +290,7 @@ class DataConfig:
 
 @dataclass(slots=True)
 class AugmentConfig:
-    """What happens to a training image: a function of (seed, epoch, index) alone."""
+    """Augmentation of training images: a function of (seed, epoch, index) only."""
 
     crop: Crop = setting(
         Crop.random_resized,
@@ -304,7 +298,7 @@ class AugmentConfig:
     )
     scale: tuple[float, float] = setting(
         (0.08, 1.0),
-        "Share of the image's area that a random_resized crop takes.",
+        "Area of a random_resized crop as a fraction of the image.",
         _PART,
         increasing=True,
     )
@@ -323,11 +317,11 @@ class AugmentConfig:
     hflip: float = setting(0.5, "Probability of a horizontal flip.", _SHARE)
     vflip: float = setting(0.0, "Probability of a vertical flip.", _SHARE)
     rotate: float = setting(
-        0.0, "Most degrees by which an image is rotated to either side; 0: none.", ge=0.0, le=180.0
+        0.0, "Maximum rotation to either side in degrees; 0: none.", ge=0.0, le=180.0
     )
     color_jitter: tuple[float, float, float, float] = setting(
         (0.0, 0.0, 0.0, 0.0),
-        "Most change of brightness, contrast, saturation and hue; hue at most 0.5.",
+        "Maximum change of brightness, contrast, saturation and hue; hue at most 0.5.",
         _NOT_NEGATIVE,
     )
     auto: Policies = setting(
@@ -354,14 +348,14 @@ class AugmentConfig:
     )
     erasing_scale: tuple[float, float] = setting(
         (0.02, 0.33),
-        "Share of the image's area that is erased.",
+        "Erased area as a fraction of the image.",
         _PART,
         increasing=True,
         no_effect_with="augment.random_erasing=0.0",
     )
     erasing_ratio: tuple[float, float] = setting(
         (0.3, 3.3),
-        "Height over width of what is erased.",
+        "Height over width of the erased rectangle.",
         _POSITIVE,
         increasing=True,
         no_effect_with="augment.random_erasing=0.0",
@@ -380,27 +374,27 @@ class AugmentConfig:
     )
     own_batch: str | None = setting(
         None,
-        "A function of your own for each batch on its device, before it is normalised, called with "
+        "A function of your own for each batch on its device, before normalization, called with "
         "uint8 images and random numbers; null: none.",
     )
 
 
 @dataclass(slots=True)
 class ValLoaderConfig:
-    """The validation feed's own settings."""
+    """Validation loader settings."""
 
     batch_size: int | None = setting(
         None, "Images per batch and rank; null: loader.batch_size.", _COUNT
     )
     num_workers: int | None = setting(
         None,
-        "Worker processes per rank; null: as the training feed.",
+        "Worker processes per rank; null: as in training.",
         _WORKERS,
         no_effect_with="loader.backend=arrays",
     )
     prefetch_factor: int | None = setting(
         None,
-        "Batches in flight for each worker; null: 2, of threads 2 in all.",
+        "Batches prefetched per worker; null: 2, with threads 2 in total.",
         ge=1,
         le=10_000,
         no_effect_with="loader.backend=arrays, loader.val.num_workers=0, "
@@ -410,11 +404,11 @@ class ValLoaderConfig:
 
 @dataclass(slots=True)
 class LoaderConfig:
-    """The feed: how samples become batches."""
+    """The data loader."""
 
     autotune: bool = setting(
         False,
-        "Search the settings below before training, as tuner= says.",
+        "Tune the settings below before training, by tuner=.",
         no_effect_with=f"mode=evaluate, mode=diagnose, mode=verify, data=fake, {_APPLIED}",
     )
     backend: BackendName | None = setting(
@@ -425,8 +419,8 @@ class LoaderConfig:
     batch_size: int = setting(64, "Images per batch and rank.", _COUNT)
     num_workers: int | None = setting(
         None,
-        "Workers (processes or threads) per rank, 0 loads in the trainer; null: one a usable core, "
-        "at most 16.",
+        "Workers (processes or threads) per rank, 0 loads in the main process; null: one per "
+        "usable core, up to 16.",
         _WORKERS,
         no_effect_with="loader.backend=arrays",
     )
@@ -435,7 +429,7 @@ class LoaderConfig:
     )
     prefetch_factor: int | None = setting(
         None,
-        "Batches in flight for each worker; null: 2, of threads 2 in all.",
+        "Batches prefetched per worker; null: 2, with threads 2 in total.",
         ge=1,
         le=10_000,
         no_effect_with="loader.backend=arrays, loader.num_workers=0",
@@ -472,8 +466,8 @@ class LoaderConfig:
     )
     restart_workers: bool = setting(
         False,
-        "Replace workers (processes or threads) that died or gave nothing for timeout_s, and go on "
-        "with the same batch; the third loss at one batch ends the run.",
+        "Replace workers (processes or threads) that died or did not respond for timeout_s, and "
+        "retry the batch; the third loss at one batch ends the run.",
         no_effect_with="loader.num_workers=0",
     )
     start_method: StartMethod = setting(StartMethod.forkserver, "How worker processes start.")
@@ -485,7 +479,7 @@ class LoaderConfig:
 
 @dataclass(slots=True)
 class TunerConfig:
-    """The search behind loader.autotune=true."""
+    """Loader tuning (loader.autotune=true)."""
 
     name: TunerName = setting(TunerName.auto, "Which search.")
     budget_s: float | None = setting(
@@ -497,17 +491,17 @@ class TunerConfig:
     )
     max_workers: int | None = setting(
         None,
-        "Most workers per rank that auto tries; null: four per usable core, at least 8.",
+        "Maximum workers per rank for auto; null: four per usable core, at least 8.",
         ge=1,
         le=512,
     )
     live: bool | None = setting(
         None,
-        "While training, change the number of threads that load where that pays; null: yes, except "
+        "While training, adapt the number of loader threads if that helps; null: yes, except "
         "on CUDA. For one rank, tuner=auto and threads.",
         no_effect_with="loader.autotune=false, tuner=grid",
     )
-    fresh: bool = setting(False, "Forget what an earlier search of the same kind of run found.")
+    fresh: bool = setting(False, "Ignore the stored tuning result of a similar run.")
 
 
 @dataclass(slots=True)
@@ -516,13 +510,13 @@ class ModelConfig:
 
     name: str = setting(
         "small",
-        "small, resnet9_cifar, resnet18_cifar, resnet20_cifar, any classifier of torchvision by "
-        "its name, of timm as timm/NAME, or a function of your own: my_module:build.",
+        "small, resnet9_cifar, resnet18_cifar, resnet20_cifar, any torchvision classifier by "
+        "name, a timm model as timm/NAME, or a function of your own: my_module:build.",
     )
     weights: str | None = setting(
         None,
-        "null: random; DEFAULT: torchvision's best, or those that timm's name means, and what they "
-        "expect of data.*; else the path of a checkpoint, or of timm's model.safetensors.",
+        "null: random; DEFAULT: torchvision's best, or those of the timm name, with their "
+        "data.* settings; else the path of a checkpoint, or of timm's model.safetensors.",
     )
     args: dict[str, Any] = setting(
         {}, "More arguments of the network's constructor, such as {drop_path_rate:0.1}."
@@ -544,7 +538,7 @@ class OptimConfig:
     lr: float = setting(0.1, "Peak learning rate.", _NOT_NEGATIVE)
     lr_per: int | None = setting(
         None,
-        "Images of an update for which lr is meant: the rate is lr * images / lr_per; null: lr.",
+        "Effective batch size for which lr is meant: the rate is lr * images / lr_per; null: lr.",
         _COUNT,
     )
     momentum: float = setting(0.9, "Momentum (sgd).", _BELOW_ONE)
@@ -587,12 +581,12 @@ class OptimConfig:
     )
     freeze: str | None = setting(
         None,
-        "What is not trained: all_but_head, or a regular expression with which the names of "
-        "parameters begin, such as layer1; null: nothing.",
+        "Frozen parameters: all_but_head, or a regular expression matched at the start of "
+        "their names, such as layer1; null: nothing.",
     )
     freeze_epochs: int | None = setting(
         None,
-        "Epochs after which all is trained; null: the whole run trains without what freeze names.",
+        "Epochs before frozen parameters are unfrozen; null: they stay frozen.",
         _COUNT,
         no_effect_with="optim.freeze=null",
     )
@@ -604,8 +598,8 @@ class OptimConfig:
     )
     ema_decay: float | None = setting(
         None,
-        "Decay of a moving average of the weights, taken in after each update, which is evaluated "
-        "in their place; null: none.",
+        "Decay of an exponential moving average of the weights, updated each step and evaluated "
+        "instead of them; null: none.",
         _INNER,
     )
 
@@ -663,7 +657,7 @@ class TrainerConfig:
     )
     patience_epochs: int | None = setting(
         None,
-        "Stop after so many evaluated epochs in a row without a better top-1; null: never.",
+        "Stop after this many evaluated epochs without a better top-1; null: never.",
         _COUNT,
     )
     precision: Precision = setting(
@@ -672,7 +666,7 @@ class TrainerConfig:
     channels_last: bool = setting(False, "Keep activations as NHWC.")
     compile: bool = setting(
         False,
-        "Train by torch.compile; short batches and evaluations run eagerly.",
+        "Train with torch.compile; short batches and evaluations run eagerly.",
     )
     compile_mode: str = setting(
         "default",
@@ -706,7 +700,7 @@ class TrainerConfig:
 
 @dataclass(slots=True)
 class CheckpointConfig:
-    """What is saved, and when."""
+    """Checkpoints."""
 
     enabled: bool = setting(True, "Save checkpoints.")
     every_epochs: int = setting(
@@ -721,27 +715,29 @@ class CheckpointConfig:
     grace_s: float = setting(
         25.0, "Seconds that a run has after a signal to save and to end by itself.", _POSITIVE
     )
-    keep_last: int = setting(2, "Newest checkpoints that are kept, besides the best.", ge=2)
+    keep_last: int = setting(
+        2, "Number of newest checkpoints to keep, in addition to the best.", ge=2
+    )
 
 
 @dataclass(slots=True)
 class WatchConfig:
-    """What is logged, and how often."""
+    """Logging."""
 
     window_steps: int = setting(10, "Steps in one logged window.", _COUNT)
     sample_s: float = setting(
         1.0, "Seconds between two looks at the GPU and the host.", ge=0.1, le=3600.0
     )
-    tensorboard: bool = setting(True, "Write TensorBoard's event file.")
+    tensorboard: bool = setting(True, "Write a TensorBoard event file.")
     wandb: Wandb = setting(
         Wandb.disabled,
-        "Send the figures to Weights & Biases: offline keeps them in the run's folder, for `wandb "
+        "Log metrics to Weights & Biases: offline keeps them in the run's folder, for `wandb "
         "sync`.",
         no_effect_with=f"mode=diagnose, mode=verify, {_APPLIED}",
     )
     wandb_project: str | None = setting(
         None,
-        "The project there; null: $WANDB_PROJECT, else its own default.",
+        "W&B project; null: $WANDB_PROJECT, else the W&B default.",
         no_effect_with="watch.wandb=disabled",
     )
 
@@ -756,13 +752,13 @@ class DistConfig:
     )
     nprocs: int | None = setting(
         None,
-        "Processes that spawn starts; null: one per GPU.",
+        "Number of processes for spawn; null: one per GPU.",
         ge=1,
         le=1024,
         no_effect_with="dist=single, dist=torchrun",
     )
     backend: DistBackend = setting(DistBackend.auto, "auto: nccl with CUDA, gloo without.")
-    timeout_s: float = setting(600.0, "Longest wait of a collective in seconds.", gt=0.0, le=2.5e6)
+    timeout_s: float = setting(600.0, "Timeout of collectives in seconds.", gt=0.0, le=2.5e6)
     find_unused_parameters: bool = setting(
         False, "Allow parameters that take no part in the loss of a step; slows each step."
     )
@@ -781,7 +777,7 @@ class ProfileConfig:
 
 @dataclass(slots=True)
 class PredictConfig:
-    """What mode=predict writes."""
+    """Output of mode=predict."""
 
     top_k: int = setting(
         5,
@@ -792,7 +788,7 @@ class PredictConfig:
 
 @dataclass(slots=True)
 class ExportConfig:
-    """What mode=export writes."""
+    """Output of mode=export."""
 
     format: Format = setting(
         Format.pt2,
@@ -812,12 +808,12 @@ class Config:
     )
     seed: int = setting(0, "Seed of everything random.", ge=0, le=2**32 - 1)
     device: str = setting(
-        "auto", "auto (an idle GPU, else cpu), cpu, cuda, cuda:N or mps (never run by us)."
+        "auto", "auto (an idle GPU, else cpu), cpu, cuda, cuda:N or mps (untested)."
     )
     resume: str | None = setting(
         None,
-        "null: start at epoch 1; auto: go on in this run's folder, if it holds a checkpoint; a "
-        "run's folder: go on there; a checkpoint: begin with it in a new folder.",
+        "null: start at epoch 1; auto: resume in this run's folder if it has a checkpoint; a "
+        "run's folder: resume there; a checkpoint: start from it in a new folder.",
         no_effect_with="mode=diagnose, mode=verify",
     )
     callbacks: tuple[str, ...] = setting(
@@ -847,17 +843,17 @@ _NAMELESS = "published weights name no classes; name a run's folder or one of it
 # settings that cannot go together, as they are typed; the first one is named
 _CONTRADICTIONS = {
     "loader.drop_last=false dist=spawn": (
-        "ranks would have batches of different sizes; set it to true or use dist=single"
+        "batches would differ in size between ranks; set it to true or use dist=single"
     ),
     "loader.drop_last=false dist=torchrun": (
-        "ranks would have batches of different sizes; set it to true or start one process"
+        "batches would differ in size between ranks; set it to true or start one process"
     ),
-    "loader.backend=auto tuner=grid": "tuner=grid tries processes alone; use tuner=auto",
+    "loader.backend=auto tuner=grid": "tuner=grid only tries processes; use tuner=auto",
     "loader.backend=auto loader.autotune=false mode=train": (
-        "is what the tuner finds; add loader.autotune=true, or choose processes, threads or arrays"
+        "is chosen by the tuner; add loader.autotune=true, or choose processes, threads or arrays"
     ),
     "optim.nesterov=true optim=adamw": (
-        "has an effect with sgd alone; write optim=adamw, which brings its own values"
+        "only affects sgd; for AdamW with its own defaults write optim=adamw"
     ),
     "optim.nesterov=true optim.momentum=0.0": "needs a momentum; set optim.momentum=0.9",
     "data=own": "name the function that opens your data: data.name=my_module:open_splits",
@@ -930,7 +926,7 @@ def _faults(value: Any, declared: Field[Any], held: set[str]) -> Iterator[str]:
 
 
 def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
-    """Yields what cannot go together."""
+    """Yields contradictory settings."""
     for together, reason in _CONTRADICTIONS.items():
         if held.issuperset(together.split()):
             yield f"{together.split()[0]}: {reason}"
@@ -941,16 +937,14 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
                 f"it to {shown(none)}"
             )
     if c.data.repeats > 1 and c.data.balance > 0:
-        yield f"data.repeats={c.data.repeats}: data.balance repeats images, too; use one of the two"
+        yield f"data.repeats={c.data.repeats}: data.balance also repeats images; use one of the two"
     jitter = c.augment.color_jitter
     if jitter[3] > 0.5:
-        yield (
-            f"augment.color_jitter={shown(jitter)}: the last number is of the hue; use at most 0.5"
-        )
+        yield (f"augment.color_jitter={shown(jitter)}: the last number is the hue; use at most 0.5")
     if c.optim.class_weights == "balanced" and c.data.balance > 0:
         yield (
-            f"optim.class_weights=balanced: data.balance={c.data.balance:g} evens out the same "
-            "classes already; use one of the two, or a list of weights"
+            f"optim.class_weights=balanced: data.balance={c.data.balance:g} already corrects "
+            "the imbalance; use one of the two, or a list of weights"
         )
     if c.data.fold is not None and c.data.fold >= c.data.folds:
         yield f"data.fold={c.data.fold}: there are {c.data.folds} folds, from 0; raise data.folds"
@@ -1080,7 +1074,7 @@ def adopted(
 ) -> Config:
     """Returns ``config`` with the values of ``theirs``, by path, but for the paths ``kept``.
 
-    Every difference is told by ``tell``, which names the ``source`` of these values.
+    ``tell`` reports every difference with the ``source`` of the values.
     """
     tree = OmegaConf.create(to_plain(config))
     taken = []
@@ -1186,7 +1180,7 @@ def check_model(model: ModelConfig, known: Sequence[str]) -> None:
         raise ConfigError(f"model.name={model.name}: unknown{hint}")
     if (is_own or name in OURS) and model.weights == "DEFAULT":
         raise ConfigError(
-            f"model.weights=DEFAULT: there are none for model.name={model.name}; use null or a path"
+            f"model.weights=DEFAULT: no weights for model.name={model.name}; use null or a path"
         )
 
 

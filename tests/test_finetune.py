@@ -121,7 +121,7 @@ def test_a_run_that_gets_no_better_stops(
     assert report["stopped"] == "top-1 has not risen for 2 epochs"
     assert "stopped        top-1 has not risen for 2 epochs\n" in capsys.readouterr().out
     run(composed(*common), tmp_path)
-    assert "nothing left to train after step 21" in capsys.readouterr().out
+    assert "step 21: raise trainer.epochs" in capsys.readouterr().out
 
 
 def test_a_run_whose_time_is_over_goes_on(

@@ -413,7 +413,7 @@ def test_a_finished_run_keeps_its_report(
     assert run_here(composed(*common, "resume=auto"), tmp_path) == before
     said = capsys.readouterr().out
     assert "goes on" not in said
-    assert "nothing left to train after step 22: raise trainer.epochs, " in said
+    assert "step 22: raise trainer.epochs, " in said
 
 
 @pytest.mark.usefixtures("kept_globals")

@@ -69,7 +69,7 @@ def command() -> NoReturn:
 
 
 def cli() -> int:
-    """Runs what the command line asks for and tells every error; returns the exit code.
+    """Runs the command line and reports every error; returns the exit code.
 
     An error is one line where its cause is known. Called where signals are caught.
     """
@@ -120,7 +120,7 @@ def _composing(error: BaseException) -> BaseException:
         return folder.unusable(Path(error.filename), error)
     why = str(error).partition("\n")[0]
     if isinstance(error, RecursionError):
-        why = "files name each other in a circle, or are nested too deeply"
+        why = "circular or too deeply nested defaults in the config files"
     elif not isinstance(error, ValueError | OSError):
         return error
     return schema.ConfigError(f"the settings cannot be read: {why}")

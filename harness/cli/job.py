@@ -51,7 +51,7 @@ class Job:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the folder may hold the run that this one goes on with."""
+        """Whether the folder may hold the run that this one resumes."""
         return self.config.mode is Mode.train and self.config.resume is not None
 
 
@@ -79,7 +79,7 @@ def check(config: Config) -> None:
     # one rank reads it for all
     if folder.is_first_rank() and resume not in (None, "auto") and not os.path.exists(resume):
         raise CheckpointError(f"resume={resume}: no such checkpoint; use null, auto or a path")
-    # a run that goes on reads no other weights
+    # a resumed run reads no other weights
     if resume is None and weights not in (None, "DEFAULT") and not os.path.exists(weights):
         raise CheckpointError(f"model.weights={weights}: no such file; use null, DEFAULT or a path")
 
@@ -239,7 +239,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     plans = {size: feeds.resize(size).settings(allowed) for size in sizes}
     val = feeds.val_settings(plans[first])
     if job.goes_on and world.is_main:
-        # nothing is refused any more
+        # no check fails from here on
         folder.write_settings(job.folder, job.written)
     signals.check()
     with watched(config, world, job.folder, job.began_s, resumed) as monitor:
@@ -263,7 +263,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
             # a step first takes what the network needs: images get of the rest
             with trials.preserved_state():
                 trials.demand(feeds.noise(config.loader.batch_size), 0.0)
-        # normalise -> step -> evaluate -> save
+        # normalize -> step -> evaluate -> save
         sized = partial(feeds.sized, plans, rest)
         engine = Engine(step, sized, feeds.val(val), monitor, job.folder, splits.classes, called)
         if found:

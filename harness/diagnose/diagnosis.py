@@ -64,11 +64,11 @@ _RUNS = (
     "copy_per_s",
 )  # fmt: skip
 _WHAT = {
-    "": "loading alone, files as they are",
-    "G": "steps on a batch that is at hand",
+    "": "loader only, files as they are",
+    "G": "training steps on one preloaded batch",
     "G16": "the same in trainer.precision=bf16",
     "A": "steps on the feed",
-    "P": "loading alone, files read before",
+    "P": "loader only, files already read",
     "F": "reading cold files",
 }
 
@@ -154,7 +154,7 @@ def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
         return str(error)
     # psutil raises all of these
     except (AttributeError, psutil.Error, OSError):
-        return "this system does not tell what comes from storage and what from the page cache"
+        return "this system does not separate storage reads from page-cache hits"
     if share < 0.9:
         came = f"{share:.0%} of the bytes came from storage"
         return f"the page cache could not be emptied of these files ({came})"
@@ -345,7 +345,7 @@ class Figures:
 
     Attributes:
         settings: the loader's.
-        demand: G, images/s of the step on a batch that is at hand.
+        demand: G, images/s of the step on a preloaded batch.
         in_bf16: the same in bfloat16.
         step_cpu_s: processor seconds of the step per image.
         loading: loading alone, the files as they were.
@@ -545,7 +545,7 @@ def diagnose(
 ) -> dict[str, Any]:
     """Returns what bounds training; the first rank prints it and writes ``diagnosis.json``.
 
-    Takes a minute at most, besides torch.compile. No trace stays: what steps change is put back,
+    Takes at most a minute, without torch.compile. No trace stays: what steps change is put back,
     random states are as before.
 
     Args:
@@ -553,7 +553,7 @@ def diagnose(
         trainee: the training step.
         limits: what this rank may use.
         overridden: what the user's command line set.
-        writer: writes it, on the first rank alone.
+        writer: writes it, only on the first rank.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -672,7 +672,7 @@ def fitting_batch(feeds: Feeds, trainee: TrainingBenchmark) -> tuple[int, list[s
     size = feeds.config.loader.batch_size
     if accelerator.get(trainee.device).has_streams:
         return size, []
-    # batch normalisation needs more than one image
+    # batch normalization needs more than one image
     run = trainee.demand(feeds.noise(2), 0.0)
     # of the slowest rank
     fastest_s = min(s / n for s, n in zip(run.seconds, run.images, strict=True))

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("--out", type=Path, help="folder for the report; default outputs/DATE/TIME")
     parser.add_argument("--no-tensorboard", action="store_true", help="write no event file")
-    parser.add_argument("--quiet", action="store_true", help="tell nothing before the end")
+    parser.add_argument("--quiet", action="store_true", help="print nothing before the end")
     parser.add_argument(
         "--try", action="store_true", dest="tries",
         help="run the script twice, for a minute of training each, the second time with the change "
@@ -208,7 +208,7 @@ def _without_us(
 
 
 def _theirs(frames: TracebackType | None) -> TracebackType | None:
-    """Returns the frames of a traceback that are not ours."""
+    """Returns the frames of a traceback outside wellfed."""
     kept: list[TracebackType] = []
     while frames is not None:
         code = frames.tb_frame.f_code

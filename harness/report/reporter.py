@@ -210,7 +210,7 @@ class Reporter:
         say(f"look at it     {page}, or tensorboard --logdir {_root(folder)}")
 
     def _stand(self, engine: Engine, saved: Sequence[Record]) -> None:
-        """Says where an unfinished run stands, and the command that goes on with it."""
+        """Prints the progress of an unfinished run and the command that resumes it."""
         state = engine.state
         config = engine.config
         folder = os.path.relpath(engine.folder)

@@ -20,10 +20,10 @@ _WORTH = 0.01
 _HEADLINES: Mapping[Bottleneck, str] = {
     "augment": "Augmentation-bound",
     "workers": "Too few workers",
-    "quota": "Held back by the processor quota",
-    "memory": "Short of memory",
-    "host": "Held up by Python",
-    "neighbours": "Held back by other programs",
+    "quota": "Limited by the CPU quota",
+    "memory": "Memory pressure",
+    "host": "Python overhead",
+    "neighbours": "Contention with other programs",
     "rank": "One rank is slow",
     "starts": "Slow epoch starts",
     "balanced": "Balanced",
@@ -61,10 +61,10 @@ _WAYS: Mapping[str, str] = {
     "neighbours": "wait until these programs end, or train where nothing else runs",
 }
 _UNKNOWN: Mapping[str, str] = {
-    "no stall": "This device does not tell whether it waits for data",
+    "no stall": "This device does not report whether it waits for data",
     "no stages": "The feed does not say for what",
-    "no compute": "This device does not tell the network's time from Python's",
-    "uneven": "The measurement is too uneven to tell what bounds training",
+    "no compute": "This device does not separate the network's time from Python's",
+    "uneven": "The measurement is too uneven to find the bottleneck",
 }
 
 
@@ -145,7 +145,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
         case "transport" if verdict.why:
             yield f"For {r.handed:.0%} of that, batches were made but not here yet"
         case "copy" if r.moved * r.starved > r.copy:
-            yield f"Moving and normalising batches took {r.moved:.0%} of that"
+            yield f"Moving and normalizing batches took {r.moved:.0%} of that"
         case "copy":
             yield f"Copies took {r.copy:.0%} of the time while nothing ran"
         case "host":

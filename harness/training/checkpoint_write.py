@@ -228,7 +228,7 @@ def commit(
     except OSError as error:
         raise DiskError(
             f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; "
-            "earlier ones are whole: make room or mend the disk, then go on with resume=auto"
+            "earlier ones are whole: free space or fix the disk, then use resume=auto"
         ) from error
     finally:
         clear(folder)

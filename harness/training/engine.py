@@ -112,7 +112,7 @@ class Engine:
         self.order = self.feed.order
         self.saves = checkpoint_write.CheckpointWriter(state, self.order, self.folder, self.classes)
         self.val_batches = device_batches(self.val_feed, config, world.device)
-        # since the start, by set and number: the list may name what was mended since
+        # since the start, by set and number: the list may name what was fixed since
         self.replaced: set[tuple[str, int]] = set()
         self._listed = listed(self.folder)
         self._own = accelerator.get(world.device)
@@ -141,7 +141,7 @@ class Engine:
                 return
             if self.is_done and not state.pending:
                 say(
-                    f"nothing left to train after step {state.step}: raise trainer.epochs, "
+                    f"training is complete at step {state.step}: raise trainer.epochs, "
                     "trainer.max_steps or trainer.patience_epochs"
                 )
                 self.status = "idle"
@@ -151,7 +151,7 @@ class Engine:
             if state.pending:
                 self._save(self.evaluate(state.epoch - (state.samples == 0)).top1)
             elif state.step:
-                say(f"goes on with epoch {state.epoch + 1}")
+                say(f"resuming at epoch {state.epoch + 1}")
             self.step.check_last_batch(self.order.length)
             while not self._ends():
                 epoch = state.epoch
@@ -268,7 +268,7 @@ class Engine:
                     begin = f"callbacks={name}: {method} failed with"
                     with user_code.explained(begin, called=function):
                         function(self._run, *given)
-        # there may be no window any more
+        # there may be no window left
         if self._run.logged and not between:
             self._write(self._run.epoch - 1, {})
 
@@ -562,7 +562,7 @@ class Engine:
             if bad > data.max_bad_fraction * length:
                 raise DataError(
                     f"{bad} of {length} {name} images cannot be read, more than "
-                    f"data.max_bad_fraction={data.max_bad_fraction:g}; mend those listed in "
+                    f"data.max_bad_fraction={data.max_bad_fraction:g}; fix those listed in "
                     f"{BAD_SAMPLES} or raise it"
                 )
 

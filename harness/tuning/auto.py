@@ -57,7 +57,7 @@ def grid(
     fastest of all is taken. Its faults stay in: it times the workers' start and their primed queue
     with the loading, the page cache favours what runs later, it does not know how fast the model
     is, and it has no statistics. It is the baseline for better searches. (As printed, the tutorial
-    gives ``num_workers`` to the loader on CUDA machines alone, and elsewhere compares one setting
+    gives ``num_workers`` to the loader only on CUDA machines, and elsewhere compares one setting
     with itself.)
     """
     trials: dict[FeedSettings, Trial] = {}
@@ -132,7 +132,7 @@ class AutoSearch:
             none, after = (Trial(settings, "supply") for settings in (own, chosen))
             return lab.report(none, after, search="auto", reason=why)
         self.demand, self.step_cpu_s = lab.demand(0.5)
-        lab.tell(("demand", str(self.demand), "", "", "steps on one batch that is at hand"))
+        lab.tell(("demand", str(self.demand), "", "", "training steps on one preloaded batch"))
         # images/s
         self.takes = self.demand.images_per_s
         budget_s = self.config.budget_s

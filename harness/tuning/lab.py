@@ -67,7 +67,7 @@ class Supply:
 
     Attributes:
         settings: the loader's.
-        skip: batches that are left out, besides those that fill the queue.
+        skip: batches that are left out, in addition to those that fill the queue.
         batches: how many have come.
         last: the last of them, lent by its feed.
         worker_bytes: private memory of one worker; 0 without workers.

@@ -150,7 +150,7 @@ class Trial:
         waiting = "-" if self.wait_fraction is None else f"{self.wait_fraction:.0%}"
         why = f": {self.refused}" if self.refused else ""
         return (
-            "loader alone" if self.kind == "supply" else "real steps",
+            "loader only" if self.kind == "supply" else "real steps",
             str(self.rate or ("refused" if why else "-")),
             waiting,
             f"{self.seconds:.1f}",
@@ -163,7 +163,7 @@ class Model:
     """What one backend can give to the steps.
 
     Attributes:
-        demand: images/s that the step takes with a batch at hand.
+        demand: images/s that the step takes with a preloaded batch.
         cost: of one sample in a worker that has a processor to itself.
         cores: processors that one rank may use.
         step_cpu_s: processor seconds of the step per image.
@@ -313,7 +313,7 @@ class TuningReport:
         if after.settings != before.settings:
             return f"{rates}, {after.settings} {after.rate}. {self.reason}."
         if FED * self.ceiling <= 1:
-            return f"Nothing to gain (ceiling {self.ceiling:.1f}x). {rates}. {self.reason}."
+            return f"No speedup possible (upper bound {self.ceiling:.1f}x). {rates}. {self.reason}."
         return f"{rates}, and stays. {self.reason}."
 
     @property
@@ -378,7 +378,7 @@ class TuningReport:
             (name, *side.row[1:3], shown(side.memory_bytes), str(side.settings))
             for name, side in (("before", self.before), ("after", self.after))
         ]
-        what = "images/s" if self.demand else "images/s (loader alone)"
+        what = "images/s" if self.demand else "images/s (loader only)"
         code = [f"the same in code: {self.dataloader}"] if self.dataloader else []
         return [
             title,

@@ -125,7 +125,7 @@ def tune(
     with trainee.preserved_state():
         search = config.name.name
         if config.name is TunerName.grid:
-            search += f", {own.backend} alone"
+            search += f", only {own.backend}"
         title = f"tuning the loader (tuner={search})"
         columns = ("measured    ", "images/s  ", "waiting", "seconds", "setting")
         lab.tell = live_table(title, columns)
@@ -432,7 +432,7 @@ class OnlineTuner:
                 self._rest = self._next_rest
                 self._next_rest *= 4
                 reason = (
-                    f"Back again: {threads} gave {period.images_per_s:.0f} images/s, "
+                    f"Reverted: {threads} gave {period.images_per_s:.0f} images/s, "
                     f"{former} gave {before.images_per_s:.0f}"
                 )
                 self._change(former, period, before.wall_s, reason)

@@ -24,7 +24,7 @@ FILES = {
     "utf-16": (f"{HEAD}seed: 1\n".encode("utf-16"), "'utf-8' codec can't decode"),
     "deep": (f"{HEAD}x: {2000 * '['}{2000 * ']'}".encode(), "nested too deeply"),
     "long number": (f"{HEAD}seed: {5000 * '9'}".encode(), "the settings cannot be read: Exceeds"),
-    "circle": (f"{HEAD}defaults:\n  - bad\n".encode(), "files name each other in a circle"),
+    "circle": (f"{HEAD}defaults:\n  - bad\n".encode(), "defaults"),
     "number": (b"5", "the settings cannot be read: Invalid loaded object type"),
     "zero byte": (f"{HEAD}seed: \x00\n".encode(), "bad.yaml"),
 }

@@ -113,7 +113,7 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
             inside = sorted(filter(_is_run, folder.iterdir()), key=lambda run: natural(run.name))
         if not inside:
             raise FileNotFoundError(
-                f"{folder}: holds no run, nor does a folder in it; name a folder with a "
+                f"{folder}: no run found here or below; name a folder with a "
                 "report.json, or one above it"
             )
         places += [Path(os.path.abspath(place)) for place in inside]
@@ -124,7 +124,7 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
         run = _read(place, os.path.relpath(place, base))
         if run.settings.get("mode") in ("diagnose", "verify", "predict", "export"):
             where = os.path.relpath(place)
-            passed.append(f"{where}: passed over: a run of its mode trains nothing")
+            passed.append(f"{where}: skipped, not a training run")
         else:
             runs.append(run)
     if not runs:

@@ -7,7 +7,7 @@ import { grid } from "./plot.js";
 const LEFT = 64, RIGHT = 16, TOP = 24, BOTTOM = 220, HEIGHT = 260;
 // a demand beyond this many times the fastest rate is told and not drawn: the rates stay apart
 const NEAR = 3;
-const KINDS = { supply: "loader alone", steps: "delivered to training steps" };
+const KINDS = { supply: "loader only", steps: "delivered to training steps" };
 const IDENTITY = ["num_workers", "prefetch_factor", "pin_memory", "backend"];
 
 const BACKENDS = { processes: "filled: processes", threads: "hollow: threads",
@@ -49,7 +49,7 @@ export function supplySection(tuning) {
   const cost = tuning.reused ? "remembered from an earlier run"
     : `measured in ${known(tuning.seconds, seconds)}`;
   const legend = [
-    [sample(dot(7, 7, "supply")), "loader alone"],
+    [sample(dot(7, 7, "supply")), "loader only"],
     [sample(dot(7, 7, "steps")), "delivered to steps"],
     [sample(cross(7, 7)), "refused"],
     [sample(path("M0,7h14", "demand")), "the step can take"],
