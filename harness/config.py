@@ -284,6 +284,14 @@ class DataConfig:
         ge=32,
         no_effect_with="data.cache=none",
     )
+    scratch: str | None = setting(
+        None,
+        "Folder on a fast disk that keeps what was read of shards, for later epochs and runs and "
+        "for all ranks of a machine; null: nothing is kept.",
+    )
+    scratch_gb: float = setting(
+        100.0, "Most that scratch holds, in GB.", _POSITIVE, no_effect_with="data.scratch=null"
+    )
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 

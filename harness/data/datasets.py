@@ -89,6 +89,19 @@ class ImageDataset:
         own = () if self.own is None else (self.own.setting,)
         return ("read", "decode", *self.transform.stages, *own)
 
+    @property
+    def expect(self) -> Callable[[np.ndarray], int] | None:
+        """Announces samples by their indices; None: the source reads nothing ahead."""
+        return self._expect if getattr(self.source, "expect", None) else None
+
+    def _expect(self, indices: np.ndarray) -> int:
+        rows = indices % len(self)
+        if self.cache is not None:
+            rows = rows[[self.cache.get(row) is None for row in rows.tolist()]]
+        source: Any = self.source
+        wanted: int = source.expect(rows)
+        return wanted
+
     def fill(
         self,
         epoch: int,
@@ -379,7 +392,7 @@ _SETTINGS = {
     "imagefolder": f"{_FILES} {_HELD_OUT}",
     "imagenet": f"{_FILES} {_HELD_OUT}",
     "table": f"{_FILES} {_HELD_OUT} table columns",
-    "shards": f"{_FILES} {_HELD_OUT} train val",
+    "shards": f"{_FILES} {_HELD_OUT} train val scratch scratch_gb",
     FAKE: "generate",
 }
 

@@ -24,6 +24,7 @@ from ..runtime import signals
 from ..runtime.errors import DataError, listed
 from ..runtime.files import read_kept, write_kept
 from ..runtime.folder import check_folder
+from .ahead import Ahead
 from .folder_index import SUFFIXES
 from .mapped import in_memory
 from .shards import ShardSource
@@ -76,6 +77,8 @@ def open_shards(root: str, data: DataConfig, labelled: bool = True) -> ShardSour
             write_kept(kept, key, content)
     except OSError as error:
         raise DataError(f"{store.root}: cannot be read: {error}") from error
+    if data.scratch or "://" in root:
+        store = Ahead(store, data)
     return ShardSource(store, in_memory(content))
 
 
@@ -167,7 +170,11 @@ def indexed(
         for place, name in enumerate(bar.over(sizes)):
             signals.check()
             try:
-                rows += _samples(partial(store.read, name), sizes[name], place)
+                read = partial(store.read, name)
+                if "://" in store.root:
+                    # one request, not one a sample
+                    read = partial(_part, read(0, sizes[name]))
+                rows += _samples(read, sizes[name], place)
             except (ValueError, OSError) as error:
                 raise DataError(f"{store.root}/{name}: {error}") from error
     if not rows:
@@ -182,6 +189,10 @@ def indexed(
             raise DataError(f"{store.root}: {error}") from error
     order = np.argsort(labels, kind="stable")
     return [np.array(column)[order] for column in (shard, offset, length, labels)], classes
+
+
+def _part(content: bytes, offset: int, length: int) -> bytes:
+    return content[offset : offset + length]
 
 
 def _samples(read: Any, size: int, place: int) -> list[tuple[bytes, int, int, int, int]]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
 from ..runtime.errors import BadSample, is_out_of_memory
+from .ahead import Ahead
 from .folds import Fold
 from .mapped import MappedFile
 from .storage import Source, check_unsplit, split
@@ -81,6 +84,19 @@ class ShardSource:
                 raise
             raise BadSample(self.where(i), f"cannot be read: {error.strerror or error}") from error
         return data, int(self.labels[i])
+
+    @property
+    def expect(self) -> Callable[[np.ndarray], int] | None:
+        """Announces samples that will be read, and returns their bytes; None: of a folder."""
+        return self._expect if isinstance(self.store, Ahead) else None
+
+    def _expect(self, rows: np.ndarray) -> int:
+        columns = self.shard[rows], self.offset[rows], self.length[rows]
+        shard, offset, length = (column.tolist() for column in columns)
+        names = [self.shards[place] for place in shard]
+        store: Any = self.store
+        store.expect([*zip(names, offset, length, strict=True)])
+        return sum(length)
 
     def where(self, i: int) -> str:
         """Returns the shard's place and the member's name."""

@@ -6,7 +6,7 @@ import mmap
 import os
 import random
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -216,6 +216,12 @@ class Subset:
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
         """Returns the content that ``source`` reads, and the label."""
         return self.source.read(int(self.indices[i]))[0], int(self.labels[i])
+
+    @property
+    def expect(self) -> Callable[[np.ndarray], int] | None:
+        """Announces samples to ``source``, if that reads ahead."""
+        expect = getattr(self.source, "expect", None)
+        return expect and (lambda rows: expect(self.indices[rows]))
 
     def where(self, i: int) -> str:
         """Returns the location in ``source``."""

@@ -48,8 +48,8 @@ class FolderStore:
     def _path(self, name: str) -> str:
         return os.path.join(self.root, name)
 
-    def _open(self, name: str) -> _Descriptor:
-        return _Descriptor(open_regular(self._path(name)))
+    def _open(self, name: str) -> Descriptor:
+        return Descriptor(open_regular(self._path(name)))
 
     def names(self) -> list[str]:
         """Returns the names of all files, sorted."""
@@ -79,7 +79,7 @@ class FolderStore:
         return data
 
 
-class _Descriptor:
+class Descriptor:
     """An open file, closed with the last reference."""
 
     __slots__ = ("fd",)

@@ -6,7 +6,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import repeat
@@ -32,6 +32,9 @@ ARRAYS = "arrays"
 
 # worker losses at one batch that end the pass, because the batch may kill every worker
 _TRIES = 3
+# what is announced before it is begun: batches, and their bytes
+_AHEAD = 8
+_AHEAD_BYTES = 64 << 20
 
 
 class Failure(NamedTuple):
@@ -308,6 +311,33 @@ def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
     stages = getattr(dataset, "stages", None)
     # a user's dataset may use this name for something else
     return stages if isinstance(stages, tuple) else (SAMPLE,)
+
+
+def announced(
+    coming: Iterator[tuple[int, np.ndarray]], dataset: FillableDataset
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Iterates over ``coming``, of which ``dataset`` is told some batches ahead.
+
+    A data set has a method ``expect`` for that, which takes indices and returns their bytes.
+    """
+    expect = getattr(dataset, "expect", None)
+    return _looking_ahead(coming, expect) if expect else coming
+
+
+def _looking_ahead(
+    coming: Iterator[tuple[int, np.ndarray]], expect: Callable[[np.ndarray], int]
+) -> Iterator[tuple[int, np.ndarray]]:
+    waiting: deque[tuple[int, tuple[int, np.ndarray]]] = deque()
+    size = 0
+    for each in coming:
+        waiting.append((expect(each[1]), each))
+        size += waiting[-1][0]
+        while size > _AHEAD_BYTES or len(waiting) > _AHEAD:
+            part, batch = waiting.popleft()
+            size -= part
+            yield batch
+    for _, batch in waiting:
+        yield batch
 
 
 class BatchWorker:

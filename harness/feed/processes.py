@@ -329,6 +329,8 @@ class _Batches(Dataset[HostBatch]):
     def __getitems__(self, key: tuple[int, np.ndarray]) -> HostBatch:
         epoch, indices = key
         count = len(indices)
+        if expect := getattr(self.dataset, "expect", None):
+            expect(indices)
         worker = get_worker_info()
         if self._filler is None:
             slot = worker.id if worker else 0

@@ -31,6 +31,7 @@ from .base import (
     FeedSettings,
     FillableDataset,
     HostBatch,
+    announced,
     stages_of,
     too_slow,
 )
@@ -114,6 +115,7 @@ class ThreadFeed(Backend):
     def begin(self, epoch: int, first: int = 0) -> None:
         """As in ``Backend``; all batches of the previous pass have been taken."""
         super().begin(epoch, first)
+        self._coming = announced(self._coming, self._dataset)
         if self._memory is None:
             # the consumer holds two: one in use or being copied, and the one it receives
             size = self._batch_size * math.prod(self._shape)

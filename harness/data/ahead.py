@@ -1,0 +1,135 @@
+"""Reads samples of slow stores before they are needed, and keeps them on a fast disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+import xxhash
+
+from ..config import ConfigError, DataConfig
+from ..runtime import workers
+from ..runtime.folder import log
+from .stores import Descriptor, Store
+from .tar import BLOCK, padded
+
+# name, first byte and length of a sample
+_Part = tuple[str, int, int]
+# requests at once: at 50 ms each, 1,280 samples/s
+_THREADS = 64
+# announced and not read: more is of passes that have ended
+_MOST_BYTES = 512 << 20
+_LOOK_S = 1.0
+
+
+class Ahead:
+    """The files of ``store``; announced parts are fetched by threads before they are read.
+
+    With ``data.scratch`` each file has a sparse copy there, which all processes of a machine fill
+    together: the parts at their places, and behind the last one an XXH3 checksum of each part, 8
+    bytes for each 512 of the file. A part with another checksum is fetched again.
+
+    Raises:
+        ConfigError: the folder for scratch cannot be made.
+    """
+
+    def __init__(self, store: Store, data: DataConfig) -> None:
+        self.store = store
+        self.root = store.root
+        self._data = data
+        self._scratch = data.scratch and Path(data.scratch).expanduser().absolute()
+        if self._scratch:
+            try:
+                self._scratch.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"data.scratch={data.scratch}: {error.strerror}; choose another folder"
+                ) from error
+        self._lock = threading.Lock()
+        self._process = 0
+        self._held = 0
+        # when there was room the last time; infinite: scratch is full
+        self._looked_s = 0.0
+        self._opened = lru_cache(None)(self._open)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Ahead, (self.store, self._data)
+
+    def names(self) -> list[str]:
+        """As the store's."""
+        return self.store.names()
+
+    def state(self, name: str) -> tuple[int, str]:
+        """As the store's."""
+        return self.store.state(name)
+
+    def expect(self, parts: Sequence[_Part]) -> None:
+        """Begins to fetch ``parts``, of which each will be read once."""
+        with self._lock:
+            if self._process != os.getpid():
+                # threads do not survive a fork
+                self._process = os.getpid()
+                self._pool = ThreadPoolExecutor(_THREADS, "ahead", workers.lower_priority)
+                self._coming: dict[_Part, Future[bytes]] = {}
+            for part in parts:
+                if part not in self._coming:
+                    self._coming[part] = self._pool.submit(self._fetch, *part)
+                    self._held += part[2]
+            while self._held > _MOST_BYTES:
+                self._take(next(iter(self._coming))).cancel()
+
+    def _take(self, part: _Part) -> Future[bytes]:
+        self._held -= part[2]
+        return self._coming.pop(part)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Returns exactly ``length`` bytes of a file; raises as the store does."""
+        part = name, offset, length
+        with self._lock:
+            coming = self._take(part) if self._process and part in self._coming else None
+        return coming.result() if coming else self._fetch(*part)
+
+    def _fetch(self, name: str, offset: int, length: int) -> bytes:
+        if not self._scratch:
+            return self.store.read(name, offset, length)
+        file, end = self._opened(name)
+        place = end + offset // BLOCK * 8
+        digest = os.pread(file.fd, 8, place)
+        if digest.strip(b"\0"):
+            data = os.pread(file.fd, length, offset)
+            if xxhash.xxh3_64_digest(data) == digest:
+                return data
+        data = self.store.read(name, offset, length)
+        try:
+            if self._has_room():
+                os.pwrite(file.fd, data, offset)
+                os.pwrite(file.fd, xxhash.xxh3_64_digest(data), place)
+        except OSError as error:
+            self._stop(str(error))
+        return data
+
+    def _open(self, name: str) -> tuple[Descriptor, int]:
+        size, tag = self.store.state(name)
+        fact = os.fsencode(f"{self.root}/{name} {size} {tag}")
+        path = f"{self._scratch}/{xxhash.xxh3_128_hexdigest(fact)}"
+        return Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)), padded(size)
+
+    def _has_room(self) -> bool:
+        if time.monotonic() > self._looked_s + _LOOK_S:
+            self._looked_s = time.monotonic()
+            with os.scandir(self._scratch) as files:
+                used = sum(file.stat().st_blocks for file in files) * 512
+            if used > self._data.scratch_gb * 1e9:
+                self._stop("full; raise data.scratch_gb")
+        return self._looked_s < float("inf")
+
+    def _stop(self, why: str) -> None:
+        with self._lock:
+            told, self._looked_s = self._looked_s, float("inf")
+        if told < self._looked_s:
+            log.warning("data.scratch=%s: %s; the rest is fetched each time", self._scratch, why)

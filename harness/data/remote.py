@@ -1,0 +1,129 @@
+"""Reads the objects of S3, Google Cloud Storage and Azure by obstore, in the caller's thread."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from ..config import ConfigError
+from ..runtime.errors import DataError
+
+# less than loader.timeout_s
+_RETRIES = {"retry_timeout": timedelta(seconds=20)}
+_CLIENT = {"allow_http": True, "timeout": "10 minutes", "read_timeout": "30 seconds"}
+
+
+class RemoteStore:
+    """The objects below ``root``, an address such as ``s3://BUCKET/FOLDER``.
+
+    Credentials, regions and endpoints come from the environment, as obstore's builders read them.
+    Messages hold none of a server's addresses, which may be signed.
+
+    Raises:
+        ConfigError: ``root`` is no such address.
+        DataError: obstore is not installed.
+    """
+
+    def __init__(self, root: str, states: dict[str, tuple[int, str]] | None = None) -> None:
+        self.root = root.rstrip("/")
+        # another content of a listed object is refused
+        self._states = states or {}
+        self._process = os.getpid()
+        try:
+            import obstore.store
+        except ImportError as error:
+            raise DataError(
+                f"data.root={self.root}: needs obstore; type pip install obstore"
+            ) from error
+        self._obstore: Any = obstore
+        # the type checker sees the keys of all stores' union only
+        open_url: Any = obstore.store.from_url
+        try:
+            self._store = open_url(self.root, client_options=_CLIENT, retry_config=_RETRIES)
+        except Exception as error:
+            raise ConfigError(
+                f"data.root={self.root}: {_plain(error)}; use s3://BUCKET/FOLDER, "
+                "gs://BUCKET/FOLDER or az://ACCOUNT/CONTAINER/FOLDER"
+            ) from None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RemoteStore, (self.root, self._states)
+
+    def names(self) -> list[str]:
+        """Returns the names of all objects, sorted; raises OSError if they cannot be listed."""
+        with self._reporting():
+            listed = [each for part in self._obstore.list(self._store) for each in part]
+        self._states = {each["path"]: _state(each) for each in listed}
+        return sorted(self._states)
+
+    def state(self, name: str) -> tuple[int, str]:
+        """Returns the size of a listed object, and its ETag or else its time."""
+        return self._states[name]
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Returns exactly ``length`` bytes of a listed object.
+
+        Raises:
+            OSError: they cannot be read, or the object was replaced after it was listed.
+            ConfigError: this process is a fork of the one that opened the store.
+        """
+        if not length:
+            return b""
+        with self._reporting():
+            wanted = {"range": (offset, offset + length)}
+            found = self._obstore.get(self._store, name, options=wanted)
+            if _state(found.meta) != self._states[name]:
+                raise OSError("was replaced after the start; start again")
+            data: bytes = found.bytes().to_bytes()
+        if len(data) < length:
+            raise OSError(f"ends before byte {offset + length}")
+        return data
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Raises obstore's errors as OSError with a reason in one line."""
+        if os.getpid() != self._process:
+            raise ConfigError(
+                "loader.start_method=fork: obstore does not survive a fork; use forkserver, or "
+                "loader.backend=threads"
+            )
+        try:
+            yield
+        except FileNotFoundError:
+            raise OSError("no such object") from None
+        except self._obstore.exceptions.BaseError as error:
+            raise OSError(_plain(error)) from None
+
+
+def open_remote(url: str) -> RemoteStore:
+    """Returns the store at ``url``.
+
+    Raises:
+        ConfigError: it holds a user name, a password or a query, or is of no known kind.
+        DataError: obstore is not installed.
+    """
+    scheme, _, rest = url.partition("://")
+    if re.search(r"[@?#]", rest):
+        # not repeated: it may hold a secret
+        raise ConfigError(
+            f"data.root={scheme}://...: a user name, password or query would be logged; set "
+            "credentials in the environment, such as AWS_ACCESS_KEY_ID"
+        )
+    return RemoteStore(url)
+
+
+def _state(meta: dict[str, Any]) -> tuple[int, str]:
+    return meta["size"], str(meta["e_tag"] or meta["last_modified"])
+
+
+def _plain(error: Exception) -> str:
+    """Returns the reason without addresses."""
+    text = str(error).partition("\n")[0]
+    if answered := re.search(r"status code: (\d{3}[\w ]*)", text):
+        check = "; check the credentials in the environment" if "40" in answered[1][:2] else ""
+        return f"the server answered {answered[1].strip()}{check}"
+    return re.sub(r"\S+://\S+", "...", text.rpartition(" - ")[2])
