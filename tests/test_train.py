@@ -412,7 +412,7 @@ def test_a_finished_run_keeps_its_report(
     capsys.readouterr()
     assert run_here(composed(*common, "resume=auto"), tmp_path) == before
     said = capsys.readouterr().out
-    assert "goes on" not in said
+    assert "resuming" not in said
     assert "step 22: raise trainer.epochs, " in said
 
 
@@ -710,7 +710,7 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> 
     assert (report["status"], report["error"]) == ("interrupted", f"stopped by {name}")
     done = f"; epochs done: {report['epochs']} of 500"
     assert f"stopped after step {report['steps']}{done}" in output
-    assert "\ngo on with     " in output and output.endswith(f"error: stopped by {name}\n")
+    assert "\nresume with    " in output and output.endswith(f"error: stopped by {name}\n")
     logged = lines(folder)
     events = EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("train/lr")] == [
@@ -823,7 +823,7 @@ def test_a_killed_worker_ends_the_run_saved(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 6, output
     assert "a worker died" in output
-    assert "go on with" in output
+    assert "resume with" in output
     assert "Traceback" not in output
     report = json.loads((folder / "report.json").read_text())
     assert report["status"] == "failed"

@@ -521,7 +521,7 @@ def _changes(found: Figures) -> Iterator[tuple[str, Model, int]]:
     waits = (read.wall_s - sample.contention * read.cpu_s) / whole_s
     savings = {
         "a disk twice as fast": (waits / 2, 0.0),
-        "decoded images at hand (no reading, no decoding)": (wall, cpu),
+        "preloaded decoded images (no reading, no decoding)": (wall, cpu),
     }
     # as for evaluation, and with room for random crops
     sides = found.short_sides

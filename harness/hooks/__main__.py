@@ -85,20 +85,20 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _launched(command: Sequence[str], ours: list[str]) -> list[str]:
+def _launched(command: Sequence[str], options: list[str]) -> list[str]:
     """Returns the command of this Python that ``command`` begins with; nothing: a script's.
 
     Args:
         command: the script or module, and what follows.
-        ours: the options before it.
+        options: wellfed options before it.
 
     Raises:
         ConfigError: it begins with another program, with the command to type.
     """
     first = command[0]
     is_python = _PYTHON.fullmatch(first)
-    watch = ["-m", "wellfed", "watch", *(word for word in ours if word != "-m")]
-    if "-m" in ours:
+    watch = ["-m", "wellfed", "watch", *(word for word in options if word != "-m")]
+    if "-m" in options:
         if not first.startswith(_LAUNCHERS):
             return []
         command = ["python", "-m", *command]

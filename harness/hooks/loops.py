@@ -75,7 +75,7 @@ class _Pass:
 
     Attributes:
         told: whether the clock is told of its waits.
-        wait: the wait for a batch that the clock is told of, if one goes on.
+        wait: the wait for a batch that the clock is told of, while it lasts.
         asked_s: when a batch was asked for.
         updates: optimizers' steps since it began.
         graded: it gave a batch where gradients are on, and may train.
@@ -103,7 +103,7 @@ class LoopTracker:
         evaluated_s: of passes without an update.
         own: where the network's weights are.
         rank, world_size: of this process, as torch.distributed has them.
-        fault: the error of ours that ended the watching; empty: none.
+        fault: the internal error that ended watching; empty: none.
         thread: whose loops they are; of others' only ``open`` is told.
     """
 
@@ -233,7 +233,7 @@ class LoopTracker:
             self._ended(own)
 
     def _left(self, *, graded: bool) -> None:
-        """End the evaluations that were left before their end, or go on without updates.
+        """End the evaluations that were left before their end, or continued without updates.
 
         Those that are ``graded`` too, where a step shows that they were none of training.
         """

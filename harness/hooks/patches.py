@@ -77,7 +77,7 @@ os.register_at_fork(after_in_child=lambda: _hooks.close())
 def _tell(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Returns what a ``method`` of ``LoopTracker`` returns; None: nothing is watched here.
 
-    After a fault of ours nothing is watched any more.
+    After an internal error nothing is watched.
     """
     loops = _loops
     if loops is None or (get_ident() != loops.thread and method is not LoopTracker.open):
@@ -86,7 +86,8 @@ def _tell(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         return method(loops, *args, **named)
     except Exception as error:
         known = isinstance(error, RunError | ConfigError)
-        loops.fault = str(error) if known else f"a fault of ours, {type(error).__name__}: {error}"
+        text = f"internal error in wellfed, {type(error).__name__}: {error}"
+        loops.fault = str(error) if known else text
         _forget()
         return None
 

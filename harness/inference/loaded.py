@@ -59,7 +59,7 @@ class Transform:
     def __call__(self, image: ImageLike) -> Tensor:
         """Returns ``image`` normalised, float ``[3, S, S]``.
 
-        ``image`` is the path of a file, its bytes, an image of Pillow's, or uint8 ``[H, W, 3]``.
+        ``image`` is the path of a file, its bytes, a Pillow image, or uint8 ``[H, W, 3]``.
 
         Raises:
             OSError: the file cannot be read.
@@ -76,7 +76,7 @@ class Transform:
         is_pixels = isinstance(given, np.ndarray) and given.dtype == np.uint8
         if not is_pixels or given.shape[2:] != (3,) or not given.size:
             raise TypeError(
-                "an image is a path, bytes, an image of Pillow's, or an array of uint8 [H, W, 3]"
+                "an image is a path, bytes, a Pillow image, or an array of uint8 [H, W, 3]"
             )
         pixels = np.empty((self._centred.size, self._centred.size, 3), np.uint8)
         self._centred(given, SampleRng(0, 0, 0), pixels.transpose(2, 0, 1))
@@ -109,11 +109,11 @@ def load(
     Args:
         path: the folder or the file.
         device: where the network is to be.
-        model_name: a function of yours that builds the network, as ``my_module:build``. A
+        model_name: your own function that builds the network, as ``my_module:build``. A
             checkpoint that names one is refused unless you name it here.
 
     Raises:
-        CheckpointError: it is missing, damaged, without classes, or names code of yours.
+        CheckpointError: it is missing, damaged, without classes, or names your own code.
         ConfigError: the network cannot be built.
     """
     where = printable(os.fspath(path))
@@ -249,7 +249,7 @@ def _timm(model: nn.Module, config: Config, classes: list[str]) -> tuple[dict[st
     """Returns the files of a folder that timm reads, by name, and what runs them.
 
     Raises:
-        ConfigError: the network is none of timm's.
+        ConfigError: the network is not a timm model.
     """
     name = config.model.name
     if not name.startswith(TIMM):

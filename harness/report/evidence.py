@@ -165,7 +165,7 @@ class Evidence:
         shrinks: how many times as fast samples are made from a smaller copy of the images; None:
             not measured.
         size: ``data.train_size`` of these steps in pixels; None: it is not set.
-        stall: the device had nothing to run for want of data.
+        stall: the device had nothing to run because data was missing.
         starved: of that, the loop waited for a batch.
         copy: of that, the loop waited for a batch's copy.
         host: the device waited for Python, on a CPU for garbage collections within a step too.

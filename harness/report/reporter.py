@@ -234,7 +234,7 @@ class Reporter:
             without = []
         say(f"saved          {os.path.relpath(saved[-1].path)}")
         command = resume_command(config, engine.world, self.overridden, [resume], *without)
-        say(f"go on with     {command}")
+        say(f"resume with    {command}")
 
 
 def _progress(engine: Engine) -> dict[str, Any]:

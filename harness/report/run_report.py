@@ -28,7 +28,7 @@ def report(
         world_size: how many ranks train.
         gpu: its name; None: the device is another one.
         worker_s: seconds of all workers together, busy and idle; 0: not known.
-        own: what this kind of run has besides, which comes first or replaces a figure.
+        own: what this kind of run has in addition, which comes first or replaces a figure.
     """
     sampled = evidence.sampled
     found: dict[str, Any] = {

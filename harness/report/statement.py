@@ -43,7 +43,7 @@ _WORK: Mapping[Bottleneck, str] = {
 }
 # what helps besides a setting, by reason, by part of a rank's step or by kind
 _WAYS: Mapping[str, str] = {
-    "few steps": "let the run go on for longer",
+    "few steps": "let the run continue for longer",
     "uneven": "diagnose again when the machine is quiet",
     "stalled": "look at that rank's storage and cores",
     "forward": "look whether that rank's device is slower or shared",

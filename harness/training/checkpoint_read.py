@@ -78,7 +78,7 @@ class Saved:
         where: names the file.
         state: what it holds.
         in_run: whether the file lies in the folder of a run.
-        record: of a checkpoint of ours.
+        record: of a wellfed checkpoint.
         classes: their names, by place in the logits; empty: they have none.
         trained: the settings of the run that saved it, if a run did.
 

@@ -56,7 +56,7 @@ class Engine:
     """Trains on what ``sized`` gives and evaluates on ``val_feed``.
 
     Args:
-        step: trains its state, whose epoch and step say where to go on.
+        step: trains its state, whose epoch and step say where to continue.
         sized: returns the training feed for images of so many pixels.
         val_feed: the validation feed.
         monitor: what the run is watched with.

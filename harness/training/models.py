@@ -102,7 +102,7 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
 
 
 def names() -> list[str]:
-    """Returns every name that ``model.name`` takes: ours and torchvision's classifiers."""
+    """Returns every name that ``model.name`` takes, those of torchvision too."""
     return [*OURS, *zoo.list_models(module=zoo)]
 
 
@@ -292,7 +292,7 @@ class _Residual(nn.Module):
 
 
 def are_published(model: ModelConfig) -> bool:
-    """Whether ``model.weights`` are published ones, fetched or in a file of timm's."""
+    """Whether ``model.weights`` are published ones, fetched or in a timm file."""
     source = str(model.weights)
     from_file = model.name.startswith(TIMM) and source.endswith(".safetensors")
     return source == "DEFAULT" or from_file

@@ -174,8 +174,8 @@ def depths(network: nn.Module) -> dict[nn.Parameter, int]:
     """Returns the number of the block in which each parameter lies, in the network's order.
 
     A block is what stands in a list of modules, or else a module that has at most half of the
-    parameters. One without weights, such as a norm, belongs to the block before. Most of timm's
-    networks tell their blocks themselves.
+    parameters. One without weights, such as a norm, belongs to the block before. Most timm
+    networks define their blocks themselves.
     """
     if type(network).__module__.startswith("timm.") and hasattr(network, "group_matcher"):
         from timm.models import group_parameters

@@ -89,7 +89,7 @@ def settings(
 ) -> Config:
     """Returns ``config`` with what the checkpoint decides, or without one the published weights.
 
-    Where nothing is trained, that is what decides the result. Training goes on with its own
+    Where nothing is trained, that is what decides the result. Training uses its own
     settings, but an update keeps its images: with another number of ``ranks`` either
     ``trainer.accumulate_steps`` or ``loader.batch_size`` changes where both are as they were.
     Published weights decide what they expect of images. What the command line set (``typed``, as in
@@ -185,7 +185,7 @@ def _applied(
         name = attrgetter(path)(used)
         if ":" in name and name != attrgetter(path)(config):
             raise CheckpointError(
-                f"{saved.where}: needs code of yours; add {path}={name} if you trust it"
+                f"{saved.where}: needs your code; add {path}={name} if you trust it"
             )
     # no file is read: DEFAULT decides how googlenet and inception_v3 are built
     used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else saved.where
@@ -258,8 +258,8 @@ def rest(
             if then != now:
                 raise CheckpointError(
                     f"{saved.where}: was saved within an epoch; its {name} is {then}, this run's "
-                    f"{now}: the rest of the epoch would be of other samples; go on with the same, "
-                    "or from a checkpoint of an epoch's end"
+                    f"{now}: the rest of the epoch would be of other samples; resume with the "
+                    "same, or from a checkpoint of an epoch's end"
                 )
         left = EpochRemainder(held["epoch"], held["samples"], held["stop"])
         # an order that cannot be shared by these ranks refuses the rest

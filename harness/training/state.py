@@ -91,7 +91,7 @@ class TrainState:
 
         Raises:
             CheckpointError: the checkpoint is of another network or optimizer, and nothing was
-                changed; or no run saves such contents, and the state is of no use any more.
+                changed; or no run saves such contents, and the state is useless.
         """
         held = saved.state
         with user_code.explained(f"{saved.where}: cannot be used:", kind=CheckpointError):

@@ -32,7 +32,7 @@ _AVERAGE = re.compile(r"(?<![a-z])(ema|swa|averag\w*)(?![a-z])", re.IGNORECASE)
 
 
 class _Kind(type):
-    """Makes a class equal to ``dict``, the only class besides its own that torch fills."""
+    """Makes a class equal to ``dict``, the only class in addition to its own that torch fills."""
 
     def __eq__(cls, other: object) -> bool:
         return cls is other or other is dict

@@ -239,7 +239,7 @@ class Probes(Protocol):
         """Returns the bytes of one batch's tensors; None if only loading one would tell."""
 
     def held_bytes(self, settings: FeedSettings) -> int:
-        """Returns the bytes that feeds of ``settings`` hold besides their batches."""
+        """Returns the bytes that feeds of ``settings`` hold in addition to their batches."""
         return 0
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:

@@ -306,7 +306,7 @@ class Period:
 
     Attributes:
         images_per_s: that were trained on.
-        stall: share of the time in which the device had nothing to run for want of data.
+        stall: share of the time in which the device had nothing to run because data was missing.
         wall_s: of a sample in a thread.
         cpu_s: processor seconds of a sample.
         step_cpu_s: processor seconds per image of everything else in this process; 0 where they

@@ -3,8 +3,8 @@
     uv run python -m scripts.bench.lanes
 
 Nothing is read: orders are made as training makes them. Each rank has room for its share of the
-blocks that the windows of all lanes have. It knows the order: a block that is not needed any more,
-or last of all, makes room for another one.
+blocks that the windows of all lanes have. It knows the order: a block that is no longer needed,
+or needed last of all, makes room for another one.
 """
 
 from __future__ import annotations

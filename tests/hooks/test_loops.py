@@ -345,5 +345,5 @@ def test_a_fault_of_ours_ends_the_watching_alone(
             train(batch)
             count += 1
     assert count == 12
-    assert loops.fault == "a fault of ours, LookupError: a batch of a new kind"
+    assert loops.fault == "internal error in wellfed, LookupError: a batch of a new kind"
     assert loops.updates == 0

@@ -107,7 +107,7 @@ def test_the_line_that_resumes_can_be_pasted(
     )
     kept = ("data.root='a\tb'", "--config-dir=/my files")
     Reporter(kept, None, 2.0, None)._stand(engine, [SimpleNamespace(path=tmp_path)])
-    line = capsys.readouterr().out.splitlines()[-1].removeprefix("go on with ").strip()
+    line = capsys.readouterr().out.splitlines()[-1].removeprefix("resume with ").strip()
     script = f"python() {{ printf '%s\\0' \"$@\"; }}; {line}"
     typed = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout
     words = os.fsdecode(typed).split("\0")[:-1]

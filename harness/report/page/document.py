@@ -40,7 +40,7 @@ def write_report(folder: Path) -> None:
         write_whole(path, page([run_json(folder, name)], (), name).encode())
     # the run is over and has its report.json: nothing here may change how it ends
     except Exception as error:
-        _log.warning("%s: %s; the run goes on without it", path, error)
+        _log.warning("%s: %s; the run continues without it", path, error)
 
 
 def write_sweep(root: Path) -> tuple[Path, int, list[str]]:

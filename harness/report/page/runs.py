@@ -115,7 +115,7 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
     last_step = windows.last.get("step", 0)
     if report and last_step > (number(report.get("steps")) or math.inf):
         notes.append(
-            f"{REPORT_JSON} is of step {report['steps']}; the run has gone on since, to step "
+            f"{REPORT_JSON} is of step {report['steps']}; the run has continued since, to step "
             f"{last_step}"
         )
     config = ".hydra/config.yaml"

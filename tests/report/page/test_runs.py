@@ -33,7 +33,7 @@ def test_a_report_that_the_run_has_left_behind_is_told(tmp_path: Path) -> None:
     runs.cpu_run(tmp_path, steps=200)
     runs.write(tmp_path, report=runs.report(steps=100))
     run = read_run(tmp_path, "run")
-    assert run["notes"] == ["report.json is of step 100; the run has gone on since, to step 200"]
+    assert run["notes"] == ["report.json is of step 100; the run has continued since, to step 200"]
 
 
 def test_damage_is_named_by_file(tmp_path: Path) -> None:
