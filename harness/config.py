@@ -141,7 +141,7 @@ class DataConfig:
 
     name: str = setting(
         "shapes",
-        "Data set: a name from harness/data/datasets.py, or a function of your own, such as "
+        "Data set: a name from harness/data/datasets.py, or your own function, such as "
         "my_module:open_splits.",
     )
     root: str | None = setting(
@@ -286,7 +286,7 @@ class DataConfig:
     )
     scratch: str | None = setting(
         None,
-        "Folder on a fast disk that keeps what was read of shards, for later epochs and runs and "
+        "Folder on a fast disk that keeps samples read from shards, for later epochs and runs and "
         "for all ranks of a machine; null: nothing is kept.",
     )
     scratch_gb: float = setting(
@@ -376,13 +376,13 @@ class AugmentConfig:
     )
     own: str | None = setting(
         None,
-        "A function of your own for each image after crop and flip, such as my_augment:cutout, "
+        "Your own function for each image after crop and flip, such as my_augment:cutout, "
         "called with uint8 pixels and a random generator; null: none.",
         no_effect_with="loader.backend=arrays, data=fake",
     )
     own_batch: str | None = setting(
         None,
-        "A function of your own for each batch on its device, before normalization, called with "
+        "Your own function for each batch on its device, before normalization, called with "
         "uint8 images and random numbers; null: none.",
     )
 
@@ -519,7 +519,7 @@ class ModelConfig:
     name: str = setting(
         "small",
         "small, resnet9_cifar, resnet18_cifar, resnet20_cifar, any torchvision classifier by "
-        "name, a timm model as timm/NAME, or a function of your own: my_module:build.",
+        "name, a timm model as timm/NAME, or your own function: my_module:build.",
     )
     weights: str | None = setting(
         None,
@@ -538,7 +538,7 @@ class OptimConfig:
     name: str = setting(
         "sgd",
         "sgd, adamw, a class of torch.optim such as RMSprop, one of timm's optimizers such as "
-        "lamb, or a function of your own: my_module:build.",
+        "lamb, or your own function: my_module:build.",
     )
     args: dict[str, Any] = setting(
         {}, "More arguments of the optimizer, such as {betas:[0.9,0.98]}."
