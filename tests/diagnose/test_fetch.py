@@ -124,7 +124,7 @@ def test_a_system_that_does_not_count(tree: Path, monkeypatch: pytest.MonkeyPatc
         raise psutil.AccessDenied
 
     monkeypatch.setattr(psutil.Process, "io_counters", refuse, raising=False)
-    assert "does not tell what comes from storage" in str(cold_fetch(files(tree), 1, 1.0))
+    assert "page-cache" in str(cold_fetch(files(tree), 1, 1.0))
 
 
 def test_a_pipe_is_not_waited_for(tree: Path) -> None:

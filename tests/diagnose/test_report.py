@@ -152,5 +152,5 @@ def test_a_full_disk_does_not_end_it(capsys: pytest.CaptureFixture[str], tmp_pat
     with RunWriter(tmp_path / "gone", tensorboard=False) as writer:
         tell(writer)
     printed = capsys.readouterr().out
-    assert "diagnosis.json: No such file or directory; figures are lost" in printed
+    assert "diagnosis.json: No such file or directory" in printed
     assert "Decode-bound." in printed

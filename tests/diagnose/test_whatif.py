@@ -113,7 +113,7 @@ def test_every_change_is_reckoned_exactly() -> None:
             "2 more cores, and a worker for each": 0.9 * 600.0,
             "4 more cores, and a worker for each": 0.9 * 1000.0,
             "a disk twice as fast": 0.9 * 250.0,
-            "decoded images at hand (no reading, no decoding)": 0.9 * 1000.0,
+            "preloaded decoded images (no reading, no decoding)": 0.9 * 1000.0,
             "files with a short side of 115 pixels": 0.9 * 500.0,
             "files with a short side of 200 pixels": 0.9 / (1 + 4 * (200 / 230) ** 2) * 1e3,
             "every file came cold from storage": 50.0,

@@ -234,7 +234,7 @@ def test_validation_takes_the_backend_of_training(
 )
 def test_arrays_that_cannot_serve_are_refused(crop: Crop, memory_bytes: int, other: str) -> None:
     """The setting is named, and another one that would help."""
-    with pytest.raises(ConfigError, match=f"^loader.backend=arrays: .*{other}"):
+    with pytest.raises(ConfigError, match=f"^loader.backend=arrays.*{other}"):
         small(BackendName.arrays, crop).settings(replace(LIMITS, memory_bytes=memory_bytes))
 
 

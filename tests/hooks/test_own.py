@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_made_is_a_line(
         train(wellfed.watched(BATCHES))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("wellfed: the training was not watched to its end: ")
-    assert "file/run: cannot be the run's folder: Not a directory" in line
+    assert "file/run: cannot be used as run folder: Not a directory" in line
 
 
 def test_an_earlier_report_stays(tmp_path: Path) -> None:

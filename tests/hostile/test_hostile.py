@@ -61,7 +61,10 @@ def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
         (["-sc"], "the settings cannot be read"),
         (["---"], "---: settings are written NAME=VALUE, without dashes; see --help"),
         (["--info=bogus"], "argument --info/-i: invalid choice: 'bogus'"),
-        (["hydra.run.dir=/dev/null/x"], "/dev/null/x: cannot be the run's folder: Not a directory"),
+        (
+            ["hydra.run.dir=/dev/null/x"],
+            "/dev/null/x: cannot be used as run folder: Not a directory",
+        ),
         (["run.name=../../evil"], "run.name=../../evil: use up to 200 letters"),
     ],
     ids=lambda value: value[0][:30] if isinstance(value, list) else "",

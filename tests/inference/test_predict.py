@@ -275,7 +275,9 @@ def test_ranks_that_see_different_files_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their shares would not be of one list."""
-    monkeypatch.setattr(World, "gathered", lambda self, value: [value, b"another"])
+    monkeypatch.setattr(
+        World, "gathered", lambda self, value: [value, *[b"another"] * isinstance(value, bytes)]
+    )
     typed = ("mode=predict", f"resume={first[0]}", f"data.root={tree}")
     with pytest.raises(DataError, match=f"^data.root={tree}: the ranks see different files there"):
         run(composed(*typed), tmp_path / "run", *typed)

@@ -193,7 +193,7 @@ def test_a_mig_instance_gives_what_it_has(
     install(Nvml(broken=("utilization", "power"), prefix="MIG"))
     sensor = GpuSensor(UUID)
     assert [set(sensor.sample()) for _ in range(3)] == [{Tag.GPU_MEMORY_USED_BYTES}] * 3
-    assert [record.getMessage().split()[1] for record in caplog.records] == [
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
         Tag.GPU_UTILIZATION, Tag.GPU_POWER_W
     ]  # fmt: skip
 
@@ -266,7 +266,7 @@ def test_counters_that_fail_are_given_up(
     sensor = GpuSensor(UUID)
     assert [len(sensor.sample()) for _ in range(3)] == [3, 3, 3]
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "no gpu/sm_utilization from here on"
+        "gpu/sm_utilization disabled"
     ]
 
 

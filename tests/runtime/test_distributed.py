@@ -98,18 +98,18 @@ def test_the_one_visible_gpu_is_the_rank_s_own(
 def test_more_ranks_than_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where several GPUs are visible, a rank beyond them has none."""
     see_gpus(monkeypatch, 2)
-    with pytest.raises(ConfigError, match="^device=cuda: there is no device 2; torch sees 2"):
+    with pytest.raises(ConfigError, match="^device=cuda: .* 2; torch sees 2"):
         choose_device("cuda", 2, 3)
 
 
 @pytest.mark.parametrize(
     ("name", "gpus", "local_size", "text"),
     [
-        ("gpu", 0, 1, "device=gpu: unknown; use auto, cpu"),
+        ("gpu", 0, 1, "device=gpu .*use auto, cpu"),
         ("cuda", 0, 1, "device=cuda: torch sees no CUDA device; use device=cpu"),
         ("cuda:3", 2, 1, "device=cuda:3: no device 3; torch sees 2"),
         ("cuda:0", 2, 2, "device=cuda:0 is one device, not 2; use device=cuda"),
-        ("meta", 0, 1, "device=meta: unknown; use auto, cpu"),
+        ("meta", 0, 1, "device=meta .*use auto, cpu"),
         ("cuda:01", 0, 1, "device=cuda:01 is not valid; use auto, cpu"),
     ],
 )
@@ -172,7 +172,7 @@ def test_mps_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_several_ranks_on_mps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one such GPU, and no backend that works on it."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="^device=mps: .* 2 ranks"):
+    with pytest.raises(ConfigError, match="^device=mps .* device=cpu"):
         choose_device("mps", 0, 2)
 
 
@@ -195,7 +195,7 @@ def test_spawn_starts_one_process_per_gpu_or_as_many_as_told(
     [
         ("auto", 0, None, "dist.nprocs=null: "),
         ("cpu", 2, None, "dist.nprocs=null: "),
-        ("cuda", 2, 3, "dist.nprocs=3: there are 2 GPUs; lower it or set device=cpu"),
+        ("cuda", 2, 3, "dist.nprocs=3: .* 2 GPUs; .*device=cpu"),
     ],
 )
 def test_an_impossible_number_of_processes_is_refused(

@@ -67,7 +67,7 @@ def test_an_error_that_cannot_say_what_it_is(
     assert "ZeroDivisionError" not in capsys.readouterr().err
     wrapped = ConfigError(user_code.message(Odd()))
     wrapped.__cause__ = Odd()
-    assert described(wrapped) == ("Odd: ", 2)
+    assert described(wrapped) == ("Odd", 2)
 
 
 def test_torch_says_so_itself() -> None:

@@ -96,7 +96,7 @@ def test_a_full_disk_is_no_error_of_the_folder(monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(DiskError, match=r"^run: No space left on device; free some space$"):
+    with pytest.raises(DiskError, match=r"^run: No space left on device; free some disk space$"):
         folder.own(Path("run"))
 
 
@@ -104,7 +104,7 @@ def test_a_full_disk_is_no_error_of_the_folder(monkeypatch: pytest.MonkeyPatch) 
 def test_a_folder_that_cannot_be_written_to_is_refused() -> None:
     """A read-only folder is a ConfigError before anything starts."""
     Path("run").mkdir(mode=0o500)
-    with pytest.raises(ConfigError, match=r"^run: cannot be the run's folder: Permission denied"):
+    with pytest.raises(ConfigError, match=r"^run: cannot be used as run folder: Permission denied"):
         folder.own(Path("run"))
 
 
@@ -185,7 +185,7 @@ def test_a_log_that_cannot_be_opened_is_refused(
 
     monkeypatch.setattr(logging, "FileHandler", refuse)
     with (
-        pytest.raises(ConfigError, match="cannot be the run's folder: Permission denied"),
+        pytest.raises(ConfigError, match="cannot be used as run folder: Permission denied"),
         folder.logging_to(tmp_path),
     ):
         pass
@@ -207,7 +207,7 @@ def test_an_odd_lock_is_refused(plant: Plant) -> None:
     """No link is followed and no FIFO waited for; what a link leads to keeps what it held."""
     oddities.put(plant, Path("run/.lock"))
     with pytest.raises(
-        ConfigError, match=r"^run: cannot be the run's folder: \S.*; .*set hydra.run.dir"
+        ConfigError, match=r"^run: cannot be used as run folder: \S.*; .*set hydra.run.dir"
     ):
         folder.own(Path("run"))
     assert oddities.untouched(Path("run/.lock"))
@@ -260,7 +260,7 @@ sys.stdin.read()
     lines = [record.getMessage() for record in caplog.records]
     assert (
         len(lines) == 2
-        and f"{tmp_path}/run/.lock: no locks here ({without_flock}): only runs on this machine"
+        and f"{tmp_path}/run/.lock: no file locks ({without_flock}): only runs on this machine"
         in lines[0]
     )
     assert Path("run/.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"

@@ -32,7 +32,9 @@ def test_a_machine_without_a_mirror_runs_the_rest(tmp_path: Path, failing: str) 
     error, and everything else runs.
     """
     done = gate(tmp_path, **{"apt-get": f'[ "$1" != {failing} ]'})
-    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("uv run pytest")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith(
+        "uv run --group dev pytest"
+    )
     assert done.stderr.splitlines() == [
         ".ci/run: apt-get cannot install chromium and chromium-driver",
         ".ci/run: WITHOUT chromedriver: the tests of the page in a browser are skipped",

@@ -31,6 +31,10 @@ TRAINED: dict[str, Any] = {
     "data.download": False,
     "data.mirror": "http://localhost/x",
     "data.md5": "0" * 32,
+    "data.train": "t-*.tar",
+    "data.val": "v-*.tar",
+    "data.scratch": "/scratch",
+    "data.scratch_gb": 9.0,
     "data.image_size": 56,
     "data.eval_resize": 57,
     "data.eval_squash": True,
@@ -72,6 +76,8 @@ PIXELS = [path for path in TRAINED if path in resume.PIXELS]
 # What says how much a machine may do for these images is the command's.
 COMMANDS = {
     "data.mirror": None,
+    "data.scratch": None,
+    "data.scratch_gb": 100.0,
     "data.fraction": 1.0,
     "data.balance": 0.0,
     "data.repeats": 1,
