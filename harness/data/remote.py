@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 from ..config import ConfigError
@@ -34,14 +35,13 @@ class RemoteStore:
         self._states = states or {}
         self._process = os.getpid()
         try:
-            import obstore.store
+            self._obstore: Any = import_module("obstore")
+            # the keys depend on the kind of store
+            open_url: Any = import_module("obstore.store").from_url
         except ImportError as error:
             raise DataError(
                 f"data.root={self.root}: needs obstore; type pip install obstore"
             ) from error
-        self._obstore: Any = obstore
-        # the type checker sees the keys of all stores' union only
-        open_url: Any = obstore.store.from_url
         try:
             self._store = open_url(self.root, client_options=_CLIENT, retry_config=_RETRIES)
         except Exception as error:
