@@ -137,7 +137,7 @@ def test_a_run_whose_time_is_over_goes_on(
     )  # fmt: skip
     assert report["stopped"] == "trainer.max_hours=1e-09 are over"
     assert "stopped after step 1; epochs done: 0 of 1, and 200 of 1400 images of the next" in said
-    assert "\ngo on with     " in said and " train.py resume=" in said
+    assert "\nresume with    " in said and " train.py resume=" in said
     assert checkpoint_read.read(tmp_path / "parts").record.top1 == report["top1"]
     run(composed(*common, "resume=auto"), tmp_path / "parts")
     assert digest(tmp_path / "parts") == digest(tmp_path / "whole")

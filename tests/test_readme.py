@@ -127,7 +127,9 @@ def train_step(images, labels):
 """
 
 
-@pytest.mark.parametrize("page", [README, WATCH], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [README, pytest.param(WATCH, marks=pytest.mark.slow)], ids=lambda page: page.name
+)
 def test_a_loader_that_is_watched(page: Path, tmp_path: Path) -> None:
     """The block with ``watched`` runs, and ends with a report."""
     block = next(block for block in blocks(page, "python") if "watched(loader)" in block)
@@ -165,10 +167,17 @@ def test_every_command_composes(composed: Callable[..., Config], command: str) -
     composed(*prepared(plain).overrides)
 
 
-@pytest.mark.parametrize("overrides", OVERRIDES)
-def test_every_setting_composes(composed: Callable[..., Config], overrides: str) -> None:
-    """Each setting in backticks exists, and takes its value."""
-    compose("config", overrides=prepared(overrides.split()).overrides)
+def test_every_setting_composes(composed: Callable[..., Config]) -> None:
+    """Each setting in backticks exists, and takes its value; different ones compose together."""
+    rounds: list[dict[str, str]] = []
+    for overrides in OVERRIDES:
+        typed = {text.partition("=")[0]: text for text in prepared(overrides.split()).overrides}
+        free = (each for each in rounds if not each.keys() & typed.keys())
+        if (place := next(free, None)) is None:
+            rounds.append(place := {})
+        place |= typed
+    for each in rounds:
+        compose("config", overrides=[*each.values()])
 
 
 def test_commands_are_found() -> None:
