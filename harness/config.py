@@ -452,8 +452,8 @@ class LoaderConfig:
     )
     order: OrderName = setting(
         OrderName.uniform,
-        "Order of the images in an epoch: uniform shuffles all of them, lanes reads shards by "
-        "blocks and shuffles the images of a window of blocks.",
+        "Order of the images in an epoch: uniform shuffles all of them, lanes takes those of "
+        "a block of a shard soon after each other and shuffles the images of a window of blocks.",
     )
     lanes: int = setting(
         64,

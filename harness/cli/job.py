@@ -72,7 +72,8 @@ def check(config: Config) -> None:
     if config.watch.wandb is not Wandb.disabled:
         schema.installed("wandb", f"watch.wandb={config.watch.wandb.name}")
     root = config.data.root
-    if root is not None and config.data.name in ("imagefolder", "imagenet", "table"):
+    kinds = ("imagefolder", "imagenet", "table", "shards")
+    if root is not None and config.data.name in kinds and "://" not in root:
         folder.check_folder(root)
     resume = config.resume
     weights = config.model.weights

@@ -22,7 +22,7 @@ from .tar import BLOCK, padded
 _Part = tuple[str, int, int]
 # requests at once: at 50 ms each, 1,280 samples/s
 _THREADS = 64
-# announced and not read: more is of passes that have ended
+# most that is announced and not read; older samples belong to passes that have ended
 _MOST_BYTES = 512 << 20
 _LOOK_S = 1.0
 
@@ -31,8 +31,8 @@ class Ahead:
     """The files of ``store``; announced parts are fetched by threads before they are read.
 
     With ``data.scratch`` each file has a sparse copy there, which all processes of a machine fill
-    together: the parts at their places, and behind the last one an XXH3 checksum of each part, 8
-    bytes for each 512 of the file. A part with another checksum is fetched again.
+    together. The parts keep their positions. The end of the file holds an XXH3 checksum of each
+    part, 8 bytes per 512 bytes of data. A part with a wrong checksum is fetched again.
 
     Raises:
         ConfigError: the folder for scratch cannot be made.
@@ -53,23 +53,15 @@ class Ahead:
         self._lock = threading.Lock()
         self._process = 0
         self._held = 0
-        # when there was room the last time; infinite: scratch is full
+        # time of the last look at the size of scratch; infinite: nothing more is written
         self._looked_s = 0.0
         self._opened = lru_cache(None)(self._open)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Ahead, (self.store, self._data)
 
-    def names(self) -> list[str]:
-        """As the store's."""
-        return self.store.names()
-
-    def state(self, name: str) -> tuple[int, str]:
-        """As the store's."""
-        return self.store.state(name)
-
     def expect(self, parts: Sequence[_Part]) -> None:
-        """Begins to fetch ``parts``, of which each will be read once."""
+        """Starts to fetch ``parts``; each will be read once."""
         with self._lock:
             if self._process != os.getpid():
                 # threads do not survive a fork
@@ -88,7 +80,7 @@ class Ahead:
         return self._coming.pop(part)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Returns exactly ``length`` bytes of a file; raises as the store does."""
+        """Returns exactly ``length`` bytes of a file; raises the store's errors."""
         part = name, offset, length
         with self._lock:
             coming = self._take(part) if self._process and part in self._coming else None

@@ -44,9 +44,9 @@ from .stores import FolderStore
 from .table import SPELLINGS, SPLITS, TableSource
 from .tar import members
 
-# of random numbers: epochs have another one
+# of random numbers, different from those of epochs
 _STREAM = 9
-# the mean size of these images decides how many make a shard
+# number of images whose mean size decides how many fill a shard
 _TRIED = 256
 _BESIDE = (".cls", ".error")
 
@@ -61,9 +61,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--unpack", action="store_true", help="write the images of shards as files")
     for name, kind, default, text in (
-        ("shard-mb", shrink.positive, 256, "size of a shard in MB, about; default %(default)s"),
-        ("seed", int, 0, "of the order; default %(default)s"),
-        ("jobs", shrink.positive, shrink.cores(), "threads; default %(default)s"),
+        (
+            "shard-mb",
+            shrink.positive,
+            256,
+            "approximate size of a shard in MB (default: %(default)s)",
+        ),
+        ("seed", int, 0, "seed of the order (default: %(default)s)"),
+        ("jobs", shrink.positive, shrink.cores(), "number of threads (default: %(default)s)"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     return shrink.command(parser, None, arguments, pack)
@@ -79,16 +84,17 @@ def pack(
     max_side: int | None,
     quality: int,
 ) -> None:
-    """Writes the shards of ``source`` with their index, or the files of the shards.
+    """Writes ``source`` as shards with an index, or with ``unpack`` shards as files.
 
     Raises:
-        ConfigError: the folders are refused, or ``out`` holds something else.
-        DataError: an image cannot be read; all are packed.
+        ConfigError: the folders are refused, or ``out`` has other contents.
+        DataError: an image is unreadable; all images are packed.
     """
     if unpack:
         _unpack(source, out)
         return
     sets = _sets(source, out)
+    classes = [*next(iter(sets.values()))[0].classes]
     names = {name: [*map(partial(_member, *own), range(len(own[0])))] for name, own in sets.items()}
     digest = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
     packed = f" --seed {seed} --shard-mb {shard_mb}, names {digest}"
@@ -116,7 +122,7 @@ def pack(
                 "num_samples": len(order),
             }
     store = FolderStore(str(out))
-    columns, classes = indexed(store, sizes, list(images.classes), True)
+    columns, _ = indexed(store, sizes, classes, True)
     index = io.BytesIO()
     kinds = zip(("shard", "offset", "length", "label"), columns, "iqii", strict=True)
     known: dict[str, Any] = {name: np.asarray(column, kind) for name, column, kind in kinds}
@@ -129,10 +135,10 @@ def pack(
 
 
 def _sets(source: Path, out: Path) -> dict[str, tuple[Any, Any]]:
-    """Returns each set with the folder of its images, by the Hub's names.
+    """Returns each set and the folder that its names are relative to, by the set's name.
 
     Raises:
-        DataError: as whoever opens them for training.
+        DataError: training would refuse the source.
     """
     if source.is_file():
         table = TableSource(str(source.parent), DataConfig(table=str(source)))
@@ -169,10 +175,10 @@ def _member(images: Source, root: Any, i: int) -> str:
 def _sample(
     images: Source, names: Sequence[str], max_side: int | None, quality: int, i: int
 ) -> list[tuple[str, bytes]]:
-    """Returns the members of an image: itself, the number of its class, and why it is unreadable.
+    """Returns the members of an image: its bytes, its class number, and the error if unreadable.
 
     Raises:
-        BadSample: it cannot be read from the disk.
+        BadSample: the file cannot be read.
     """
     data: Any
     data, label = images.read(i)
@@ -185,7 +191,7 @@ def _sample(
 
 
 def _write(shard: Path, samples: Iterable[list[tuple[str, bytes]]]) -> None:
-    """Writes a shard, whole or not at all."""
+    """Writes a shard atomically."""
     part = shard.with_name(f".{shard.name}.part")
     with open(part, "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
@@ -200,10 +206,10 @@ def _write(shard: Path, samples: Iterable[list[tuple[str, bytes]]]) -> None:
 
 
 def _unpack(shards: Path, folder: Path) -> None:
-    """Writes the images of ``shards`` below ``folder``, in a folder for each of several sets.
+    """Writes the images of ``shards`` below ``folder``, with a subfolder for each of several sets.
 
     Raises:
-        ConfigError: ``folder`` holds something.
+        ConfigError: ``folder`` is not empty.
         DataError: a shard is damaged.
         OSError: there are no shards.
     """
@@ -225,11 +231,10 @@ def _unpack(shards: Path, folder: Path) -> None:
 class _Rows:
     """The images in Parquet ``files`` of the Hugging Face Hub, by class and row.
 
-    Rows cannot be read at random, so the images are copied into a file without a name beside
-    ``out``.
+    Rows cannot be read at random, so the images are copied into a temporary file next to ``out``.
 
     Raises:
-        DataError: pyarrow is missing, or no column holds images or their classes.
+        DataError: pyarrow is missing, or there is not one column of images and one of classes.
     """
 
     def __init__(self, files: Sequence[Path], out: Path) -> None:
@@ -279,5 +284,5 @@ class _Rows:
         return os.pread(self._copy.fileno(), self._lengths[i], self._begins[i]), self.labels[i]
 
     def where(self, i: int) -> str:
-        """Returns the name that its row gives it."""
+        """Returns a name made of the row number."""
         return f"/{self._names[i]}"

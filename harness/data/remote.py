@@ -31,7 +31,7 @@ class RemoteStore:
 
     def __init__(self, root: str, states: dict[str, tuple[int, str]] | None = None) -> None:
         self.root = root.rstrip("/")
-        # another content of a listed object is refused
+        # objects that changed since they were listed are refused
         self._states = states or {}
         self._process = os.getpid()
         try:
@@ -61,7 +61,13 @@ class RemoteStore:
         return sorted(self._states)
 
     def state(self, name: str) -> tuple[int, str]:
-        """Returns the size of a listed object, and its ETag or else its time."""
+        """Returns the size of a listed object, and its ETag or modification time.
+
+        Raises:
+            OSError: there is no such object.
+        """
+        if name not in self._states:
+            raise OSError(f"no object {name}")
         return self._states[name]
 
     def read(self, name: str, offset: int, length: int) -> bytes:
@@ -124,6 +130,7 @@ def _plain(error: Exception) -> str:
     """Returns the reason without addresses."""
     text = str(error).partition("\n")[0]
     if answered := re.search(r"status code: (\d{3}[\w ]*)", text):
-        check = "; check the credentials in the environment" if "40" in answered[1][:2] else ""
+        denied = answered[1].startswith(("400", "401", "403"))
+        check = "; check the credentials in the environment" if denied else ""
         return f"the server answered {answered[1].strip()}{check}"
     return re.sub(r"\S+://\S+", "...", text.rpartition(" - ")[2])

@@ -37,7 +37,7 @@ INFO = "_info.json"
 INDEX = "_index.npz"
 # raise it with the rules by which labels are found
 _FORMAT = 1
-# shard, offset, length and label of each sample, and the names of the classes
+# shard, offset, length and label of each sample; and the names of the classes
 _Columns = tuple[list[Any], Sequence[str]]
 
 
@@ -77,9 +77,8 @@ def open_shards(root: str, data: DataConfig, labelled: bool = True) -> ShardSour
             write_kept(kept, key, content)
     except OSError as error:
         raise DataError(f"{store.root}: cannot be read: {error}") from error
-    if data.scratch or "://" in root:
-        store = Ahead(store, data)
-    return ShardSource(store, in_memory(content))
+    ahead = Ahead(store, data) if data.scratch or "://" in root else store
+    return ShardSource(ahead, in_memory(content))
 
 
 def _parts(root: str, names: list[str], data: DataConfig, info: dict[str, Any]) -> dict[str, int]:
@@ -172,7 +171,7 @@ def indexed(
             try:
                 read = partial(store.read, name)
                 if "://" in store.root:
-                    # one request, not one a sample
+                    # one request per shard, not one per sample
                     read = partial(_part, read(0, sizes[name]))
                 rows += _samples(read, sizes[name], place)
             except (ValueError, OSError) as error:

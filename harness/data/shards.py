@@ -21,7 +21,7 @@ from .stores import Store
 from .table import SPLITS
 from .tar import TarError, members, padded
 
-# what is read and shuffled together: consecutive samples of a shard that begin in such a stretch
+# samples of a shard that begin within this many bytes make a block
 BLOCK_BYTES = 8 << 20
 _SETS = "set data.train='train-*.tar' data.val='val-*.tar', as the shards are named"
 
@@ -29,25 +29,25 @@ _SETS = "set data.train='train-*.tar' data.val='val-*.tar', as the shards are na
 class ShardSource:
     """The samples of one set of shards, in the order of the folder that they were packed from.
 
-    That is by label, then by the path below the class folder. The samples have 20 bytes each in a
-    mapped file, which all processes share, and behind them its facts in JSON.
+    The order is by label, then by path. Each sample takes 20 bytes of a mapped file, which all
+    processes share and which ends with the other attributes in JSON.
 
     Attributes:
-        store: has the shards.
-        root: names it in messages.
-        shards: their names.
-        classes: the names of the classes.
-        shard: int32 ``[N]``, the place in ``shards``.
-        offset: int64 ``[N]``, where the sample's bytes begin in its shard.
-        length: int32 ``[N]``, in bytes.
-        labels: int32 ``[N]``, places in ``classes``.
+        store: reads the shards.
+        root: the store's name in messages.
+        shards: names of the shards.
+        classes: names of the classes.
+        shard: index of each sample's shard, int32 ``[N]``.
+        offset: first byte of each sample in its shard, int64 ``[N]``.
+        length: number of bytes of each sample, int32 ``[N]``.
+        labels: index of each sample's class, int32 ``[N]``.
     """
 
-    # names the column of a table that has the images' names
+    # column of the image names in predictions
     key = "member"
     advice = f"{_SETS}, or data.split_fraction=0.1"
 
-    def __init__(self, store: Store, file: MappedFile, part: int | None = None) -> None:
+    def __init__(self, store: Store | Ahead, file: MappedFile, part: int | None = None) -> None:
         self.store = store
         self.root = self.origin = store.root
         self._file = file
@@ -87,7 +87,7 @@ class ShardSource:
 
     @property
     def expect(self) -> Callable[[np.ndarray], int] | None:
-        """Announces samples that will be read, and returns their bytes; None: of a folder."""
+        """Announces samples and returns their number of bytes; None: nothing is read ahead."""
         return self._expect if isinstance(self.store, Ahead) else None
 
     def _expect(self, rows: np.ndarray) -> int:
@@ -99,11 +99,11 @@ class ShardSource:
         return sum(length)
 
     def where(self, i: int) -> str:
-        """Returns the shard's place and the member's name."""
+        """Returns the path of the shard and the name of the member."""
         return f"{self.root}/{self.name(i)}"
 
     def name(self, i: int) -> str:
-        """Returns the shard's name and the member's, or where it begins if that cannot be read."""
+        """Returns the names of the shard and the member, or the member's first byte."""
         shard = self.shards[self.shard[i]]
         end = int(self.offset[i])
         member = f"byte {end}"
@@ -117,11 +117,11 @@ class ShardSource:
         return f"{shard}:{member}"
 
     def state(self, i: int) -> tuple[object, ...]:
-        """Returns what changes with the bytes of sample ``i``."""
+        """Returns a value that changes with the bytes of sample ``i``."""
         return *self._states[self.shard[i]], int(self.offset[i])
 
     def digest(self) -> bytes:
-        """Returns 32 bytes that follow from the shards' names, the samples' places and labels."""
+        """Returns a hash of the names, positions and labels, 32 bytes."""
         found = hashlib.sha256("\0".join(self.shards + self.classes).encode())
         for column in (self.shard, self.offset, self.length, self.labels):
             found.update(column.data)
@@ -144,37 +144,24 @@ class ShardSource:
             found["train"], found["val"] = split(found["train"], held_out, seed)
         return found
 
-    @property
-    def blocks(self) -> np.ndarray:
-        """The block of each sample, int32 ``[N]``, numbered as they lie in the shards."""
-        return self._blocks[0]
-
-    def extent(self, block: int) -> tuple[int, int, int]:
-        """Returns the shard of a block, and where its samples begin and end there, in bytes."""
-        shard, start, stop = self._blocks[1][block].tolist()
-        return shard, start, stop
-
     @cached_property
     def _lie(self) -> np.ndarray:
-        """The samples as they lie in the shards."""
+        """The samples in the order of their bytes."""
         return np.lexsort((self.offset, self.shard))
 
     @cached_property
     def _begins(self) -> np.ndarray:
-        """Where the headers behind the sample before each begin, int64 ``[N]``."""
+        """The end of the sample before each in its shard, int64 ``[N]``."""
         begins = np.zeros(len(self), np.int64)
         ends = padded((self.offset + self.length)[self._lie])
         begins[self._lie[1:]] = np.where(np.diff(self.shard[self._lie]), 0, ends[:-1])
         return begins
 
     @cached_property
-    def _blocks(self) -> tuple[np.ndarray, np.ndarray]:
-        """The block of each sample, and the shard, first and last + 1 byte of each block."""
-        shard, offset = self.shard[self._lie], self.offset[self._lie]
-        changes = (np.diff(shard) != 0) | (np.diff(offset // BLOCK_BYTES) != 0)
-        firsts = np.append(0, np.flatnonzero(changes) + 1)
-        lasts = np.append(firsts[1:], len(shard)) - 1
-        of = np.empty(len(shard), np.int32)
-        of[self._lie] = np.repeat(np.arange(len(firsts)), lasts - firsts + 1)
-        stops = offset[lasts] + self.length[self._lie[lasts]]
-        return of, np.stack((shard[firsts], offset[firsts], stops), 1)
+    def blocks(self) -> np.ndarray:
+        """The block of each sample, int32 ``[N]``, numbered by its position in the shards."""
+        lie = np.stack((self.shard, self.offset // BLOCK_BYTES))[:, self._lie]
+        changes = np.diff(lie, prepend=lie[:, :1]).any(0)
+        of = np.empty(len(self), np.int32)
+        of[self._lie] = np.cumsum(changes)
+        return of

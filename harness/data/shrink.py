@@ -113,14 +113,14 @@ def command(
         work(**vars(typed))
     except (ConfigError, DataError, OSError, KeyboardInterrupt) as error:
         if isinstance(error, OSError):
-            # a write says of no file that its disk is full
+            # errors of writes name no file
             error.filename = error.filename or typed.out
         return tell([error])
     return 0
 
 
 def positive(text: str) -> int:
-    """Returns a whole number of at least 1, for ``argparse``; raises ValueError."""
+    """Returns an integer of at least 1, for ``argparse``; raises ValueError."""
     value = int(text)
     if value < 1:
         raise ValueError
@@ -145,10 +145,10 @@ def shrink(folder: Path, out: Path, max_side: int, quality: int) -> None:
 
 
 def claim(folder: Path, out: Path, wanted: Copy) -> None:
-    """Makes the folder ``out`` for a copy of ``folder``, or finds it as a call before left it.
+    """Creates the folder ``out`` for a copy of ``folder``, or reuses that of an earlier call.
 
     Raises:
-        ConfigError: one folder lies in the other, or ``out`` is something else already.
+        ConfigError: one folder contains the other, or ``out`` has other contents.
     """
     source, target = folder.resolve(), out.resolve()
     if not source.is_dir():
@@ -163,12 +163,12 @@ def claim(folder: Path, out: Path, wanted: Copy) -> None:
 
 
 def cores() -> int:
-    """Returns how many threads work at once."""
+    """Returns the number of usable cores."""
     return max(1, int(limits.measure().cores))
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], jobs: int) -> Iterator[Result]:
-    """Yields what ``work`` returns of each item, in their order; so many threads work ahead."""
+    """Yields the results of ``work`` in the order of ``items``, computed by ``jobs`` threads."""
     with ThreadPoolExecutor(jobs) as threads:
         running: deque[Future[Result]] = deque()
         for item in items:
@@ -230,7 +230,7 @@ def _copy(pair: tuple[Path, Path], max_side: int, quality: int) -> str | None:
 
 
 def attempted(data: bytes, where: str, max_side: int, quality: int) -> tuple[bytes, str | None]:
-    """Returns ``data``, ``reduced`` if it is an image, and why that cannot be read, if so."""
+    """Returns ``data``, ``reduced`` if it is an image, and the error of an unreadable one."""
     try:
         if reader(data[:HEAD_BYTES]) is not None:
             return reduced(data, max_side, quality), None

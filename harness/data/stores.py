@@ -23,7 +23,11 @@ class Store(Protocol):
         """Returns the names of all files, with "/" between folders, sorted."""
 
     def state(self, name: str) -> tuple[int, str]:
-        """Returns the size of a file in bytes, and a text that changes with its content."""
+        """Returns the size of a file in bytes, and a text that changes with its content.
+
+        Raises:
+            OSError: there is no such file.
+        """
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Returns exactly ``length`` bytes of a file.
@@ -38,7 +42,7 @@ class FolderStore:
 
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(os.path.expanduser(root))
-        # of each process its own; more shards than a process may open take turns
+        # leaves half of the file descriptors to others
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._opened = lru_cache(most)(self._open)
 
@@ -68,14 +72,11 @@ class FolderStore:
         Raises:
             OSError: they cannot be read, or the file ends before them.
         """
-        # a reference: another thread's opening may end the keeping of this one
+        # a reference, because another thread may drop this file from the cache
         file = self._opened(name)
         data = os.pread(file.fd, length, offset)
-        while len(data) < length:
-            more = os.pread(file.fd, length - len(data), offset + len(data))
-            if not more:
-                raise OSError(f"ends before byte {offset + length}")
-            data += more
+        if len(data) < length:
+            raise OSError(f"ends before byte {offset + length}")
         return data
 
 

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import chain, islice
 from operator import itemgetter
 from sys import intern
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -45,6 +45,9 @@ from .storage import (
     in_classes,
     split,
 )
+
+if TYPE_CHECKING:
+    from .shards import ShardSource
 
 # usual column names in order of preference, lower case, letters only
 _NAMES = {
@@ -131,7 +134,7 @@ class TableSource(FileSource):
 
 
 def open_table_splits(
-    source: Any, held_out: float | Fold | None, seed: int
+    source: TableSource | ShardSource, held_out: float | Fold | None, seed: int
 ) -> tuple[Source, Source]:
     """Returns the training and the validation set; the test set if there is no validation set.
 
@@ -158,7 +161,7 @@ def open_table_splits(
 
 
 def open_evaluated_table(
-    source: Any,
+    source: TableSource | ShardSource,
     evaluate: Evaluate,
     held_out: float | Fold | None,
     seed: int,

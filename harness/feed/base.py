@@ -32,7 +32,7 @@ ARRAYS = "arrays"
 
 # worker losses at one batch that end the pass, because the batch may kill every worker
 _TRIES = 3
-# what is announced before it is begun: batches, and their bytes
+# batches that are announced before they start, and their bytes
 _AHEAD = 8
 _AHEAD_BYTES = 64 << 20
 
@@ -316,9 +316,9 @@ def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
 def announced(
     coming: Iterator[tuple[int, np.ndarray]], dataset: FillableDataset
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Iterates over ``coming``, of which ``dataset`` is told some batches ahead.
+    """Iterates over ``coming`` and announces some batches ahead to ``dataset``.
 
-    A data set has a method ``expect`` for that, which takes indices and returns their bytes.
+    Its method ``expect``, if it has one, takes indices and returns the bytes of their samples.
     """
     expect = getattr(dataset, "expect", None)
     return _looking_ahead(coming, expect) if expect else coming

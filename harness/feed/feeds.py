@@ -341,8 +341,9 @@ class Feeds:
         share = self.lanes.variety(self.splits.labels_for("loader.order=lanes"))
         if share < 0.5:
             log.warning(
-                "loader.order=lanes: shards are sorted by class, windows have %.0f %% of the usual "
-                "classes; pack again with wellfed pack, or set loader.order=uniform",
+                "loader.order=lanes: shards are sorted by class, windows have %.0f %% of the "
+                "classes of shuffled shards; pack again with wellfed pack, or set "
+                "loader.order=uniform",
                 100 * share,
             )
 

@@ -62,7 +62,7 @@ def balanced(labels: np.ndarray, strength: float, seed: int, epoch: int) -> np.n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
-    """An order that reads samples of one block close together, so that each block is read once.
+    """An order that takes samples of a block close together, so a cache reads each block once.
 
     The blocks in random order form a stream of samples, which is cut into ``lanes`` equal
     stretches. A lane shuffles the samples of each ``window`` of its blocks. Place p of an epoch's

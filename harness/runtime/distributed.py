@@ -122,6 +122,8 @@ class World:
         Raises:
             CheckpointError: ``read`` raised it; on every rank.
         """
+        if self.size == 1:
+            return read()
         found: Any = None
         if self.rank == source:
             try:

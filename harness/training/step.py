@@ -93,6 +93,12 @@ class Step:
         self._one = torch.ones((), device=world.device)
         # set for the update by the scaler, or without one by ``skip_nonfinite``: 0.0 or 1.0
         state.optimizer.register_step_pre_hook(self._before_update)
+        # errors of the user's code in an update are reported in one line
+        name = self.config.optim.name
+        self._explained: Callable[[], AbstractContextManager[None]] = nullcontext
+        if user_code.is_own(name) or self.config.callbacks:
+            begin = f"optim.name={name}: step, or a hook of it, failed with"
+            self._explained = functools.partial(user_code.explained, begin)
         self._asks = not (own.skips_updates and skips_on_device(state.optimizer))
         # or the scaler would decide before the hook is called
         state.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -184,13 +190,6 @@ class Step:
             state.optimizer.zero_grad(set_to_none=True)
             state.schedule.step()
             state.step += 1
-
-    def _explained(self) -> AbstractContextManager[None]:
-        """A block that reports an error in one line if code of the user may raise it."""
-        name = self.config.optim.name
-        if not (user_code.is_own(name) or self.config.callbacks):
-            return nullcontext()
-        return user_code.explained(f"optim.name={name}: step, or a hook of it, failed with")
 
     def _before_update(self, optimizer: Any, *_: Any) -> None:
         found = optimizer.found_inf
