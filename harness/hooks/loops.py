@@ -1,8 +1,8 @@
 """Recognizes the steps, evaluations and copies of a watched loop.
 
-What belongs together is known afterwards alone. A pass over a loader trains if an optimizer steps
-during it; one that ends without is an evaluation. A step is all from one request for a batch to the
-first request after an optimizer's step, so that it may take several batches, loaders or optimizers.
+Grouping is only possible in hindsight. A pass over a loader is training if an optimizer steps
+during it, else evaluation. A step lasts from a request for a batch to the first request after an
+optimizer's step, so it may involve several batches, loaders or optimizers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..feed.base import FeedSettings
 from ..runtime import accelerator
 from .workers import Meter
 
-# the device is let catch up at most so often where an evaluation may begin
+# minimum time between synchronizations at possible starts of evaluations
 _SETTLE_S = 1.0
 
 
@@ -38,19 +38,19 @@ class WatchedLoader:
     Attributes:
         where: the file and line that made it.
         settings: with torch's names.
-        dataset: the identity and length of its data set, by which a loader is known that is made
-            again for each epoch.
-        images: its data set, if that is torchvision's folder of images.
-        streams: whether its data set is iterable, of which each worker iterates over all.
-        meter: what its workers do; None until it is iterated over, and where that is not seen.
+        dataset: identity and length of its dataset, which identify a loader that is remade for each
+            epoch.
+        images: its dataset, if that is a torchvision image folder.
+        streams: whether its dataset is iterable; each worker then iterates over all of it.
+        meter: times its workers; None before the first pass, and if they cannot be timed.
         trains: whether an optimizer has stepped during a pass over it.
-        passes: over it that have ended, or were left.
-        batches: that it gave.
+        passes: completed or abandoned.
+        batches: delivered.
         waited_s: the script's time in ``next()``.
-        starts: passes but the first whose workers were started for them.
+        starts: passes, except the first, that started their own workers.
         started_s: from their beginning to their first batch.
-        remade: whether it was made again for later passes.
-        elsewhere: whether another thread than the training one iterates over it.
+        remade: whether it was remade for later passes.
+        elsewhere: whether a thread other than the training one iterates over it.
     """
 
     where: str
@@ -74,12 +74,13 @@ class _Pass:
     """One pass over a loader.
 
     Attributes:
-        told: whether the clock is told of its waits.
-        wait: the wait for a batch that the clock is told of, while it lasts.
-        asked_s: when a batch was asked for.
+        told: whether the clock records its waits.
+        wait: the recorded wait for a batch, while it lasts.
+        asked_s: when a batch was requested.
         updates: optimizers' steps since it began.
-        graded: it gave a batch where gradients are on, and may train.
+        graded: it gave a batch with gradients enabled, and may train.
         last_s: when it gave its last batch.
+        wraps: its batches come from another followed loader, which counts them.
     """
 
     loader: WatchedLoader
@@ -90,6 +91,7 @@ class _Pass:
     updates: int = 0
     graded: bool = False
     last_s: float = 0.0
+    wraps: bool = False
 
 
 class LoopTracker:
@@ -97,14 +99,14 @@ class LoopTracker:
 
     Attributes:
         clock: of the training; None before the first update.
-        followed: the loaders, in the order in which they were first used.
+        followed: the loaders, in order of first use.
         updates: steps, however many optimizers step in one.
-        forward_s: host seconds from a batch to ``backward``, and how many were seen.
-        evaluated_s: of passes without an update.
-        own: where the network's weights are.
-        rank, world_size: of this process, as torch.distributed has them.
-        fault: the internal error that ended watching; empty: none.
-        thread: whose loops they are; of others' only ``open`` is told.
+        forward_s: host seconds from a batch to ``backward``, summed over ``forwards``.
+        evaluated_s: duration of passes without an update.
+        own: the device of the network's weights.
+        rank, world_size: of this process, from torch.distributed.
+        fault: the internal error that ended watching, or empty.
+        thread: the watched thread; of others, only ``open`` is called.
     """
 
     window_s = 1.0
@@ -120,7 +122,7 @@ class LoopTracker:
     _main: _Pass | None = None
     # since the last update
     _samples = 0
-    # when the batch was handed out whose gradients are to come
+    # when the batch whose gradients are pending was delivered
     _handed_s: float | None = None
     _closed_s = _settled_s = 0.0
 
@@ -131,31 +133,34 @@ class LoopTracker:
         self._now: Callable[[], float] = time.perf_counter
         self._known = WeakKeyDictionary[Any, WatchedLoader]()
         self._passes = WeakKeyDictionary[Any, _Pass]()
-        # passes that gave a batch since the last told one did, and may be evaluations
+        # passes that gave a batch since the last recorded one did; possible evaluations
         self._undecided: list[_Pass] = []
-        # the optimizers that stepped since the last request for a batch that the clock was told of
+        # the pass that is being opened or asked for a batch
+        self._pending: _Pass | None = None
+        # the optimizers that stepped since the last recorded request for a batch
         self._stepped = set[int]()
-        # the block of computing that goes on
+        # the current block of computing
         self._block = ExitStack()
 
     def on_start(self) -> None:
         """Called at the first update."""
 
     def on_window(self, clock: StepClock) -> None:
-        """Called whenever ``window_s`` seconds of steps are over."""
+        """Called after every ``window_s`` seconds of steps."""
 
     def on_pass(self, clock: StepClock) -> None:
-        """Called at the end of each pass that trained."""
+        """Called at the end of each training pass."""
 
     def open(self, loader: Any) -> _Pass | None:
         """Returns a new pass over ``loader``, which is about to make an iterator.
 
-        None: in another thread.
+        None in other threads.
         """
         own = _Pass(self._loader(loader), self._now())
         if get_ident() != self.thread:
             own.loader.elsewhere = True
             return None
+        self._begin_request(own)
         self._end_step()
         clock = self.clock
         own.told = own.loader.trains and torch.is_grad_enabled()
@@ -169,23 +174,27 @@ class LoopTracker:
                 clock.start_epoch()
             own.wait.enter_context(clock.waiting())
         elif clock and self._main and own.began_s - self._settled_s > _SETTLE_S:
-            # else what the device has left to do would be missing from the steps
+            # else the device's pending work would be missing from the steps
             clock.settle()
             self._settled_s = self._now()
         return own
 
     def opened(self, own: _Pass, iterator: Any) -> None:
-        """Take note of the iterator of a pass."""
+        """Records the iterator of a pass."""
         own.wait.close()
+        self._pending = None
+        if own.wraps:
+            return
         self._passes[iterator] = own
         if own.told and self._main is None:
             self._main = own
 
     def ask(self, iterator: Any) -> _Pass | None:
-        """Take note of a request for a batch; returns its pass, if that is followed."""
+        """Records a request for a batch; returns its pass, if followed."""
         own = self._passes.get(iterator)
-        if own is None:
+        if own is None or own.wraps:
             return None
+        self._begin_request(own)
         own.asked_s = self._now()
         if self.clock and own.told:
             self._end_step()
@@ -197,7 +206,10 @@ class LoopTracker:
         return own
 
     def take(self, own: _Pass, iterator: Any, batch: Any) -> None:
-        """Take note of the batch that was asked for."""
+        """Records the requested batch."""
+        self._pending = None
+        if own.wraps:
+            return
         clock = self.clock
         loader = own.loader
         if clock and own.told and loader.meter:
@@ -211,7 +223,7 @@ class LoopTracker:
             loader.started_s += now_s - own.began_s
         samples = _samples(batch)
         if not loader.settings.batch_size:
-            # the data set makes its batches itself
+            # the dataset makes its own batches
             loader.settings = replace(loader.settings, batch_size=samples)
         if clock is None or own.told:
             self._samples += samples
@@ -226,16 +238,28 @@ class LoopTracker:
         self._handed_s = own.last_s = self._now()
 
     def lack(self, own: _Pass, *, is_end: bool) -> None:
-        """Take note that there is no batch: the pass is at its end, or has failed."""
+        """Records that there is no batch: the pass has ended or failed."""
+        self._pending = None
+        if own.wraps:
+            return
         own.wait.close()
         own.loader.waited_s += self._now() - own.asked_s
         if is_end:
             self._ended(own)
 
-    def _left(self, *, graded: bool) -> None:
-        """End the evaluations that were left before their end, or continued without updates.
+    def _begin_request(self, own: _Pass) -> None:
+        """Records a request to the loader of ``own``; a pending one to another wraps it."""
+        outer, self._pending = self._pending, own
+        if outer is not None and outer is not own:
+            outer.wraps = True
+            outer.wait.close()
+            if not outer.loader.batches:
+                self.followed.remove(outer.loader)
 
-        Those that are ``graded`` too, where a step shows that they were none of training.
+    def _left(self, *, graded: bool) -> None:
+        """Ends evaluations that were abandoned or continued without updates.
+
+        Includes ``graded`` ones if a step shows that they did not train.
         """
         for own in [*self._undecided]:
             if not own.updates and (graded or not own.graded):
@@ -245,7 +269,7 @@ class LoopTracker:
                 )
 
     def _ended(self, own: _Pass, ended_s: float | None = None) -> None:
-        """Take note of the end of a pass."""
+        """Records the end of a pass."""
         clock = self.clock
         own.loader.passes += 1
         own.loader.trains |= own.told and own.updates > 0
@@ -262,12 +286,12 @@ class LoopTracker:
                 clock.left_out("evaluate", own.began_s)
 
     def updated(self, optimizer: Any) -> None:
-        """Take note of an optimizer's step that was just made.
+        """Records an optimizer's step that was just made.
 
-        However many there are of a batch, they are one update: of several optimizers, of several
-        parameters within ``backward``, or of one optimizer around another.
+        All steps for a batch count as one update, whether they are steps of several optimizers, of
+        several parameters within ``backward``, or of one optimizer around another.
         """
-        # without a loader a step ends where an optimizer steps again
+        # without a loader, a step ends when an optimizer steps again
         if self._main is None and id(optimizer) in self._stepped:
             self._stepped.clear()
         self.updates += not self._stepped
@@ -287,7 +311,7 @@ class LoopTracker:
         clock.computed()
 
     def _start(self, optimizer: Any) -> None:
-        """Make the clock, where the weights are known."""
+        """Makes the clock, once the weights are known."""
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
         device = next(weights).device
         self.clock = StepClock(device)
@@ -301,7 +325,7 @@ class LoopTracker:
         self._closed_s = self._now()
 
     def backward(self) -> None:
-        """Take note that gradients are about to be computed."""
+        """Records that gradients are about to be computed."""
         # the first one takes longer
         if self.clock and self._handed_s is not None:
             self.forward_s += self._now() - self._handed_s
@@ -310,13 +334,13 @@ class LoopTracker:
 
     @property
     def forward_ms(self) -> float | None:
-        """Mean host time from a batch to ``backward``; None: unknown, or the device's affair."""
+        """Mean host ms from a batch to ``backward``; None if unknown or not on a CPU."""
         if not self.forwards or not self.own.is_host:
             return None
         return 1e3 * self.forward_s / self.forwards
 
     def copying(self, tensor: Tensor) -> Any:
-        """Returns what ``copied`` takes, where a tensor may go to the device."""
+        """Returns the start event for ``copied``, if a tensor may be copied to the device."""
         own = self.own
         if not own.has_streams or own.holds(tensor):
             return None
@@ -329,26 +353,26 @@ class LoopTracker:
         return self.clock.event(own) if self.clock else own.event(timed=True)
 
     def copied(self, made: Tensor, start: Any) -> None:
-        """Take note of a copy; one that stayed where it was does not count."""
+        """Records a copy, unless the tensor stayed in place."""
         end = self._event()
         end.record(self.own.stream())
         if self.clock and self.own.holds(made):
             self.clock.copied(start, end)
 
     def end(self, *, completed: bool) -> None:
-        """End what is under way; where all is ``completed``, a pass that is not at its end too."""
+        """Ends the current step; if ``completed``, also unfinished passes."""
         self._end_step()
         self._block.close()
         if completed:
             self._left(graded=False)
         if self.clock and self._main:
-            # it was left by break if its iterator is gone
+            # break left it if its iterator is gone
             self._main.loader.passes += completed and self._main not in self._passes.values()
             self.clock.end_epoch()
             self._main = None
 
     def training(self) -> list[WatchedLoader]:
-        """Returns the loaders that fed updates, the one that gave most batches first."""
+        """Returns the loaders that fed updates, the one with most batches first."""
         fed = [each for each in self.followed if each.trains]
         return sorted(fed, key=lambda each: -each.batches)
 
@@ -358,10 +382,10 @@ class LoopTracker:
         return next(iter(self.training()), None)
 
     def _end_step(self) -> None:
-        """End the running step, if an optimizer has stepped in it."""
+        """Ends the running step, if an optimizer has stepped in it."""
         updated, self._stepped = self._stepped, set()
         clock = self.clock
-        # a loop that asks for batches ahead makes its last step after the end of the pass
+        # a loop that prefetches makes its last step after the end of the pass
         if not updated or clock is None or self._main is None:
             return
         self._block.close()
@@ -374,7 +398,7 @@ class LoopTracker:
                 self.on_window(clock)
 
     def made(self, loader: Any) -> WatchedLoader:
-        """Returns what is known of a loader that is new."""
+        """Returns the record of a new loader."""
         dataset = getattr(loader, "dataset", None)
         length = 0
         with suppress(TypeError):
@@ -391,13 +415,13 @@ class LoopTracker:
         return own
 
     def _loader(self, loader: Any) -> WatchedLoader:
-        """Returns what is known of a loader that is used."""
+        """Returns the record of a loader in use."""
         own = self._known.get(loader) or self.made(loader)
         alive = [id(each) for each in self._known.values()]
         for other in self.followed:
             if (other.where, other.settings) == (own.where, own.settings) and (
                 other.dataset[0] == own.dataset[0]
-                # with a data set that is made again too
+                # with a dataset that is remade too
                 or (other.dataset[1] == own.dataset[1] and id(other) not in alive)
             ):
                 self._known[loader] = other
@@ -408,7 +432,7 @@ class LoopTracker:
 
 
 def _settings(loader: Any) -> FeedSettings:
-    """Returns a loader's settings; what one that is not torch's does not tell is as without."""
+    """Returns a loader's settings, with defaults for those a foreign loader lacks."""
 
     def told(name: str, other: Any) -> Any:
         value = getattr(loader, name, None)
@@ -427,7 +451,7 @@ def _settings(loader: Any) -> FeedSettings:
 
 
 def caller() -> str:
-    """Returns the file and line of the script's frame that is running, as ``train.py:42``."""
+    """Returns the file and line of the script's current frame, such as ``train.py:42``."""
     inside = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), sys.prefix)
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*inside, "<frozen")):
@@ -436,7 +460,7 @@ def caller() -> str:
 
 
 def _tensors(batch: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Iterates over the tensors in nested containers."""
+    """Yields the tensors in nested containers."""
     if isinstance(batch, Tensor):
         yield batch
     elif depth and isinstance(batch, (Mapping, list, tuple)):
@@ -445,7 +469,7 @@ def _tensors(batch: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def _samples(batch: Any) -> int:
-    """Returns how many samples a batch has: the length of its first part."""
+    """Returns the number of samples in a batch: the length of its first part."""
     if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], (list, tuple)):
         return len(batch[0])
     first = next(_tensors(batch), None)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +42,7 @@ def test_any_iterable_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with wellfed.watching(tmp_path / "run", tensorboard=False):
         batches = wellfed.watched(BATCHES)
         assert len(batches) == 40
-        assert batches.verdict().sentence.startswith("Unknown. no DataLoader of torch's was made")
+        assert batches.verdict().sentence.startswith("Unknown. no torch DataLoader was made")
         train(batches)
         assert batches.verdict().bottleneck in ("balanced", "unknown", "host", "compute")
     found = report(tmp_path / "run")
@@ -51,6 +51,45 @@ def test_any_iterable_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr()
     assert said.out == "" and "wellfed: verdict" in said.err
     assert Session.running is None
+
+
+class Wrapper:
+    """An iterable around a loader, as timm and Apex have them."""
+
+    def __init__(self, loader: Iterable[Tensor]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self.loader:
+            yield batch + 1
+
+
+WRAPPED: dict[str, Callable[[Iterable[Tensor]], Iterable[Tensor]]] = {
+    "wrapper": Wrapper,
+    "two wrappers": lambda loader: Wrapper(wellfed.watched(Wrapper(loader))),
+    "prefetcher": lambda loader: wellfed.DataPrefetcher(loader, device="cpu"),
+    "generator": lambda loader: (batch for batch in loader),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_wrapped_loader_is_counted_once(tmp_path: Path, kind: str) -> None:
+    """Its batches are those of the DataLoader inside, with its settings."""
+    loader: DataLoader[Tensor] = DataLoader(torch.zeros(12, 3, 2, 2), batch_size=3)  # type: ignore[arg-type]
+    with wellfed.watching(tmp_path / "run", tensorboard=False):
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(3):
+            for batch in wellfed.watched(WRAPPED[kind](loader)):
+                (batch * weight).sum().backward()
+                optimizer.step()
+                time.sleep(0.01)
+    found: Any = report(tmp_path / "run")
+    [counted] = found["loaders"]
+    assert (counted["batches"], counted["passes"], counted["batch_size"]) == (12, 3, 3)
+    assert found["steps"] == 12
+    each = found["images_per_s"] * found["step_ms"]["median"] / 1e3
+    assert each == pytest.approx(3, rel=0.4)
 
 
 def test_progress_is_told_on_a_terminal(
