@@ -202,12 +202,13 @@ class _Scan:
         elif flat:
             self.images[b""] = self._images(root)
         else:
+            above = _with_parents(root)
             for entry in sorted(self._entries(root), key=attrgetter("name")):
-                if not os.path.exists(entry.path):
+                if entry.is_symlink() and not os.path.exists(entry.path):
                     self.left_out[_BROKEN_LINK].append(entry.path)
-                elif not os.path.isdir(entry.path):
+                elif not entry.is_dir():
                     self.left_out["file next to the class folders"].append(entry.path)
-                elif os.path.realpath(entry.path) in _with_parents(root):
+                elif entry.is_symlink() and os.path.realpath(entry.path) in above:
                     self.left_out[_REPEATED].append(entry.path)
                 else:
                     self.images[entry.name] = self._images(entry.path)
@@ -234,20 +235,34 @@ class _Scan:
         pending = [folder]
         # after the folders, by name
         links: list[bytes] = []
-        read = _with_parents(self._root)
+        read: set[bytes] = set()
+        done = [self._root]
         while pending or links:
             if not pending:
                 links.sort()
                 link = links.pop(0)
+                read.update(*map(_with_parents, done))
+                done.clear()
                 if os.path.realpath(link) in read:
                     self.left_out[_REPEATED].append(link)
                     continue
                 pending.append(link)
             at = pending.pop()
-            read |= _with_parents(at)
+            done.append(at)
+            # one file of a folder stands for all: over a network, each look takes a round trip
+            looks = True
             for entry in self._entries(at):
+                suffix = entry.name[entry.name.rfind(b".") :].lower()
+                if not looks and suffix in SUFFIXES and entry.is_file(follow_symlinks=False):
+                    found.append(entry.path[start:])
+                    continue
                 try:
                     reason = self._unfit(entry)
+                    # checked for the effective user, who opens files
+                    if looks and reason is None and not entry.is_dir():
+                        looks = False
+                        if not os.access(entry.path, os.R_OK, effective_ids=True):
+                            raise PermissionError
                 except OSError:
                     if not self._flat:
                         self._unreadable.append(entry.path)
@@ -290,9 +305,6 @@ class _Scan:
                 self.watched[beside] = path_state(beside)
         if not entry.is_file():
             return "not a regular file"
-        # checked for the effective user, who opens files
-        if not os.access(entry.path, os.R_OK, effective_ids=True):
-            raise PermissionError
         if suffix in SUFFIXES:
             return None
         with open(entry.path, "rb") as file:
