@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,8 @@ def open_caches(
         ConfigError: the sources have no files to decode, or the cache cannot be written.
     """
     # everything that pixels depend on except the file's bytes; torch shrinks large images
-    software = list(map(version, ("pillow", "simplejpeg", "torch")))
+    packages = "pillow", *filter(find_spec, ["simplejpeg"]), "torch"
+    software = list(map(version, packages))
     how: tuple[int | None, str] = data.cache_max_side, data.interpolation.name
     pixels = data.exif_orientation, data.background, data.max_pixels
     made_by = _FORMAT, pixels, data.cache_max_side and how, software

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 import numpy as np
-import simplejpeg
 from PIL import ExifTags, Image, ImageChops
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
@@ -27,6 +26,11 @@ from PIL.WebPImagePlugin import WebPImageFile
 from ..config import DataConfig
 from .libraries import decode_png, decode_webp
 
+try:
+    import simplejpeg
+except ImportError:
+    # no wheel for this Python or platform; Pillow decodes JPEG
+    simplejpeg = None
 try:
     from PIL.AvifImagePlugin import AvifImageFile
 except ImportError:
@@ -179,6 +183,8 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
     Raises:
         DecodeError: the data is truncated or corrupt, or has too many scans.
     """
+    if simplejpeg is None:
+        return None
     try:
         # checked first, because decoding allocates whatever size the header claims
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
@@ -205,6 +211,8 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
 
 def jpeg_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
     """Returns width and height of a JPEG that ``decode_jpeg`` can decode; None: left to Pillow."""
+    if simplejpeg is None:
+        return None
     with suppress(ValueError, KeyError, RuntimeError):
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         if colours in _USUAL_COLOURS and width * height <= max_pixels:

@@ -127,8 +127,13 @@ def decodes_parts() -> bool:
 
 def in_use() -> list[str]:
     """Returns the libraries that decode images instead of Pillow."""
-    libraries = {"parts of JPEG": _turbojpeg(), "PNG": _spng(), "WebP": _webp()}
-    return ["JPEG", *(name for name, library in libraries.items() if library)]
+    libraries = {
+        "JPEG": find_spec("simplejpeg"),
+        "parts of JPEG": _turbojpeg(),
+        "PNG": _spng(),
+        "WebP": _webp(),
+    }
+    return [name for name, library in libraries.items() if library]
 
 
 class _Region(ctypes.Structure):

@@ -1,5 +1,6 @@
 """From settings to samples."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,16 @@ from samples import numbers
 from sklearn.datasets import load_digits
 from sklearn.utils.class_weight import compute_class_weight
 
-from harness.config import AugmentConfig, ConfigError, Crop, DataConfig, GenerateConfig, OptimConfig
-from harness.data import datasets
+from harness.config import (
+    AugmentConfig,
+    ConfigError,
+    Crop,
+    DataCache,
+    DataConfig,
+    GenerateConfig,
+    OptimConfig,
+)
+from harness.data import datasets, decode
 from harness.data.datasets import FakeDataset, ImageDataset, Splits, load
 from harness.data.storage import ArraySource
 from harness.data.transforms import CropTransform
@@ -35,6 +44,25 @@ def tree(root: Path, per_class: int = 5) -> Path:
                     folder / f"{i}.png"
                 )
     return root
+
+
+def test_pillow_decodes_jpeg_without_simplejpeg(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pixels stay the same, with the decoded cache too, and one warning tells."""
+    for path in tree(tmp_path, per_class=2).rglob("*.png"):
+        Image.open(path).resize((300, 260)).save(path.with_suffix(".jpg"), quality=90)
+        path.unlink()
+    data = DataConfig(name="imagefolder", root=str(tmp_path), image_size=64)
+    usual = filled(load(data, AugmentConfig(), 0).train, 0, 1)
+    monkeypatch.setattr(decode, "simplejpeg", None)
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    for cache in (DataCache.none, DataCache.ram):
+        data.cache = cache
+        caplog.clear()
+        images = load(data, AugmentConfig(), 0).train
+        assert np.array_equal(filled(images, 0, 1), usual)
+        assert ["simplejpeg" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("name", ["imagefolder", "imagenet"])
