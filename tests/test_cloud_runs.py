@@ -209,7 +209,9 @@ def test_scratch_keeps_mends_and_ends(
     folder = tmp_path / "scratch"
     part = ("x", 1024, 700)
     wanted = DATA[1024:1724]
-    assert opened(folder).read(*part) == wanted
+    first = opened(folder)
+    assert first.read(*part) == first.read(*part) == wanted
+    assert first.counts() == {"requests": 1, "bytes": 700, "scratch_bytes": 700}
     asked = len(bucket.asked)
     other = opened(folder)
     asked += 1

@@ -9,14 +9,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
+from ..clock.stages import shared_rows
 from ..config import ConfigError, DataConfig
 from ..runtime import workers
 from ..runtime.folder import log
 from .stores import Descriptor, Store
 from .tar import BLOCK, padded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # name, first byte and length of a sample
 _Part = tuple[str, int, int]
@@ -25,6 +30,8 @@ _THREADS = 64
 # most that is announced and not read; older samples belong to passes that have ended
 _MOST_BYTES = 512 << 20
 _LOOK_S = 1.0
+# processes that count, by their numbers; two with one row would lose some counts
+_ROWS = 256
 
 
 class Ahead:
@@ -38,7 +45,9 @@ class Ahead:
         ConfigError: the folder for scratch cannot be made.
     """
 
-    def __init__(self, store: Store, data: DataConfig) -> None:
+    def __init__(self, store: Store, data: DataConfig, counts: Tensor | None = None) -> None:
+        # requests, their bytes, and bytes from scratch, a row per process
+        self._counts = shared_rows(_ROWS, 3) if counts is None else counts
         self.store = store
         self.root = store.root
         self._data = data
@@ -58,7 +67,17 @@ class Ahead:
         self._opened = lru_cache(None)(self._open)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Ahead, (self.store, self._data)
+        return Ahead, (self.store, self._data, self._counts)
+
+    def counts(self) -> dict[str, int]:
+        """Returns the number of requests, their bytes, and bytes from scratch, of all processes."""
+        sums = map(int, self._counts.sum(0).tolist())
+        return dict(zip(("requests", "bytes", "scratch_bytes"), sums, strict=True))
+
+    def _count(self, requests: int, fetched: int, kept: int) -> None:
+        row = self._counts[os.getpid() % _ROWS].numpy()
+        with self._lock:
+            row += requests, fetched, kept
 
     def expect(self, parts: Sequence[_Part]) -> None:
         """Starts to fetch ``parts``; each will be read once."""
@@ -88,6 +107,7 @@ class Ahead:
 
     def _fetch(self, name: str, offset: int, length: int) -> bytes:
         if not self._scratch:
+            self._count(1, length, 0)
             return self.store.read(name, offset, length)
         file, end = self._opened(name)
         place = end + offset // BLOCK * 8
@@ -95,7 +115,9 @@ class Ahead:
         if digest.strip(b"\0"):
             data = os.pread(file.fd, length, offset)
             if xxhash.xxh3_64_digest(data) == digest:
+                self._count(0, 0, length)
                 return data
+        self._count(1, length, 0)
         data = self.store.read(name, offset, length)
         try:
             if self._has_room():

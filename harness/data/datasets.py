@@ -32,12 +32,14 @@ from ..config import (
 from ..monitor.console import say
 from ..runtime import user_code
 from ..runtime.errors import BadSample, is_out_of_memory
+from ..runtime.folder import log
 from ..runtime.seeding import OWN, SampleRng, order_rng
 from . import cifar, shapes
+from .ahead import Ahead
 from .cache import Gathered, PixelCache, open_caches
 from .decode import DecodeError, decoded
 from .folds import Fold
-from .libraries import decode_jpeg_part
+from .libraries import decode_jpeg_part, in_use
 from .own import OwnAugment, OwnDataset, open_own
 from .shard_index import open_shards
 from .shards import ShardSource
@@ -214,6 +216,15 @@ class Splits:
     def cache(self) -> PixelCache | None:
         """The decoded cache of both sets, or None."""
         return self.train.cache if isinstance(self.train, ImageDataset) else None
+
+    @property
+    def fetched(self) -> dict[str, int] | None:
+        """Requests and bytes from a slow store so far; None: nothing is fetched ahead."""
+        source: Any = self.train.source if isinstance(self.train, ImageDataset) else None
+        while isinstance(source, Subset):
+            source = source.source
+        store = getattr(source, "store", None)
+        return store.counts() if isinstance(store, Ahead) else None
 
     @property
     def labels(self) -> np.ndarray | None:
@@ -521,3 +532,7 @@ def _check_settings(data: DataConfig) -> None:
                 f"data.{setting}={getattr(value, 'name', value)} has no effect with "
                 f"data={data.name}; leave it out"
             )
+    if "JPEG" not in in_use():
+        log.warning(
+            "simplejpeg is not installed, so Pillow decodes JPEG images, which takes longer"
+        )

@@ -35,11 +35,11 @@ class Reporter:
     """Writes ``report.json``, the HParams row and the closing lines of a run.
 
     Attributes:
-        overridden: what the command line set, as in ``loader.num_workers=2``: each is a column of
-            the HParams page.
-        tuning: called at the end, gives what tuning did, as plain values; None: nothing was tuned.
-        cores: what this rank may use.
-        splits: the data set, of which the surest mistakes are shown.
+        overridden: overrides such as ``loader.num_workers=2``; each is a column of the HParams
+            page.
+        tuning: returns a summary of tuning as plain values, called at the end; None without tuning.
+        cores: cores available to this rank.
+        splits: the dataset, of which the most confident mistakes are shown.
     """
 
     overridden: tuple[str, ...]
@@ -66,25 +66,25 @@ class Reporter:
 
     def _report(self, engine: Engine, ending: Mapping[str, str]) -> None:
         writer = engine.monitor.writer
-        # the report of what was done stays
+        # an earlier report stays
         if writer is None or engine.status == "idle":
             return
-        # a device that has failed answers nothing more
+        # first without the device, which may have failed
         writer.report({**_progress(engine), **ending})
         try:
             self._publish(engine, writer, ending)
         except Exception as error:
-            # how the run ended is not up to its report
+            # a failing report must not change how the run ends
             log.warning("report.json: %s: %s", type(error).__name__, words(error))
 
     def _publish(self, engine: Engine, writer: RunWriter, ending: Mapping[str, str]) -> None:
-        """Writes all that there is to say of the run, and its last words."""
+        """Writes the whole report and prints the closing lines."""
         found = self.figures(engine)
         writer.report({**found, **ending})
         verdict: Statement = found["verdict"]
         writer.text("verdict", [verdict.sentence, *verdict.evidence])
 
-        # few, for the page opens with five columns
+        # few: the page opens with five columns
         columns = ["loader.batch_size", "model.name", "optim.lr", "trainer.precision"]
         columns += map(launch.setting, self.overridden)
         values = {
@@ -100,7 +100,7 @@ class Reporter:
         writer.hparams(row, results | {"hparam/goodput": goodput and goodput["fraction"]})
 
         if engine.answers is not None:
-            # a run that is asked to end reads no more images
+            # an interrupted run reads no more images
             read = engine.status == "completed"
             mistakes.show(
                 engine.answers, self.splits, writer, read=read, balanced=_balanced(engine)
@@ -115,7 +115,7 @@ class Reporter:
             self._stand(engine, saved)
 
     def figures(self, engine: Engine) -> dict[str, Any]:
-        """Returns ``report.json`` as plain values; what this device cannot give is absent."""
+        """Returns ``report.json`` as plain values, without those unavailable on this device."""
         total = engine.monitor.clock.total()
         world = engine.world
         trainer = engine.config.trainer
@@ -136,10 +136,10 @@ class Reporter:
             )
             for part in (*engine.parts, engine.part())
         ]
-        # at which training waited for data the longest
+        # the size at which training waited longest for data
         evidence = max(by_size, key=lambda part: part.stall * part.window.elapsed_s)
         verdict = judge(evidence)
-        # a run that is asked to end reads no more images
+        # an interrupted run reads no more images
         if verdict.kind == "decode" and engine.status == "completed":
             evidence.shrinks = shrink.speedup(self.splits.train)
         copied = shrink.Copy.at(Path(self.splits.root).expanduser()) if self.splits.root else None
@@ -154,7 +154,7 @@ class Reporter:
             stated(verdict),
             world.size,
             None if own.is_host else own.name,
-            # of the feeds of all sizes together
+            # it covers the feeds of all sizes
             0.0 if engine.parts else engine.worker_s,
             **_progress(engine),
             **as_report(total, world.size),
@@ -169,12 +169,13 @@ class Reporter:
             cache=cache and cache.stats(),
             copy_of=copied and asdict(copied),
             decoded_without_pillow=libraries.in_use(),
+            store=self.splits.fetched,
             run={"name": engine.folder.name, "overrides": list(self.overridden)},
             **evaluated,
         )
 
     def _close(self, engine: Engine, found: Mapping[str, Any]) -> None:
-        """Says how a completed run went."""
+        """Prints the results of a completed run."""
         folder = engine.folder
         say("")
         if "top1" in found:
@@ -199,7 +200,7 @@ class Reporter:
         if engine.stopped:
             say(f"stopped        {engine.stopped}")
         if bad := found.get("bad_samples"):
-            say(f"bad samples    {bad} replaced by others; they are listed in {BAD_SAMPLES}")
+            say(f"bad samples    {bad} replaced by others, listed in {BAD_SAMPLES}")
         if self.splits.cache is not None:
             say(f"cache          {self.splits.cache.summary()}")
         if "copy_of" in found:
@@ -221,14 +222,14 @@ class Reporter:
         epochs = config.trainer.epochs
         say(f"stopped after step {state.step}; epochs done: {state.epoch} of {epochs}{within}")
         if not saved:
-            why = "no step was made since the start, one was under way, or the disk refused"
+            why = "no step has finished, one was under way, or writing failed"
             if not config.checkpoint.enabled:
                 why = "checkpoint.enabled=false"
             say(f"nothing was saved: {why}")
             return
         resume = override("resume", folder)
         without = ["run.name"]
-        # a run that has a name finds its checkpoints by itself
+        # a named run finds its own checkpoints
         if config.run.name is not None and Path(folder) == Path("outputs", config.run.name):
             resume = "resume=auto"
             without = []
@@ -238,13 +239,13 @@ class Reporter:
 
 
 def _progress(engine: Engine) -> dict[str, Any]:
-    """Returns how far the run came."""
+    """Returns the run's progress."""
     state = engine.state
     return {"status": engine.status, "epochs": state.epoch, "steps": state.step}
 
 
 def _root(folder: Path) -> str:
-    """Returns the folder of this run and its neighbours, whose names TensorBoard then shows."""
+    """Returns the folder of this run and its siblings, whose names TensorBoard then shows."""
     path = os.path.relpath(folder)
     parts = Path(path).parts
     # the current folder has no parts

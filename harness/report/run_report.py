@@ -20,15 +20,15 @@ def report(
     worker_s: float = 0.0,
     **own: Any,
 ) -> dict[str, Any]:
-    """Returns the figures of a whole run by their keys; what is not known is absent.
+    """Returns the figures of a whole run by key, without unknown ones.
 
     Args:
         evidence: of the whole run.
         verdict: on it.
-        world_size: how many ranks train.
-        gpu: its name; None: the device is another one.
-        worker_s: seconds of all workers together, busy and idle; 0: not known.
-        own: what this kind of run has in addition, which comes first or replaces a figure.
+        world_size: number of ranks.
+        gpu: its name; None for other devices.
+        worker_s: seconds of all workers together, busy and idle; 0 if unknown.
+        own: additional figures of this kind of run, which come first or replace others.
     """
     sampled = evidence.sampled
     found: dict[str, Any] = {
@@ -51,7 +51,7 @@ def report(
 
 
 def sized(evidence: Evidence, ranks: int) -> dict[str, Any]:
-    """Returns the figures of so many ranks' steps with training images of one size."""
+    """Returns the figures of ``ranks`` ranks' steps at one training image size."""
     window = evidence.window
     return {
         "size": evidence.size,
@@ -62,13 +62,13 @@ def sized(evidence: Evidence, ranks: int) -> dict[str, Any]:
 
 
 def used(settings: Any) -> dict[str, Any]:
-    """Returns a loader's settings as ``report.json`` has them."""
+    """Returns a loader's settings as in ``report.json``."""
     # without workers there are none to keep
     return {"persistent_workers": False, **plain(settings)}
 
 
 def closing(report: Mapping[str, Any], unit: str) -> Iterator[str]:
-    """Iterates over the lines on a run's speed; ``unit`` is what is counted, such as images."""
+    """Yields the lines on a run's speed; ``unit`` names the samples, such as images."""
     if step := report.get("step_ms"):
         yield (
             f"speed          {report['images_per_s']:.0f} {unit}/s while training, "
@@ -82,3 +82,10 @@ def closing(report: Mapping[str, Any], unit: str) -> Iterator[str]:
             f"goodput        {goodput['fraction']:.0%} of {goodput['wall_s']:.1f} s in training "
             f"steps; {', '.join(rest)}"
         )
+        if store := report.get("store"):
+            wall_s = goodput["wall_s"]
+            kept = store["scratch_bytes"] / max(1, store["bytes"] + store["scratch_bytes"])
+            yield (
+                f"store          {store['requests'] / wall_s:.0f} requests/s, "
+                f"{store['bytes'] / wall_s / 1e6:.1f} MB/s; {kept:.0%} of the bytes from scratch"
+            )
