@@ -256,9 +256,10 @@ def split(
     for name, members in zip(source.classes, places, strict=True):
         apart = len(members) if groups is None else len(np.unique(groups[members]))
         if apart < 2:
-            of = "" if groups is None else f" in {apart} groups"
+            of = "" if groups is None else " in one group"
             raise DataError(
-                f"class {name} has only {len(members)} images{of}, too few to split for validation"
+                f"class {name} has only {len(members)} images{of}, too few to split for "
+                "validation; add images, leave the class out, or merge it with another"
             )
     if isinstance(held_out, float) and groups is None:
         rng = random.Random(seed)
@@ -274,6 +275,10 @@ def split(
         else:
             fold, folds = held_out
             chosen = dealt(labels, groups, np.full(folds, 1 / folds), seed) == fold
+    absent = np.flatnonzero(np.bincount(labels[chosen], minlength=len(source.classes)) == 0)
+    if len(absent):
+        names = listed([source.classes[place] for place in absent])
+        log.warning("no validation image of class %s: it has too few groups for the parts", names)
     return Subset(source, np.flatnonzero(~chosen)), Subset(source, np.flatnonzero(chosen))
 
 

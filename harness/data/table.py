@@ -229,7 +229,9 @@ class _Table:
             )
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={self.header[place]}" for name, place in self.places.items())
+        used = " ".join(f"{name}={self.header[place]}" for name, place in self.places.items())
+        rest = [each for i, each in enumerate(self.header) if i not in self.places.values()]
+        return used + (f" (unused: {listed(rest)})" if rest else "")
 
     def _find_columns(self, data: DataConfig) -> None:
         plain = ["".join(filter(str.isalnum, name.casefold())) for name in self.header]

@@ -54,7 +54,7 @@ def test_a_sweep_ends_with_a_table_of_its_jobs(
 
 
 def test_folds_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Mean, deviation and range of each cross-validation, at the end and on the page."""
+    """Mean, deviation and range of each cross-validation, with the number of folds done."""
     for place, (fold, lr, top1) in enumerate(
         [(0, 0.1, 0.5), (1, 0.1, 0.7), (0, 0.2, 0.25), (1, 0.2, 0.25)]
     ):
@@ -64,8 +64,8 @@ def test_folds_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     lines = [line for line in capsys.readouterr().out.splitlines() if "folds  top-1" in line]
     figures = [re.findall(r"\d\.?\d*", line) for line in lines]
     assert figures == [
-        ["2", "1", "0.6000", "0.1414", "0.5000", "0.7000", "0.1"],
-        ["2", "1", "0.2500", "0.0000", "0.2500", "0.2500", "0.2"],
+        ["2", "5", "1", "0.6000", "0.1414", "0.5000", "0.7000", "0.1"],
+        ["2", "5", "1", "0.2500", "0.0000", "0.2500", "0.2500", "0.2"],
     ]
     page = (tmp_path / "report.html").read_text()
     assert "0.6000" in page and "0.1414" in page

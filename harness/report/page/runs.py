@@ -6,17 +6,18 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from ...config import DataConfig
 from ...runtime.files import known, natural, number, read_inside, read_written
 from .course import Windows, course, latest, read_windows
 
-# points of a chart that has the page's width
+# points of a full-width chart
 BUCKETS = 400
 REPORT_JSON = "report.json"
 METRICS_JSONL = "metrics.jsonl"
@@ -39,7 +40,7 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 
 def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
-    """Returns what changes when a run's files do: nanoseconds of the wall clock, and bytes."""
+    """Returns the modification times in ns and sizes in bytes of a run's files."""
     found = [(0, 0)]
     for name in FILES:
         with suppress(OSError):
@@ -58,17 +59,25 @@ def folds(folders: Mapping[str, Path]) -> list[str]:
             [fold] = [each for each in typed if each.startswith("data.fold=")]
             found[tuple(sorted({*typed} - {fold}))][fold] = report["top1"]
     return [
-        f"{len(top1)} folds  top-1 {mean(top1.values()):.4f} ± {stdev(top1.values()):.4f} "
+        f"{_count(typed, top1)} folds  top-1 {mean(top1.values()):.4f} "
+        f"± {stdev(top1.values()):.4f} "
         f"({min(top1.values()):.4f} to {max(top1.values()):.4f})  {' '.join(typed)}"
         for typed, top1 in found.items()
         if len(top1) > 1
     ]
 
 
+def _count(typed: Iterable[str], top1: Sized) -> str:
+    """Returns the number of folds, of those that ``data.folds`` asks for."""
+    asked = [int(each.rpartition("=")[2]) for each in typed if each.startswith("data.folds=")]
+    folds = asked[0] if asked else DataConfig().folds
+    return f"{len(top1)}" if len(top1) == folds else f"{len(top1)} of {folds}"
+
+
 def map_runs(
     folders: Mapping[str, Path], tell: Callable[[Path, str], str], notes: list[str]
 ) -> list[str]:
-    """Returns what ``tell`` returns of each run in ``folders``; a run that fails is a note."""
+    """Returns ``tell`` of each run in ``folders``; a failure adds a note."""
     found = []
     for name, folder in folders.items():
         try:
@@ -79,15 +88,15 @@ def map_runs(
 
 
 def run_json(folder: Path, name: str, buckets: int = BUCKETS) -> str:
-    """Returns one run as JSON, in letters of ASCII."""
+    """Returns one run as ASCII JSON."""
     run = read_run(folder, name, buckets=buckets)
     return json.dumps(run, allow_nan=False, separators=(",", ":"))
 
 
 def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
-    """Returns one run as the page takes it, with ``notes`` on what is missing.
+    """Returns one run for the page, with ``notes`` on missing and damaged files.
 
-    Without a report yet, ``report`` has the figures of the ``latest`` window.
+    Before there is a report, ``report`` has the ``latest`` window's figures.
     """
     notes: list[str] = []
 
@@ -103,14 +112,14 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
             notes.append(f"{file} is damaged: {error}")
         return None
 
-    windows = read(METRICS_JSONL, read_windows, "there is no course over time")
+    windows = read(METRICS_JSONL, read_windows, "there are no charts over time")
     if windows is None:
         windows = Windows()
     elif not windows.last:
         notes.append(f"{METRICS_JSONL} has no window of steps yet")
     if windows.damaged:
-        notes.append(f"{METRICS_JSONL} has {windows.damaged} damaged lines, which are left out")
-    unfinished = "the run has not ended or was killed; what is shown is what it wrote so far"
+        notes.append(f"{METRICS_JSONL} has {windows.damaged} damaged lines, which are skipped")
+    unfinished = "the run is unfinished or was killed; the page shows its output so far"
     report = read(REPORT_JSON, read_written, unfinished)
     last_step = windows.last.get("step", 0)
     if report and last_step > (number(report.get("steps")) or math.inf):
