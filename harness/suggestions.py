@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 _LOGGERS = (
-    "a run writes TensorBoard's event file, metrics.jsonl and report.html by itself; for Weights & "
+    "a run always writes a TensorBoard event file, metrics.jsonl and report.html; for Weights & "
     "Biases write watch.wandb=online"
 )
 _FOLDER = "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER"
@@ -21,7 +21,7 @@ _PRECISION = "write trainer.precision=bf16 or trainer.precision=fp16"
 _GPUS = "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N"
 # the dotted names of all settings, by ``config``
 SETTINGS: list[str] = []
-# names of other programs: what they are called here, or what to write
+# names in other programs: the name here, or a hint
 _OTHER_NAMES = {
     "a": "model.name",
     "arch": "model.name",
@@ -39,7 +39,7 @@ _OTHER_NAMES = {
     "data_dir": "data.root",
     "data_path": "data.root",
     "pretrained": (
-        "write model.weights=DEFAULT, with a network of torchvision such as model=resnet18"
+        "write model.weights=DEFAULT, with a torchvision network such as model=resnet18"
     ),
     "amp": _PRECISION,
     "fp16": _PRECISION,
@@ -47,7 +47,7 @@ _OTHER_NAMES = {
     "optimizer": "write optim=adamw or optim=sgd",
     "scheduler": "write schedule=cosine, schedule=step or schedule=constant",
     "dataset": "write data=NAME, or data=imagefolder data.root=FOLDER for your own images",
-    "num_classes": "leave it out; the number of classes is taken from the data",
+    "num_classes": "omit it; the number of classes follows from the data",
     "wandb": _LOGGERS,
     "logger": _LOGGERS,
     "output_dir": _FOLDER,
@@ -60,30 +60,30 @@ _OTHER_NAMES = {
 
 
 def refused_flag(text: str, following: Sequence[str]) -> str:
-    """Returns what to say of a flag that Hydra has not, as ``--lr 0.1``.
+    """Returns the message for an unknown flag, such as ``--lr 0.1``.
 
-    ``following`` is what was typed after it.
+    ``following`` are the arguments after it.
     """
     flag, _, value = text.partition("=")
     name = flag.lstrip("-").replace("-", "_")
     meant = _meant(name)
     if not meant or " " in meant[0]:
-        return f"{flag}: settings are written NAME=VALUE, without dashes{_hint(name)}"
+        return f"{flag}: write settings as NAME=VALUE, without dashes{_hint(name)}"
     if following and not re.match("-|.*=", following[0]):
         value = value or following[0]
-    return f"{flag}: settings are written without dashes: {meant[0]}={value or 'VALUE'}"
+    return f"{flag}: write settings without dashes: {meant[0]}={value or 'VALUE'}"
 
 
 def _hint(name: str) -> str:
-    """Returns what follows "unknown setting": what to write, what may be meant, where to look."""
+    """Returns the hint after "unknown setting": a correction, a guess, or a pointer to --help."""
     meant = _meant(name) or ["see --help"]
     return f"; {meant[0]}" if " " in meant[0] else f"; did you mean {' or '.join(meant)}?"
 
 
 def _meant(name: str) -> list[str]:
-    """Returns at most three settings that ``name`` may stand for, or what to write instead.
+    """Returns at most three settings that ``name`` may mean, or a hint.
 
-    Other programs' names come first, then settings of the same last part, then the most similar
+    Other programs' names come first, then settings with the same last part, then the most similar
     name of the same group, then of any.
     """
     group, _, last = name.rpartition(".")
@@ -102,34 +102,34 @@ def _meant(name: str) -> list[str]:
 
 
 def nearest(value: str, known: Sequence[str]) -> str:
-    """Returns ``"; did you mean ...?"`` with the most similar names, else nothing."""
-    # the first of names that differ only in case, such as torch's and timm's
+    """Returns ``"; did you mean ...?"`` with the most similar names, or an empty string."""
+    # keeps the first of names that differ only in case, as in torch and timm
     by_name = {name.lower(): name for name in reversed(known)}
     near = difflib.get_close_matches(value.lower(), by_name, n=3)
     return f"; did you mean {', '.join(map(by_name.__getitem__, near))}?" if near else ""
 
 
 def explain(error: BaseException | None) -> str | None:
-    """Returns one line for a refusal by Hydra or OmegaConf: setting, reason and way out.
+    """Returns one line for an error of Hydra or OmegaConf: setting, reason and remedy.
 
-    None: another error.
+    None for other errors.
     """
-    # takes a tenth of a second, which no process without an error spends
+    # takes a tenth of a second, only spent on an error
     from hydra.errors import HydraException, MissingConfigException
 
     if isinstance(error, yaml.YAMLError):
-        # what is wrong in a file of settings, and where
+        # an error in a config file, with its line
         said = " ".join(str(getattr(error, "problem", None) or error).split())
         mark = getattr(error, "problem_mark", None)
         return said if mark is None else f"{mark.name}, line {mark.line + 1}: {said}"
-    # what OmegaConf says of a number that is too long is no error of its own
+    # OmegaConf raises a foreign error for a number that is too long
     keys = re.findall(r"full_key: (\S+)", str(error))
     if not keys and not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     if several := re.match(r"Ambiguous value for argument '(.*)'", str(error)):
-        return f"{several[1]}: -m makes a run of each value{_as_text(several[1])}"
+        return f"{several[1]}: -m runs each value{_as_text(several[1])}"
     override = getattr(error, "override", "")
-    # what Hydra wraps says more
+    # the wrapped error says more
     if isinstance(error, HydraException) and (wrapped := explain(error.__cause__)):
         return wrapped + _as_text(override)
     if isinstance(error, MissingConfigException) and error.options is not None:
@@ -138,7 +138,7 @@ def explain(error: BaseException | None) -> str | None:
     name = getattr(error, "full_key", None) or next(iter(keys), "")
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return f"{name}: unknown setting{_hint(name)}"
-    # any other text, without the lines that name Python's types
+    # other texts, without the lines that name Python types
     text = re.sub(r"(?m)^\s*(full_key|object_type|reference_type)\b.*", "", str(error))
     said = " ".join(text.split())
     if override:
@@ -147,33 +147,33 @@ def explain(error: BaseException | None) -> str | None:
     if mistyped := re.search(r"Invalid value '([^']+)', expected one of \[(.*?)\]", said):
         said += nearest(mistyped[1], mistyped[2].split(", "))
     elif "is not a ListConfig" in said:
-        said = f"no list; write {name}=[...]"
+        said = f"not a list; write {name}=[...]"
     elif name.startswith("loader.") and "'auto'" in said:
-        said += "; to have it found, write loader.autotune=true"
+        said += "; to tune it, write loader.autotune=true"
     return said if name in said else f"{name}: {said}"
 
 
 def override(name: str, value: str) -> str:
-    """Returns a setting as Hydra takes it, whatever its value's signs."""
-    # a comma, an equals sign or a tilde is more than text
+    """Returns a setting for Hydra, whatever characters its value has."""
+    # commas, equals signs and tildes are syntax
     is_plain = re.fullmatch(r"[\w./+@-]+", value, re.ASCII)
     return f"{name}={value}" if is_plain else quoted(name, value)
 
 
 def typed(name: str, value: object) -> str:
-    """Returns a setting as a shell takes it."""
+    """Returns a setting for a shell."""
     return shell_word(override(name, str(value)))
 
 
 def quoted(name: str, value: str) -> str:
-    """Returns a setting whose value Hydra reads as plain text, whatever its signs."""
-    # backslashes count before a quote only, also before the closing one
+    """Returns a setting whose value Hydra reads as plain text, whatever its characters."""
+    # backslashes only count before a quote, including the closing one
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + m[2].replace("'", r"\'"), value)
     return f"{name}='{escaped}'"
 
 
 def shell_word(text: str) -> str:
-    """Returns ``text`` as one word for a shell, without signs that a terminal does not show."""
+    """Returns ``text`` as one word for a shell, with unprintable characters escaped."""
     if text.isprintable():
         return shlex.quote(text)
     signs = [
@@ -184,9 +184,9 @@ def shell_word(text: str) -> str:
 
 
 def _as_text(override: str) -> str:
-    """Returns how to type an ``override`` whose value is plain text; nothing if that is no way.
+    """Returns a hint on quoting an ``override`` whose value is plain text, if that helps.
 
-    Hydra's grammar reads a comma, an equals sign or a parenthesis as more than text.
+    In Hydra's grammar, commas, equals signs and parentheses are syntax.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -202,13 +202,13 @@ def _as_text(override: str) -> str:
 
 
 def no_choice(group: str, value: str, options: Sequence[str]) -> str:
-    """Returns what to say of ``GROUP=VALUE`` that is none of ``options``."""
+    """Returns the message for ``GROUP=VALUE`` that is none of ``options``."""
     listed = f"there are: {', '.join(options) or 'none'}"
     if len(options) > 12:
         listed = f"there are {len(options)}, such as {', '.join(options[:3])}"
     more = nearest(value, options)
     if group == "loader" and value == "auto":
-        more = "; to have the loader's settings found, write loader.autotune=true"
+        more = "; to tune the loader, write loader.autotune=true"
     elif group == "data":
         more = f"; for your own images write data=imagefolder data.root=FOLDER{more}"
     return f"{group}={value}: no such choice; {listed}{more}"

@@ -2,8 +2,8 @@
 
     uv run python scripts/check_size.py
 
-A token is a word, a number, a string or a sign, of Python without comments, docstrings, line ends
-and indentation, of C and JavaScript without comments. Prints each room's tokens beside its budget.
+A token is a word, number, string or sign: in Python without comments, docstrings, line ends and
+indentation; in C and JavaScript without comments. Prints each room's tokens and its budget.
 Exits with 1 if a room exceeds its budget or has none, or a function has more than 60 lines.
 """
 

@@ -2,10 +2,10 @@
 
     python scripts/gpu_check.py
 
-needs the packages in ``NEEDED``, but neither this project installed nor a network. The most
+needs the packages in ``NEEDED``, but no installation of this project and no network. The most
 informative parts run first; ``--group`` selects later ones. Each part has its own process, so hangs
 and device errors end only that part. ``gpu_check.json`` is written after every row, so no result is
-lost. Without a CUDA device the parts run as far as possible on a CPU.
+lost. Without a CUDA device, parts run on a CPU as far as possible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEEDED = {
     "omegaconf": "omegaconf==2.3.0", "antlr4": "antlr4-python3-runtime==4.9.3", "yaml": "PyYAML",
     "simplejpeg": "simplejpeg", "packaging": "packaging", "xxhash": "xxhash",
 }  # fmt: skip
-"""Modules, and the distributions that they come with."""
+"""Modules and their distributions."""
 GROUPS = {
     "conformance": {"conformance": 120, "events": 60},
     "demand": {"demand": 460},
@@ -50,16 +50,16 @@ GROUPS = {
     "feeds_compiled": {"feeds_compiled": 460},
     "peers": {"peers": 460},
 }
-"""Parts, the most telling first, and how many seconds each may take."""
+"""Parts, most informative first, with their time limits in seconds."""
 PARTS = "scripts.gpu.parts"
 DEADLINE_S = 475.0
-# a part begins only with so much time left
+# a part starts only if this much time is left
 LEAST_S = {
     "demand": 150.0, "stall": 60.0, "stall_compiled": 100.0, "pytest": 90.0, "pinning": 40.0,
     "launches": 270.0, "launches_compiled": 260.0, "feeds": 300.0, "feeds_compiled": 300.0,
     "peers": 300.0,
 }  # fmt: skip
-# of its time, in which a part is to end by itself
+# last seconds of its time, in which a part should end by itself
 _PUT_AWAY_S = 5.0
 _PATHS = re.compile(r"(?<![\w.])~?/[^\s'\"`,;:()<>\[\]{}|]+")
 _IDS = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F-]{36}\b|\b\d{1,3}(\.\d{1,3}){3}\b")
@@ -75,7 +75,7 @@ def missing() -> str:
     names = " ".join(absent)
     return (
         f"gpu_check: missing: {names}. With a network: python -m pip install {names}. Without: on "
-        "a machine that has one, the same Python and the same processor, python -m pip wheel "
+        "a machine with a network, the same Python and the same CPU type, python -m pip wheel "
         f"--no-deps -w wheels {names}; then here: python -m pip install --no-index --no-deps "
         "wheels/*.whl"
     )
@@ -96,7 +96,7 @@ def scrubbed(value: Any) -> Any:
 
 
 def _secrets() -> list[str]:
-    """The longest first, so that a part of a secret leaves no rest of it."""
+    """Returns secrets, the longest first, so that substrings leave no remainder."""
     home = os.path.expanduser("~")
     host = platform.node()
     told = re.compile(r"v?\d+(\.\d+)+[-+.\w]*|x86_64|aarch64|amd64")
@@ -109,7 +109,7 @@ def _secrets() -> list[str]:
 
 
 class Findings:
-    """What was found so far, in a file that is whole at every moment."""
+    """The results so far, in a file that is complete at any time."""
 
     def __init__(self, path: Path, groups: dict[str, dict[str, int]], quick: bool) -> None:
         self._path = path
@@ -124,13 +124,13 @@ class Findings:
         self.write()
 
     def begin(self, name: str) -> None:
-        """A part has begun: the file says so until it has ended."""
+        """Marks a part as running in the file."""
         part = self.parts[name]
         part |= {"status": "cut short", "seconds": 0.0, "found": "", "rows": [], "problems": []}
         self.write()
 
     def add(self, name: str, said: Row, seconds: float) -> None:
-        """Take in what a part said."""
+        """Adds a part's output."""
         part, (kind, value) = self.parts[name], next(iter(scrubbed(said).items()))
         part["seconds"] = round(seconds, 1)
         if kind == "machine":
@@ -145,16 +145,16 @@ class Findings:
         self.write()
 
     def write(self) -> None:
-        """Write the file, whole or not at all."""
+        """Writes the file atomically."""
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         temporary.write_text(json.dumps(self._whole, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, self._path)
 
 
 def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[Row]:
-    """Yields what a part says, as it says it; kills the part after ``limit_s``.
+    """Yields a part's output as it arrives; kills the part after ``limit_s``.
 
-    The last one says how it ended: ``ok``, ``skipped``, ``failed`` or ``cut short``.
+    The last row is its outcome: ``ok``, ``skipped``, ``failed`` or ``cut short``.
     """
     limit = str(max(1.0, limit_s - _PUT_AWAY_S))
     command = [sys.executable, "-m", PARTS, name, limit, str(scratch), *["--quick"] * quick]
@@ -172,7 +172,7 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     listener.start()
     try:
         while line := lines.get(timeout=max(0.0, until - time.monotonic())):
-            # of a line that was cut in two
+            # a truncated line
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
         _gone(child)
@@ -183,7 +183,7 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        # one that hangs in the driver cannot be killed
+        # a part that hangs in the driver cannot be killed
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_PUT_AWAY_S)
             listener.join()
@@ -193,9 +193,9 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
 
 
 def _gone(child: subprocess.Popen[bytes]) -> None:
-    """Waits a little until a part and what it has started are gone.
+    """Waits briefly until a part and its children are gone.
 
-    On the way out a part puts away its shared memory.
+    While exiting, a part removes its shared memory.
     """
     for _ in range(int(10 * _PUT_AWAY_S)):
         child.poll()
@@ -219,7 +219,7 @@ def _last_words(log: Path) -> str:
 def run(
     groups: dict[str, dict[str, int]], findings: Findings, quick: bool, deadline_s: float
 ) -> None:
-    """Run the parts of ``groups`` one after the other, as many as there is time for."""
+    """Runs the parts of ``groups`` in order, as many as time permits."""
     deadline = time.monotonic() + deadline_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for name, limit_s in (
@@ -242,15 +242,15 @@ def run(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Measure on a CUDA GPU what cannot be measured without one; on a CPU, run the "
-        "parts as far as they go.",
+        description="Run all measurements that need a CUDA GPU; without one, run the parts on a "
+        "CPU as far as possible.",
         epilog="\n".join(f"{group:15} {', '.join(parts)}" for group, parts in GROUPS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--group",
         choices=GROUPS,
-        help="run this group of parts; all, until the time is over, if not given",
+        help="run this group of parts (default: all, until time is up)",
     )
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and images")
     parser.add_argument(
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a.out.mkdir(parents=True, exist_ok=True)
     findings = Findings(path, groups, a.quick)
     run(groups, findings, a.quick, DEADLINE_S)
-    # where the file is, and what there was no time for
+    # the file, and the parts for which there was no time
     said = str(path)
     left = [name for name, part in findings.parts.items() if part["status"] == "not run"]
     if left:

@@ -1,11 +1,11 @@
-"""Counts the functions and files of harness/ on five ways through a run on the CPU.
+"""Counts the functions and files of harness/ on five ways through a CPU run.
 
     uv run python scripts/walks.py [CHECKOUT] [--names]
 
 The ways: a sample's bytes from disk to the step (backend threads), ``loader.num_workers=3`` from
 the command line to the threads, a step's time to TensorBoard, and a checkpoint out and back. A
-profiler notes each function of harness/ that runs; those of a way are chosen by their files, and
-for the setting by arguments that carry its value. ``--names`` prints the functions, too.
+profiler records each function of harness/ that runs; a way's functions are selected by file, and
+for the setting by arguments that carry its value. ``--names`` also prints the functions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORKERS = 3
 # the files of each way, rooms or modules, in earlier checkouts too
 SAMPLE = ("data/", "feed/")
 TIME = ("watch/", "clock/", "monitor/", "report/", "training/reporter.py")
-# they read sensors or print, and know no step's time; garbage is collected at any time
+# they read sensors or print, without a step's time; garbage collection runs at any time
 SENSORS = (
     "host.py", "device.py", "tree.py", "neighbours.py", "console.py", "stages.py", "station.py",
     "monitor.py",
@@ -52,7 +52,7 @@ COMMON = (
 class Trace:
     """The functions of harness/ that ran: up to step 3, in steps 4 to 14 of 20, and later.
 
-    Those of several steps are noted apart: others begin an epoch, or an evaluation.
+    Functions in several steps are recorded separately: others begin an epoch or an evaluation.
     """
 
     def __init__(self, package: Path) -> None:
@@ -64,11 +64,11 @@ class Trace:
         self.found: dict[str, set[str]] = defaultdict(set)
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        """Notes a call; this is the profiler."""
+        """Records a call; this is the profiler."""
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(self._package):
             return
-        # comprehensions belong to their function; a body of a class or a module is none
+        # comprehensions belong to their function; class and module bodies are not functions
         if code.co_name.startswith("<") or not code.co_flags & CO_OPTIMIZED:
             return
         name = f"{code.co_filename.removeprefix(self._package)}:{code.co_qualname}"
@@ -92,7 +92,7 @@ class Trace:
 
 
 def handles(frame: FrameType) -> bool:
-    """Returns whether a function names the number of workers and is given it."""
+    """Returns whether a function has a parameter for the number of workers and receives it."""
     code = frame.f_code
     words = {*code.co_names, *code.co_varnames}
     if not any("workers" in word or word in ("loader", "settings", "kept") for word in words):
@@ -113,7 +113,7 @@ def carries(name: str, value: Any, depth: int = 2) -> bool:
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Gives what an object of the project, a mapping or a sequence consists of, with names."""
+    """Yields the named components of a project object, mapping or sequence."""
     if isinstance(value, dict):
         yield from ((str(key), value[key]) for key in list(value)[:100])
     elif isinstance(value, list | tuple):
@@ -137,7 +137,7 @@ def child(checkout: Path, result: Path, words: list[str]) -> None:
         sys.setprofile(None)
         result.write_text(json.dumps({key: sorted(value) for key, value in trace.found.items()}))
 
-    # a run ends by os._exit, after the functions registered here
+    # a run ends with os._exit, after the functions registered here
     atexit.register(leave)
     threading.setprofile(trace)
     sys.setprofile(trace)
@@ -200,7 +200,7 @@ def chosen(names: set[str], places: tuple[str, ...]) -> set[str]:
 
 
 def main() -> None:
-    """Prints a row for each way."""
+    """Prints a row per way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", nargs="?", type=Path, default=ROOT)
     parser.add_argument("--names", action="store_true")

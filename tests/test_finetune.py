@@ -118,8 +118,8 @@ def test_a_run_that_gets_no_better_stops(
     stop_at(None)
     report = run(composed(*common), tmp_path)
     assert (report["status"], report["epochs"]) == ("completed", 3)
-    assert report["stopped"] == "top-1 has not risen for 2 epochs"
-    assert "stopped        top-1 has not risen for 2 epochs\n" in capsys.readouterr().out
+    assert report["stopped"] == "top-1 has not improved for 2 epochs"
+    assert "stopped        top-1 has not improved for 2 epochs\n" in capsys.readouterr().out
     run(composed(*common), tmp_path)
     assert "step 21: raise trainer.epochs" in capsys.readouterr().out
 
@@ -135,7 +135,7 @@ def test_a_run_whose_time_is_over_goes_on(
     assert (report["status"], report["steps"], report["val_images"]) == (
         "completed", 1, whole["val_images"],
     )  # fmt: skip
-    assert report["stopped"] == "trainer.max_hours=1e-09 are over"
+    assert report["stopped"] == "trainer.max_hours=1e-09 have passed"
     assert "stopped after step 1; epochs done: 0 of 1, and 200 of 1400 images of the next" in said
     assert "\nresume with    " in said and " train.py resume=" in said
     assert checkpoint_read.read(tmp_path / "parts").record.top1 == report["top1"]

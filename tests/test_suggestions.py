@@ -231,9 +231,9 @@ def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
         "table\n",
         (
             "  model= resnet18, resnet18_cifar, resnet20_cifar, resnet50, resnet9_cifar, small, "
-            "any classifier of torchvision, timm/NAME, or model.name=my_module:build\n"
+            "any torchvision classifier, timm/NAME, or model.name=my_module:build\n"
         ),
-        "A run leaves its files in outputs/ in the folder where it is started.\n",
+        "A run writes its files to outputs/ in the current folder.\n",
     ):
         assert text in plain.stdout
     for text in ("  data.name=cifar10\n", "  data.image_size=32\n", "  augment.crop=pad ["):

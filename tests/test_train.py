@@ -157,6 +157,7 @@ def test_the_folder_holds_the_run_and_no_more(finished: tuple[Path, str]) -> Non
     assert tuning["trials"]  # how many there is time for depends on the machine
 
 
+@pytest.mark.slow
 def test_a_saved_config_starts_the_same_run_again(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -554,7 +555,13 @@ def test_every_experiment_runs_a_step(
             "model.weights=null",
             "data.image_size=32",
         ),
-        "finetune_vit": ("data=digits", "model=small", "model.weights=null"),
+        "finetune_vit": (
+            "data=digits",
+            "model=small",
+            "model.weights=null",
+            "data.image_size=32",
+            "loader.batch_size=32",
+        ),
         # no weights are fetched
         "finetune": ("data=digits", "model=small", "model.weights=null"),
     }

@@ -128,11 +128,12 @@ def test_crops_of_all_sizes_show_the_same_parts(composed: Composed) -> None:
     assert sized.sized(32).transform == images.transform
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "crop",
     [
         ("augment.crop=pad",),
-        pytest.param(("augment=center", "data.eval_resize=40"), marks=pytest.mark.slow),
+        ("augment=center", "data.eval_resize=40"),
     ],
     ids=["pad", "center"],
 )

@@ -30,18 +30,18 @@ _COMMANDS = {
 }  # fmt: skip
 # of the jobs in this process
 _failed: list[BaseException] = []
-# the checked settings and the folder of this process' only run
+# the checked settings and the folder of this process's only run
 _only_run: list[tuple[schema.Config, str]] = []
 
 
 def command() -> NoReturn:
-    """Does what the command line says, and ends this process.
+    """Runs the command line and exits.
 
-    It says ``page``, ``compare``, ``watch``, ``shrink``, ``table``, ``pack`` or ``--version``.
-    Anything else is a run or a sweep.
+    The first argument may be ``page``, ``compare``, ``watch``, ``shrink``, ``table`` or ``pack``.
+    Anything but these and ``--version`` is a run or a sweep.
     """
     for name in ("stdin", "stdout", "stderr"):
-        # closed: a file of the run would get its place
+        # if closed, a file of the run would get its descriptor
         if getattr(sys, name) is None:
             stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
@@ -57,7 +57,7 @@ def command() -> NoReturn:
     for name, module in _COMMANDS.items():
         if arguments[:1] == [name]:
             if name in ("page", "compare", "table"):
-                # whoever reads may stop, as head does
+                # the reader may stop early, as head does
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             sys.exit(import_module(f"..{module}", __package__).main(arguments[1:]))
     try:
@@ -71,11 +71,11 @@ def command() -> NoReturn:
 def cli() -> int:
     """Runs the command line and reports every error; returns the exit code.
 
-    An error is one line where its cause is known. Called where signals are caught.
+    An error of known cause is one line. Signals must already be handled.
     """
 
     def run_folder(*, _root_: DictConfig) -> str:
-        # made once the settings are found good; Hydra asks more than once
+        # made once the settings are valid; Hydra asks more than once
         if not _only_run:
             config = _checked(_root_)
             place = folder.run_folder(config.run.name, config.resume, config.mode)
@@ -86,7 +86,7 @@ def cli() -> int:
         return f"multirun/{name}" if name else str(folder.new_folder(Path("multirun")))
 
     tell_crashes()
-    # Hydra then raises what is wrong with the settings
+    # makes Hydra raise errors in the settings
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     OmegaConf.register_new_resolver("wellfed.run_dir", run_folder)
     OmegaConf.register_new_resolver("wellfed.sweep_dir", sweep_folder, use_cache=True)
@@ -97,7 +97,7 @@ def cli() -> int:
         compose.register(helps=read.help)
         _run_hydra(read, compose.args_parser(), main, str(schema.CONF), "config")
     except SystemExit as ended:
-        # with --cfg no job runs: Hydra has said that there is no such --package
+        # with --cfg no job runs: Hydra has reported an unknown --package
         raise SystemExit(2 if ended.code and read and read.cfg else ended.code) from None
     except BrokenPipeError:
         return tell(_failed) or 128 + signal.SIGPIPE
@@ -112,7 +112,7 @@ def cli() -> int:
 
 
 def _composing(error: BaseException) -> BaseException:
-    """Returns what to tell of an ``error`` before any job, of Hydra or of what it calls."""
+    """Returns the exception to report for an ``error`` of Hydra or its callees before any job."""
     if described(error) is not None:
         return error
     if isinstance(error, OSError) and error.filename:
@@ -141,23 +141,23 @@ def main(composed: DictConfig) -> float | None:
     }
     try:
         signals.check()
-        # hydra.job.chdir changes no path: settings, modules and printed commands were typed here
+        # hydra.job.chdir changes no path: settings, modules and commands are relative to here
         os.chdir(chosen.runtime.cwd)
-        # none yet where hydra.run.dir was typed
+        # none yet if hydra.run.dir was set
         config = _only_run[0][0] if _only_run and not is_sweep else _checked(composed)
         began_s = time.perf_counter() if is_sweep else BEGAN_S
         work = job.Job(config, place, compose.cli_overrides(chosen), texts, began_s)
         if not is_sweep:
             job.run(0, work)
             return None
-        # a folder of the user's may hold what an earlier start left
+        # a user-defined folder may hold an earlier run
         if config.run.name is None and "${wellfed." in OmegaConf.to_yaml(chosen.sweep):
             folder.refuse_auto(config.resume)
         launch.run_processes(job.run, work, 1, config.checkpoint.grace_s)
     except (Exception, KeyboardInterrupt) as error:
         if not is_sweep:
             _failed.append(error)
-            # the settings, the data set or the checkpoint; not a folder that was typed
+            # errors of settings, dataset or checkpoint; folders set by the user stay
             if _only_run and getattr(error, "exit_code", 1) in (2, 3, 4):
                 folder.discard(place)
             return None
@@ -167,7 +167,7 @@ def main(composed: DictConfig) -> float | None:
         sweep.report_failure(place, text, compose.cli_overrides(chosen))
         failure = launch.ProcessError(f"{os.path.relpath(place)}: {text}", code)
         _failed.append(failure)
-        # a launcher may have started this process: what is raised reaches the command line's
+        # a launcher may have started this process; the exception reaches the command line's
         raise failure from error
     return _best_top1(place)
 
@@ -179,7 +179,7 @@ def _checked(composed: DictConfig) -> schema.Config:
 
 
 def _best_top1(place: Path) -> float | None:
-    """Returns the highest validation top-1 of the run in ``place``, 0..1; None: not evaluated."""
+    """Returns the highest validation top-1 of the run in ``place``, 0..1, if evaluated."""
     report = place / "report.json"
     best: float | None = read_written(report).get("best_top1") if report.exists() else None
     return best

@@ -38,34 +38,34 @@ from ..config import (
 
 # settings that are paths
 _PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
-# text and choices, whose annotations are text
+# text and choices: their annotations are text
 _TEXTS = {path for path, _, leaf in walk(Config()) if re.match("str|(?!Any)[A-Z]", str(leaf.type))}
 _TEXTS.update(_PATHS)
 
-# the settings of this process' sweep
+# the settings of this process's sweep
 sweeps: list[DictConfig] = []
 
 
 class Begun(Callback):
-    """Notes the settings of a sweep that begins."""
+    """Records the settings of a starting sweep."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Keeps ``config``."""
         sweeps.append(config)
 
 
-# by the name of Hydra's own, which a launcher would else register beside it
+# named like Hydra's own, which a launcher would otherwise register too
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Files of settings: text stays as it was written, and a group of the user's may set anything.
+    """Config files in which text stays as written and the user's own groups may set anything.
 
-    Hydra would make 1200000.0 of the name 12e5. It puts the settings of ``mygroup/`` below that
-    name unless the file begins with ``# @package _global_``, and there is no such section.
+    Hydra would turn the name 12e5 into 1200000.0, and put the settings of ``mygroup/`` into a
+    section of that name, which does not exist, unless it begins with ``# @package _global_``.
     """
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Returns the file ``config_path`` of this folder, such as ``experiment/mine``."""
         file = Path(self.path, self._normalize_file_name(config_path))
-        # Windows editors begin a file with a mark
+        # Windows editors begin a file with a byte order mark
         with file.open(encoding="utf-8-sig") as text:
             header = self._get_header_dict(text.read())
             text.seek(0)
@@ -83,10 +83,10 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def _tag_texts(node: Any, path: str) -> None:
-    """Tags the numbers and truth values of text settings in ``node`` as text."""
+    """Tags numbers and booleans of text settings in ``node`` as text."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            # what << merges stands beside its own
+            # << merges keys into its parent
             name = "" if key.value == "<<" else f".{key.value}"
             _tag_texts(value, f"{path}{name}".lstrip("."))
     elif path in _TEXTS and re.search(r":(int|float|bool)$", node.tag):
@@ -94,24 +94,24 @@ def _tag_texts(node: Any, path: str) -> None:
 
 
 def cli_overrides(chosen: HydraConf) -> tuple[str, ...]:
-    """Returns what the command line asked for.
+    """Returns the command line's settings.
 
-    First the flags that name other folders or files of settings, then the overrides.
+    First the flags for other config folders or files, then the overrides.
     """
     places = {source.provider: source.path for source in chosen.runtime.config_sources}
     flags = {"path": places.get("main"), "name": chosen.job.config_name}
     flags["dir"] = places.get("command-line")
     usual = {"path": str(CONF), "name": "config", "dir": None}
     others = [f"--config-{name}={flags[name]}" for name in flags if flags[name] != usual[name]]
-    # as they were written: an item of the list itself is resolved
+    # as written: items of the list itself are resolved
     overrides: Any = OmegaConf.to_container(chosen.overrides.task)
     return (*others, *overrides)
 
 
 def args_parser() -> ArgumentParser:
-    """Returns Hydra's parser of the command line."""
+    """Returns Hydra's command-line parser."""
     kind: Any = ArgumentParser
-    # Python 3.14 refuses a help text of Hydra's, which is made only when it is shown
+    # Python 3.14 rejects one of Hydra's help texts, which is rendered lazily
     kind._check_help = lambda *_: None
     try:
         found: ArgumentParser = get_args_parser()
@@ -121,18 +121,18 @@ def args_parser() -> ArgumentParser:
 
 
 def prepared(arguments: list[str]) -> Namespace:
-    """Returns the command line's ``arguments`` as Hydra's own parser reads them.
+    """Parses the command line's ``arguments`` with Hydra's own parser.
 
-    A ``--config-path`` is in the current folder; Hydra would look beside its caller. Flags may
-    stand anywhere. ``model=`` takes any name that ``model.name=`` takes.
+    A ``--config-path`` is relative to the current folder; Hydra would use its caller's. Flags may
+    appear anywhere. ``model=`` accepts any name that ``model.name=`` accepts.
 
     Raises:
-        ConfigError: a flag that there is not, such as ``--lr 0.1``.
+        ConfigError: a flag is unknown, such as ``--lr 0.1``.
     """
     parser = args_parser()
-    # its own would print its usage
+    # the default would print the usage
     parser.error = _refused  # type: ignore[method-assign]
-    # torch.distributed.launch and DeepSpeed add it, and set the variable too
+    # torch.distributed.launch and DeepSpeed add it, and also set the variable
     added = f"--local-rank={os.environ.get('LOCAL_RANK')}"
     arguments = [text for text in arguments if text.replace("_", "-") != added]
     read, unknown = parser.parse_known_intermixed_args(arguments)
@@ -144,7 +144,7 @@ def prepared(arguments: list[str]) -> Namespace:
     # pkg://... is Hydra's
     if read.config_path and "://" not in read.config_path:
         read.config_path = str(Path.cwd() / read.config_path)
-    # a folder of the user's may have networks of its own
+    # the user's config folders may have their own networks
     folders = [Path(folder) for folder in (read.config_path, read.config_dir) if folder]
     networks = [file.stem for at in (CONF, *folders) for file in at.glob("model/*.yaml")]
     # only a sweep lists several values
@@ -154,11 +154,11 @@ def prepared(arguments: list[str]) -> Namespace:
 
 
 def _as_written(text: str, networks: Sequence[str], grammar: str) -> str:
-    """Returns a setting as Hydra takes it; ``model=`` with none of ``networks`` is a name.
+    """Returns a setting for Hydra; ``model=`` with none of ``networks`` becomes ``model.name=``.
 
-    ``~`` is the home folder in paths, which no shell puts there. Text and choices are quoted where
-    Hydra would take them for numbers: 1.50 for 1.5, and ``mode=2`` for the second choice. A value
-    in which ``grammar`` is found is left to Hydra's.
+    ``~`` in paths is expanded, which no shell does there. Text and choices are quoted if Hydra
+    would read them as numbers: 1.50 as 1.5, and ``mode=2`` as the second choice. Values that match
+    ``grammar`` are left to Hydra.
     """
     name, equals, value = text.partition("=")
     if value.startswith("~") and name.lstrip("+") in _PATHS:
@@ -176,38 +176,38 @@ def _refused(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help")
 
 
-_HELP = """train.py: train an image classifier on a feed that keeps the device busy.
+_HELP = """train.py: train an image classifier without starving the GPU.
 
-  python train.py loader.autotune=true                  the generated data set, tuned.
+  python train.py loader.autotune=true                  the generated dataset, tuned.
   python train.py data=imagefolder data.root=FOLDER     your own images.
   python train.py mode=predict resume=RUN data.root=DIR the classes of other images.
   python train.py mode=export resume=RUN                the network as one file.
-  python train.py -m loader.num_workers=0,1,2           one run for each value.
+  python train.py -m loader.num_workers=0,1,2           one run per value.
   python train.py page multirun/DATE/TIME               one page for all runs of a sweep.
   python train.py compare outputs/first outputs/second  runs side by side, as a table.
   python train.py --version                             the versions of wellfed, torch and Python.
 
-Where the project is installed, the command wellfed takes the same words, in any folder.
+If the project is installed, the command wellfed accepts the same arguments, in any folder.
 
-A run leaves its files in outputs/ in the folder where it is started.
+A run writes its files to outputs/ in the current folder.
 
-Choices that bring values of their own:
+Choices that set several values:
 """
 
 
 _SETTINGS = """
-Every setting with its value as this command line has it; add data=cifar10 to see what that changes.
+All settings with their current values; add data=cifar10, for example, to see its changes.
 """
 
 
 def help_text(config: Config) -> str:
-    """Returns the page of ``--help``: the calls, the choices, every setting with its value."""
+    """Returns the text of ``--help``: the calls, the choices, all settings with their values."""
     lines = []
     for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
         values = choices(name)
         if name == "model":
             values += [
-                "any classifier of torchvision",
+                "any torchvision classifier",
                 "timm/NAME",
                 "or model.name=my_module:build",
             ]
@@ -227,20 +227,20 @@ def help_text(config: Config) -> str:
 
 
 def register(*, helps: bool = False) -> None:
-    """Gives Hydra the schema, the help page where it ``helps``, defaults for folders and sweepers.
+    """Registers the schema, the help page if ``helps``, and defaults for folders and sweepers.
 
-    The last replace Hydra's own rather than standing in ``conf/config.yaml``: they also hold for a
-    run that starts from the ``.hydra`` folder of another.
+    The defaults replace Hydra's own instead of being in ``conf/config.yaml``, so they also apply to
+    a run that starts from another's ``.hydra`` folder.
     """
     if helps:
-        # lists of every choice, which the help page lacks, would take a second
+        # listing every choice, which the help page omits, would take a second
         Hydra.format_config_groups = lambda *_: ""  # type: ignore[method-assign]
 
     def help_page(*, _root_: DictConfig) -> str:
-        # Hydra resolves this for every run, which would cost each 15 ms
+        # Hydra resolves this for every run, at 15 ms each
         return help_text(typed_settings(_root_)).replace("$", "$$") if helps else ""
 
-    # every name that conf/config.yaml and the defaults below refer to
+    # the names that conf/config.yaml and the defaults below use
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)
     for path in MAPPINGS:
@@ -260,20 +260,20 @@ def register(*, helps: bool = False) -> None:
         sweep=SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}"),
         job=JobConf(name="train", chdir=False),
         callbacks={"wellfed": {"_target_": f"{__name__}.{Begun.__name__}"}},
-        # job.run writes .hydra, once the folder is known to be this run's
+        # job.run writes .hydra, once the folder belongs to this run
         output_subdir=None,
     )
     store.store(group="hydra", name="config", node=node, provider="hydra")
     ranks = os.environ.get("WORLD_SIZE", "")
-    # not by RANK alone, which another launcher may have left
+    # not by RANK alone, which another launcher may have set
     started = ranks.isdecimal() and ("TORCHELASTIC_RUN_ID" in os.environ or int(ranks) > 1)
     store.store(group="dist", name="default", node={"name": "torchrun" if started else "single"})
-    # plugins store theirs
+    # plugins register theirs
     Plugins.instance()
     SourcesRegistry.instance().types["file"] = FileConfigSource
     for sweeper in store.repo["hydra"]["sweeper"].values():
-        # none in a group of samplers
+        # groups of samplers have none
         stored = getattr(sweeper, "node", {})
         if "direction" in stored:
-            # of the best top-1 that a job returns
+            # of the best top-1, which a job returns
             stored["direction"] = "maximize"

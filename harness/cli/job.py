@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..tuning.tuner import Tuned
 
 
-# settings that may name a function of the user's
+# settings that may name a user-defined function
 _PARTS = (
     "model.name", "data.name", "optim.name", "optim.loss", "augment.own", "augment.own_batch",
 )  # fmt: skip
@@ -37,10 +37,10 @@ class Job:
 
     Attributes:
         config: its settings.
-        folder: where its files go.
-        overridden: what its command line set.
+        folder: the folder of its files.
+        overridden: its command-line overrides.
         written: the files of ``.hydra/`` by name, as YAML.
-        began_s: when it began, on ``time.perf_counter``.
+        began_s: its start, on ``time.perf_counter``.
     """
 
     config: Config
@@ -51,16 +51,16 @@ class Job:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the folder may hold the run that this one resumes."""
+        """Whether the folder may hold the run to resume."""
         return self.config.mode is Mode.train and self.config.resume is not None
 
 
 def check(config: Config) -> None:
-    """Refuses names of networks, data sets and files that there are not, without importing torch.
+    """Checks names of networks, datasets and files, without importing torch.
 
     Raises:
-        ConfigError: there is no such network or data set, or another launcher.
-        CheckpointError: there is no such file.
+        ConfigError: a network or dataset does not exist, or the launcher is another one.
+        CheckpointError: a file does not exist.
         DataError: ``data.root`` is no folder.
     """
     _check_launcher(config.dist.name)
@@ -77,16 +77,16 @@ def check(config: Config) -> None:
         folder.check_folder(root)
     resume = config.resume
     weights = config.model.weights
-    # one rank reads it for all
+    # the first rank reads it for all
     if folder.is_first_rank() and resume not in (None, "auto") and not os.path.exists(resume):
         raise CheckpointError(f"resume={resume}: no such checkpoint; use null, auto or a path")
-    # a resumed run reads no other weights
+    # a resumed run ignores them
     if resume is None and weights not in (None, "DEFAULT") and not os.path.exists(weights):
         raise CheckpointError(f"model.weights={weights}: no such file; use null, DEFAULT or a path")
 
 
 def _check_launcher(kind: DistName) -> None:
-    """Refuses what no launcher sets; removes what dist=single and dist=spawn would misread."""
+    """Checks the launcher's variables; unsets what dist=single and dist=spawn would misread."""
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
     if kind is DistName.torchrun:
         for name in (*names, "LOCAL_WORLD_SIZE", "MASTER_PORT"):
@@ -98,7 +98,7 @@ def _check_launcher(kind: DistName) -> None:
                 )
     elif os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            f"dist={kind.name}: started by torchrun, whose processes would not meet; add "
+            f"dist={kind.name}: started by torchrun, whose ranks would not connect; add "
             "dist=torchrun, or unset WORLD_SIZE"
         )
     else:
@@ -107,7 +107,7 @@ def _check_launcher(kind: DistName) -> None:
 
 
 def run(index: int, job: Job) -> None:
-    """Does one run, in the processes that ``dist=`` asks for; ``index`` is 0."""
+    """Runs one job, in the processes that ``dist`` requires; ``index`` is 0."""
     if folder.is_first_rank():
         folder.own(job.folder)
         # hydra.run.dir and a sweep's run.name may name any folder
@@ -115,7 +115,7 @@ def run(index: int, job: Job) -> None:
             folder.refuse_used(job.folder)
         if not (job.goes_on and (job.folder / ".hydra").exists()):
             folder.write_settings(job.folder, job.written)
-        # nobody may read it
+        # stdout may be closed
         with suppress(OSError):
             name = printable(os.path.relpath(job.folder))
             print(f"run folder: {name}\nloading torch ...", flush=True)
@@ -126,12 +126,12 @@ def run(index: int, job: Job) -> None:
 
 
 def main_worker(local_rank: int, job: Job) -> None:
-    """Does one rank of a run, in its own process or in this one."""
+    """Runs one rank, in its own process or in this one."""
     config = job.config
     loader = config.loader
     is_own = user_code.is_own(config.data.name)
-    # for the fork server, whenever it starts; the transforms of a user's data set need torchvision,
-    # which each worker would import, the next epoch's too
+    # for the fork server, whenever it starts; the transforms of a user's dataset need torchvision,
+    # which each worker would otherwise import, in every epoch
     preload = ["hydra", "wellfed.feed.processes", "wellfed.data.datasets"]
     forkserver.set_forkserver_preload(preload + ["torchvision"] * is_own)
     processes = is_own or schema.named_backend(config) is BackendName.processes
@@ -155,7 +155,7 @@ def main_worker(local_rank: int, job: Job) -> None:
         from ..runtime import seeding
         from ..training import resume
 
-        # before anything reads the settings, and the same on every rank
+        # before any use of the settings, and identical on every rank
         if config.model.weights is not None:
             config = resume.settings(config, None, job.overridden)
         saved = resume.find(config, job.folder, world)
@@ -167,7 +167,7 @@ def main_worker(local_rank: int, job: Job) -> None:
 
 
 def _feeds(config: Config, saved: Saved | None, world: World) -> Feeds:
-    """Opens the data set, or what is evaluated."""
+    """Opens the training or the evaluated dataset."""
     from ..data import datasets
     from ..feed.feeds import Feeds
 
@@ -181,7 +181,7 @@ def _feeds(config: Config, saved: Saved | None, world: World) -> Feeds:
 
 
 def _verify(world: World, job: Job) -> None:
-    """Reads every image of the data set."""
+    """Reads every image of the dataset."""
     from ..data import datasets
     from ..diagnose.verify import verify
     from ..feed.feeds import Feeds
@@ -191,7 +191,7 @@ def _verify(world: World, job: Job) -> None:
     signals.set_grace(config.checkpoint.grace_s)
     data = config.data
     if user_code.is_own(data.name):
-        # opening it must not end at the first bad sample
+        # opening must not fail at the first bad sample
         data = replace(data, on_error=OnError.skip)
     splits = datasets.load(data, config.augment, config.seed, world.gathered)
     feeds = Feeds(splits, config, world)
@@ -199,11 +199,11 @@ def _verify(world: World, job: Job) -> None:
 
 
 def _apply(world: World, job: Job, saved: Saved | None) -> None:
-    """Predicts with the network of a checkpoint, or exports it."""
+    """Predicts with a checkpoint's network, or exports it."""
     from ..inference.loaded import export
     from ..inference.predict import predict
 
-    # resume.find raises where there is nothing
+    # resume.find raises if there is none
     assert saved is not None
     signals.set_grace(job.config.checkpoint.grace_s)
     if job.config.mode is Mode.export:
@@ -224,7 +224,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     from ..tuning.training_steps import TrainingBenchmark
 
     config = job.config
-    # all is imported, and what follows looks for signals
+    # imports are done, and the code below checks for signals
     signals.set_grace(config.checkpoint.grace_s)
     feeds = _feeds(config, saved, world)
     splits = feeds.splits
@@ -235,12 +235,12 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     resumed = None if config.resume is None else state.step
     allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
     first = schema.train_size(config.data, state.epoch)
-    # the first one comes last, for the feeds keep the last size
+    # the first one comes last: the feeds keep the last size
     sizes = [*sorted({*schema.train_sizes(config.data)} - {first}), first]
     plans = {size: feeds.resize(size).settings(allowed) for size in sizes}
     val = feeds.val_settings(plans[first])
     if job.goes_on and world.is_main:
-        # no check fails from here on
+        # all checks have passed
         folder.write_settings(job.folder, job.written)
     signals.check()
     with watched(config, world, job.folder, job.began_s, resumed) as monitor:
@@ -261,7 +261,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
             plans[size], val = report.settings, report.val
         on_device = plans[first].backend == "arrays" and accelerator.get(world.device).has_streams
         if config.mode is Mode.train and on_device and (not found or report.reused):
-            # a step first takes what the network needs: images get of the rest
+            # a step first allocates the network's memory; images get the rest
             with trials.preserved_state():
                 trials.demand(feeds.noise(config.loader.batch_size), 0.0)
         # normalize -> step -> evaluate -> save

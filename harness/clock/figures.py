@@ -2,8 +2,8 @@
 
 Times and fractions measured by the clock are fields of ``Window``, other metrics members of
 ``Tag``, each with its tag, unit, description and chart in the report. Tags, the keys of
-``report.json`` and the report follow. A new step time is a field here and a call of
-``Ledger.count`` where it is measured.
+``report.json`` and the report follow. To add a step time, add a field here and
+a call to ``Ledger.count`` where it is measured.
 
 Imports only the standard library.
 """
@@ -263,7 +263,7 @@ class Window:
 class Ledger:
     """The sums behind a ``Window``, in fixed memory; the clock and the device's timeline add to it.
 
-    Quantiles of a time are within 1 % (below a microsecond: within a microsecond), the maximum is
+    Quantiles of a time are within 1% (below a microsecond: within a microsecond); the maximum is
     exact. Bucket bounds grow by a constant factor (DDSketch; Masson, Rim and Lee, VLDB 2019).
 
     Attributes:

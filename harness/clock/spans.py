@@ -17,7 +17,7 @@ _mark: Mark | None = None
 
 
 def named(name: str) -> AbstractContextManager[Any]:
-    """Returns a block that a trace shows as ``name``; nearly free if nothing records."""
+    """Returns a block that a trace shows as ``name``; nearly free if nothing is recording."""
     return _NOTHING if _mark is None else _mark(name)
 
 

@@ -353,7 +353,7 @@ def roofline(cores: float, *each_s: float) -> float:
 
 
 def workers_for(images_per_s: float, wall_s: float) -> int:
-    """Returns the fewest workers for a rate, if a sample takes a worker ``wall_s``.
+    """Returns the number of workers for a rate, if a worker takes ``wall_s`` per sample.
 
     At least 1; a twentieth of a worker is rounded down.
     """

@@ -112,7 +112,7 @@ def md5_of(path: Path) -> str:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Holds a lock on the file ``path``, which exists in the meantime.
+    """Holds a lock on the file ``path``, which exists while the lock is held.
 
     A killed process leaves no lock behind. Anything but a regular file is replaced.
 

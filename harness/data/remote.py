@@ -22,7 +22,7 @@ class RemoteStore:
     """The objects below ``root``, an address such as ``s3://BUCKET/FOLDER``.
 
     Credentials, regions and endpoints come from the environment, as obstore's builders read them.
-    Messages hold none of a server's addresses, which may be signed.
+    Messages never include server URLs, which may be signed.
 
     Raises:
         ConfigError: ``root`` is no such address.

@@ -97,8 +97,8 @@ class CropTransform:
         """Writes ``image``, uint8 ``[H, W, 3]``, into ``out``, uint8 ``[3, S, S]`` of any strides.
 
         Everything random comes from ``rng``: the crop first, then the flips. ``image`` is not
-        changed. ``lap`` is called with its name at the end of each of the ``stages``. A ``part`` of
-        ``image`` was already drawn from ``rng``. Several threads may call at once.
+        changed. ``lap`` is called with the stage's name at the end of each of the ``stages``. A
+        ``part`` of ``image`` was already drawn from ``rng``. Several threads may call at once.
 
         Raises:
             ValueError: the image is so narrow that its resized version would not fit in memory.

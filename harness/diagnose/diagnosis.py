@@ -1,11 +1,10 @@
 """Runs ``mode=diagnose``: measures the bottleneck of the user's settings in a minute.
 
-Differential runs each leave a part of training out: G is the step without loading, P loading
-without the step, A both, F reading cold files. The method is DS-Analyzer's (Mohan, Phanishayee,
-Raniwala and Chidambaram, VLDB 2021) on the user's own data set, network and loader. What does not
-fit into the time is left out, with a note. A change is estimated by the tuner's
-``Model`` with and without it; what real steps got is scaled by the ratio, so that
-what the model leaves out is left out on both sides.
+Differential runs each omit a part of training: G is the step without loading, P loading without the
+step, A both, F reading cold files. The method is DS-Analyzer's (Mohan, Phanishayee, Raniwala and
+Chidambaram, VLDB 2021) on the user's own dataset, network and loader. Runs that do not fit into the
+time are skipped, with a note. A change is estimated by the tuner's ``Model`` with and without it;
+the measured throughput is scaled by the ratio, so that omissions of the model cancel.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _WHAT = {
     "": "loader only, files as they are",
     "G": "training steps on one preloaded batch",
     "G16": "the same in trainer.precision=bf16",
-    "A": "steps on the feed",
+    "A": "steps with the loader",
     "P": "loader only, files already read",
     "F": "reading cold files",
 }
@@ -77,8 +76,8 @@ class FirstReads(Feeds):
     """Feeds whose probes read new samples, or while ``warm`` the last ones again.
 
     Attributes:
-        warm: go round the samples of the last probe that were seen.
-        meter: of the feed that was made last.
+        warm: repeat the samples seen by the last probe.
+        meter: of the latest feed.
     """
 
     warm = False
@@ -103,16 +102,16 @@ def files_of(source: Source) -> list[str]:
 
 
 def short_sides(source: Source) -> list[int]:
-    """Returns the shorter sides in pixels of some 24 samples, as many as a second allows.
+    """Returns the shorter sides in pixels of up to 24 samples, within a second.
 
-    Samples that are no image files are left out.
+    Samples that are no image files are skipped.
     """
     found: list[int] = []
     end = time.perf_counter() + 1.0
     for i in evenly_spaced(len(source), 24):
         if time.perf_counter() > end:
             break
-        # what is no image file raises something, and damaged bytes make Pillow raise anything
+        # other files raise something, and damaged bytes make Pillow raise anything
         with suppress(Exception):
             data: Any = source.read(i)[0]
             plugin: Any = reader(data)
@@ -121,10 +120,10 @@ def short_sides(source: Source) -> list[int]:
 
 
 def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
-    """Returns files/s from cold storage, read ``readers`` at a time; or why that is not known.
+    """Returns files/s from cold storage, read ``readers`` at a time, or why that is unknown.
 
-    The files are dropped from the page cache, and nothing is decoded. Other caches stay as they
-    are: those of a disk, of a virtual machine's host or of a file server.
+    The files are dropped from the page cache, and nothing is decoded. Other caches stay: those of a
+    disk, of a virtual machine's host or of a file server.
     """
     if not files:
         return "the samples are no files of their own"
@@ -143,7 +142,7 @@ def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
             raise RuntimeError(f"{path}: cannot be read: {error.strerror or error}") from error
 
     try:
-        # what this process has had from storage, not from the page cache
+        # bytes that this process has read from storage, not from the page cache
         before = psutil.Process().io_counters().read_bytes
         with ThreadPoolExecutor(readers) as pool:
             for _ in pool.map(work, files):
@@ -163,7 +162,7 @@ def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
 
 @dataclass(slots=True)
 class Session:
-    """One diagnosis: the runs in turn, for as long as there is time.
+    """One diagnosis: the runs in turn, while time is left.
 
     Every rank makes the same calls.
     """
@@ -176,14 +175,14 @@ class Session:
     now: Callable[[], float] = time.perf_counter
     fetch: Callable[..., Rate | str] = cold_fetch
     notes: list[str] = field(default_factory=list)
-    has_seen: bool = False  # every rank has read a whole batch, which can be read again
+    has_seen: bool = False  # every rank has read a whole batch, for reading again
 
     def run(self, settings: FeedSettings) -> dict[str, Any]:
-        """Returns what all runs gave with ``settings``, by the names of ``Figures``.
+        """Returns the results of all runs with ``settings``, by the names of ``Figures``.
 
         Raises:
             BadSample: a sample cannot be read.
-            LoaderError: loading does not work at all.
+            LoaderError: loading fails.
         """
         loading = self._supply(settings)
         cost = loading.cost
@@ -196,7 +195,7 @@ class Session:
         self.has_seen = self.lab.ranks.smallest(len(self.probes.cursor.seen)) > 0
         stages = self.probes.meter.read() if self.probes.meter else None
         if not stages or not stages.samples:
-            # no whole batch came: only what single samples took is known
+            # no whole batch came: only times of single samples are known
             stages = StageTotals(1, cost.wall_s, {SAMPLE: StageCost(cost.wall_s, cost.cpu_s)})
         found = {
             "settings": settings,
@@ -208,7 +207,7 @@ class Session:
             "copy_per_s": None,
         }
         try:
-            # from pageable and from page-locked memory, on a CUDA device
+            # from pageable and from pinned memory, on a CUDA device
             seconds = self.lab.copies_s()
         except RuntimeError as error:
             seconds = None
@@ -218,7 +217,7 @@ class Session:
         return found | {"notes": self.notes}
 
     def in_bf16(self, trainee: TrainingBenchmark) -> Rate | None:
-        """Returns G in bfloat16; None: no time is left."""
+        """Returns G in bfloat16; None if no time is left."""
         if self._left_s() < 3 * _DEMAND_S:
             self._row("G16", None, "", _LATE)
             return None
@@ -230,15 +229,15 @@ class Session:
     def _rounds(self, settings: FeedSettings, sample_s: float) -> dict[str, Any]:
         """Returns G and A, of three rounds if time allows; a sample took ``sample_s`` to load.
 
-        In turn, so that both have the same neighbours; G is measured at least once.
+        They alternate, to face the same contention; G is measured at least once.
         """
         demands: list[tuple[Rate, float]] = []
         steps: list[tuple[Rate, float]] = []
-        # P, F and their workers need some of the time
+        # reserved for P, F and their workers
         after_s = 2 * _LOADING_S + _FETCH_S + _START_S
         for _ in range(_ROUNDS):
             began = self.now()
-            # by the mean, as real steps are counted: the two are to be compared
+            # by the mean, to be comparable with real steps
             demands.append(self.lab.demand(_DEMAND_S, Rate.of))
             trial = self._steps(settings, sample_s, demands[-1][0])
             if trial.rate:
@@ -253,7 +252,7 @@ class Session:
         }
         delivered, wait_fraction = found.get("A", (None, None))
         self._row("G", found["G"][0])
-        remark = "" if settings.num_workers else "on images that were read before"
+        remark = "" if settings.num_workers else "on images read before"
         self._row("A", delivered, remark, trial.refused)
         return {
             "demand": found["G"][0],
@@ -263,15 +262,15 @@ class Session:
         }
 
     def _steps(self, settings: FeedSettings, sample_s: float, demand: Rate) -> Trial:
-        """Returns real steps, refused where the first few would take longer than there is time.
+        """Returns real steps, refused if the first few would exceed the time left.
 
-        Without workers this process reads itself, and could not give up a file that does not come:
-        it reads what came before.
+        Without workers this process itself reads, and could not abandon a file that hangs, so it
+        rereads earlier samples.
         """
         workers = settings.num_workers
         batch_s = settings.batch_size * sample_s
         each_s = settings.batch_size / demand.images_per_s + batch_s / max(1, workers)
-        # the first batch, some that are not counted, two that are
+        # the first batch, some uncounted ones, two counted ones
         need_s = _START_S + batch_s + _STEPS_S + 4 * each_s
         if not workers and not self.has_seen:
             refused = _UNREAD
@@ -284,7 +283,7 @@ class Session:
         return Trial(settings, "steps", refused=refused)
 
     def _warm(self, settings: FeedSettings) -> Trial | None:
-        """Returns P; None: no time is left, or nothing was read before."""
+        """Returns P; None if no time is left, or nothing was read before."""
         missing: str | None = _LATE
         if not self.has_seen:
             missing = _UNREAD
@@ -297,7 +296,7 @@ class Session:
         return None
 
     def _cold(self, readers: int) -> Rate | None:
-        """Returns F of the slowest rank; None: a rank could not measure it."""
+        """Returns F of the slowest rank; None if a rank could not measure it."""
         limit_s = min(_FETCH_S, self._left_s() - _START_S)
         found: Rate | str = _LATE
         if limit_s > 0:
@@ -311,11 +310,11 @@ class Session:
         return slowest
 
     def _left_s(self, less_s: float = 0.0) -> float:
-        """Returns seconds left to the rank that has the fewest, after ``less_s`` of its own."""
+        """Returns the fewest seconds left to any rank, after ``less_s`` of its own."""
         return self.lab.ranks.smallest(self.ends + self.lab.first_s - self.now() - less_s)
 
     def _supply(self, settings: FeedSettings) -> Trial:
-        """Returns loading alone, of at least one worker: a worker that hangs can be ended."""
+        """Returns loader-only throughput, with a worker at least: if it hangs, it can be ended."""
         working = replace(settings, num_workers=max(1, settings.num_workers))
         return self.lab.attempt(working, "supply", _LOADING_S)
 
@@ -329,41 +328,40 @@ class Session:
 
 
 def _middle(rates: list[Rate]) -> Rate:
-    """Returns the median rate, with the interval of their order; a single one as is."""
+    """Returns the median rate, with its order-statistics interval; a single one as is."""
     if len(rates) == 1:
         return rates[0]
     return Rate.typical([rate.images_per_s for rate in rates], [1.0] * len(rates))
 
 
-# the rates are too uneven, or other programs' too
+# the rates are too uneven, or include other programs
 _NO_CEILING = ("unknown", "neighbours")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a diagnosis measured, and what follows by arithmetic; None: not measured.
+    """The measurements of a diagnosis, and derived figures; None: not measured.
 
     Attributes:
         settings: the loader's.
         demand: G, images/s of the step on a preloaded batch.
         in_bf16: the same in bfloat16.
-        step_cpu_s: processor seconds of the step per image.
-        loading: loading alone, the files as they were.
-        stages: what the workers spent in it.
+        step_cpu_s: CPU seconds of the step per image.
+        loading: loader only, the files as they were.
+        stages: the workers' time in it, by stage.
         model: of throughput, by the cost of a sample with the files as they are.
-        warm: P, loading alone, the files read before.
-        delivered: A, images/s of real steps; without workers on samples that were read before.
-        wait_fraction: share of their time in which these waited for data.
+        warm: P, loader only, the files read before.
+        delivered: A, images/s of real steps; without workers on samples read before.
+        wait_fraction: fraction of their time in which these waited for data.
         fetch: F, reading cold files.
-        copy_per_s: images/s that copies to a CUDA device give, from the memory that the settings
-            ask for.
-        notes: what was left out, and why, a sentence each.
+        copy_per_s: images/s of copies to a CUDA device, from the memory that the settings choose.
+        notes: skipped runs with reasons, a sentence each.
         device: cpu, cuda or mps.
-        cores_from: where the number of cores is said.
+        cores_from: source of the number of cores.
         image_size: side of the crop in pixels.
         short_sides: of some stored images, in pixels.
         fits: why settings do not fit into this machine, or None.
-        others: cores that other programs took meanwhile; None: they spoilt nothing.
+        others: cores that other programs used meanwhile; None if harmless.
     """
 
     settings: FeedSettings
@@ -388,31 +386,31 @@ class Figures:
 
     @property
     def estimated(self) -> float:
-        """Images/s that steps get as the model says."""
+        """Images/s of steps by the model."""
         return self.model.delivered(self.settings.num_workers)
 
     @property
     def measured(self) -> float | None:
-        """Images/s that real steps got; None: they were not measured, or not on first reads."""
+        """Images/s of real steps; None if not measured, or not on first reads."""
         cost = self.model.cost
-        # without workers, steps ran on samples that were read before: their waits are left out
+        # without workers, steps ran on samples read before, without their waits
         if self.delivered and (self.settings.num_workers or cost.cpu_s > 0.5 * cost.wall_s):
             return self.delivered.images_per_s
         return None
 
     @property
     def got(self) -> float:
-        """Images/s that steps get: as measured, else as the model says."""
+        """Images/s of steps: measured, else by the model."""
         return self.measured or self.estimated
 
     @property
     def ceiling(self) -> float:
-        """Speed-up if loading were free."""
+        """Speedup if loading were free."""
         return max(1.0, self.model.demand / self.got)
 
     @property
     def lost(self) -> float:
-        """Share of the time that loading costs: steps wait, and are faster without loading."""
+        """Fraction of time lost to loading: steps wait, and are faster without loading."""
         lost = 1 - 1 / self.ceiling
         if self.measured and self.wait_fraction is not None:
             return min(lost, self.wait_fraction)
@@ -420,7 +418,7 @@ class Figures:
 
     @property
     def most_workers(self) -> int:
-        """The fewest workers that give all that can be had, of those that fit."""
+        """The fewest workers, of those that fit, for the highest throughput."""
         own = self.settings
         model = self.model
         # no more than the tuner would try
@@ -428,7 +426,7 @@ class Figures:
         wanted = min(model.workers_for(model.reachable), cap)
         while wanted > 1 and self.fits(replace(own, num_workers=wanted)):
             wanted -= 1
-        # 0 of a backend that never has workers
+        # 0 for a backend that never has workers
         return replace(own, num_workers=wanted).num_workers
 
 
@@ -439,10 +437,10 @@ def judged(found: Figures, **network: Any) -> Verdict:
         found: the figures.
         network: ``trainer`` and ``half_precision``, as ``Evidence`` has them.
     """
-    # batches that are made in time and reach the step late wait for copies, or to be handed over
+    # batches that are made in time but late at the step wait for copies or transfers
     where = "make"
     if found.got < 0.8 * found.estimated:
-        # copies alone give hardly more than the steps get: copies are what fills the time
+        # copies are hardly faster than the steps, so they fill the time
         where = "move" if (found.copy_per_s or math.inf) < 1.25 * found.got else "transport"
     window = replace(
         Ledger().window(),
@@ -477,12 +475,12 @@ def judged(found: Figures, **network: Any) -> Verdict:
 
 
 def what_ifs(found: Figures, bottleneck: str) -> dict[str, float]:
-    """Returns images/s under each change, the ceiling first; nothing where there is no ceiling."""
+    """Returns images/s under each change, the ceiling first; nothing if there is no ceiling."""
     if bottleneck in _NO_CEILING:
         return {}
     got = found.got
     rates = {"loading were free (the ceiling)": max(found.model.demand, got)}
-    # changes that leave handing over alone do not help where that is the limit
+    # if transfers are the limit, changes elsewhere do not help
     if bottleneck not in ("transport", "copy"):
         copies = found.copy_per_s or math.inf
         for change, model, workers in _changes(found):
@@ -509,7 +507,7 @@ def _changes(found: Figures) -> Iterator[tuple[str, Model, int]]:
             wider = replace(model, cores=model.cores + more, demand=faster * model.demand)
             yield f"{more} more core{'s' * (more > 1)}, and a worker for each", wider, own + more
 
-    # what a sample would cost less, as shares of its wall and of its processor time
+    # savings per sample, as fractions of its wall and CPU time
     stages = found.stages.stages
     sample = worker_cost(found.stages)
     assert sample is not None
@@ -517,7 +515,7 @@ def _changes(found: Figures) -> Iterator[tuple[str, Model, int]]:
     read, decode = (stages.get(name, StageCost(0.0, 0.0)) for name in ("read", "decode"))
     wall = (read.wall_s + decode.wall_s) / whole_s
     cpu = (read.cpu_s + decode.cpu_s) / max(whole_cpu_s, 1e-9)
-    # what reading waits for, but for a processor
+    # waiting of reads for anything but a core
     waits = (read.wall_s - sample.contention * read.cpu_s) / whole_s
     savings = {
         "a disk twice as fast": (waits / 2, 0.0),
@@ -543,22 +541,22 @@ def diagnose(
     overridden: Sequence[str],
     writer: RunWriter | None,
 ) -> dict[str, Any]:
-    """Returns what bounds training; the first rank prints it and writes ``diagnosis.json``.
+    """Returns the bottleneck; the first rank prints it and writes ``diagnosis.json``.
 
-    Takes at most a minute, without torch.compile. No trace stays: what steps change is put back,
-    random states are as before.
+    Takes at most a minute, excluding torch.compile. State changed by steps and random states are
+    restored.
 
     Args:
-        feeds: makes the feeds to be measured.
+        feeds: makes the feeds to measure.
         trainee: the training step.
-        limits: what this rank may use.
-        overridden: what the user's command line set.
+        limits: resources available to this rank.
+        overridden: the command-line overrides.
         writer: writes it, only on the first rank.
 
     Raises:
         BadSample: a sample cannot be read.
-        ConfigError: the data set's stages cannot be told apart.
-        LoaderError: loading does not work at all.
+        ConfigError: the dataset has no separate stages.
+        LoaderError: loading fails.
     """
     begin = time.perf_counter()
     config = feeds.config
@@ -571,7 +569,7 @@ def diagnose(
     diagnosis = {
         "bottleneck": verdict.kind,
         "ceiling": None if verdict.kind in _NO_CEILING else found.ceiling,
-        # else what real steps get is estimated
+        # else the throughput of real steps is estimated
         "measured": found.measured is not None,
         "sentence": stated(verdict).sentence,
         "command": command(config, overridden, verdict, feeds.world),
@@ -590,19 +588,19 @@ def diagnose(
 
 
 def lines(diagnosis: Mapping[str, Any]) -> list[str]:
-    """Returns stages, changes, notes, the sentence, and what to type next."""
+    """Returns stages, changes, notes, the sentence and the next command."""
     rows = [
         (s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}")
         for s in diagnosis["stages"]
     ]
     found = [
         "a sample in a worker, files as they are",
-        *aligned(("stage", "kind", "ms", "of it on a processor"), rows),
+        *aligned(("stage", "kind", "ms", "CPU ms"), rows),
     ]
     if changes := diagnosis["what_ifs"]:
         found.append("what if (arithmetic from the figures above)")
         found += aligned(
-            ("", "images/s", "speed-up"),
+            ("", "images/s", "speedup"),
             [
                 (w["change"], str(Rate.exactly(w["images_per_s"])), f"{w['speedup']:.2f}x")
                 for w in changes
@@ -613,17 +611,17 @@ def lines(diagnosis: Mapping[str, Any]) -> list[str]:
 
 
 def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: float) -> Figures:
-    """Returns what runs until about ``ends`` found; warns of other programs."""
+    """Returns the figures of runs until about ``ends``; warns of other programs."""
     config = feeds.config
     world = feeds.world
     train = feeds.splits.train
     if not isinstance(train, ImageDataset):
         raise ConfigError(
-            "mode=diagnose: needs a source (docs/how-to/own-model-and-data.md); with a Dataset of "
-            "your own leave mode out: the run itself ends with a verdict"
+            "mode=diagnose: needs a source (docs/how-to/own-model-and-data.md); with your own "
+            "Dataset, omit mode: the run itself ends with a verdict"
         )
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
-    title = "diagnosing (at most a minute, nothing is trained)"
+    title = "diagnosing (up to a minute, no training)"
     columns = (" ", f"{'run':34}", "images/s    ", "")
     with trainee.preserved_state():
         add_row = live_table(title, columns)
@@ -632,7 +630,7 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
         probes = FirstReads(feeds.splits, replace(config, loader=loader), world)
         settings = world.agreed(probes.settings(limits))
         lab = LoaderBenchmark(probes, trainee, limits, world, batch=feeds.noise(size))
-        # what surrounds the runs takes time, and what is begun in time and ends late
+        # setup takes time, and runs may end late
         session = Session(lab, probes, train.source, add_row, ends - 5.0, notes=notes)
         runs = session.run(settings)
         trainer = config.trainer
@@ -646,7 +644,7 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
     if others is not None:
         log.warning("%s", neighbours.warning(others))
 
-    # with what a batch takes besides its samples
+    # including the time of a batch beyond its samples
     stages = runs["stages"]
     wall_s, cpu_s = (each / stages.samples for each in total(stages.stages.values()))
     loading = runs["loading"]
@@ -658,7 +656,7 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
         cores_from="quota" if limits.by_quota else "affinity",
         image_size=train.image_size,
         short_sides=short_sides(train.source),
-        # measured may have been smaller batches
+        # smaller batches may have been measured
         fits=lambda wanted: lab.refusal(replace(wanted, batch_size=config.loader.batch_size)),
         others=others,
     )
@@ -667,7 +665,7 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
 def fitting_batch(feeds: Feeds, trainee: TrainingBenchmark) -> tuple[int, list[str]]:
     """Returns the user's batch size, or one whose step takes 2 s, with a note.
 
-    Of longer steps, as on a CPU, a diagnosis would see too few.
+    A diagnosis would see too few longer steps, as on a CPU.
     """
     size = feeds.config.loader.batch_size
     if accelerator.get(trainee.device).has_streams:
@@ -685,7 +683,7 @@ def fitting_batch(feeds: Feeds, trainee: TrainingBenchmark) -> tuple[int, list[s
 
 
 def command(config: Config, overridden: Sequence[str], verdict: Verdict, world: World) -> str:
-    """Returns what to type next: the user's own overrides, and what would help most."""
+    """Returns the next command: the user's overrides, and the most helpful change."""
     more = "loader.autotune=true"
     if verdict.kind in _NO_CEILING:
         more = "mode=diagnose"

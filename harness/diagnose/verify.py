@@ -22,14 +22,14 @@ from ..runtime.errors import DataError
 
 
 def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
-    """Reads both sets by ``settings`` and writes ``bad_samples.jsonl`` anew in ``folder``.
+    """Reads both sets with ``settings`` and rewrites ``bad_samples.jsonl`` in ``folder``.
 
-    Every rank calls this, and reads its share. A cache is passed by: files are read. The list of a
-    set is written at its end.
+    Every rank calls this and reads its share. Caches are bypassed. The list of a set is written at
+    its end.
 
     Raises:
         DataError: an image cannot be read.
-        Interrupted: a signal was heard.
+        Interrupted: a signal was received.
     """
     if settings.backend == ARRAYS:
         settings = replace(settings, backend=THREADS)
@@ -37,7 +37,7 @@ def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
     total = 0
     is_main = feeds.world.is_main
     if is_main:
-        # of an earlier look
+        # of an earlier run
         (folder / FILE).unlink(missing_ok=True)
     with RunWriter(folder, tensorboard=False) if is_main else nullcontext() as writer:
         for name, dataset in (("training", feeds.splits.train), ("validation", feeds.splits.val)):
@@ -62,7 +62,7 @@ def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
 def _unreadable(
     feeds: Feeds, dataset: AnyDataset, settings: FeedSettings, name: str
 ) -> list[Failure]:
-    """Returns the samples of ``dataset`` that cannot be read, of all ranks."""
+    """Returns the unreadable samples of ``dataset``, of all ranks."""
     if isinstance(dataset, ImageDataset):
         dataset = replace(dataset, cache=None, skips=False, whole=None, own=None)
     elif isinstance(dataset, OwnDataset):

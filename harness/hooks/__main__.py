@@ -1,11 +1,11 @@
-"""Runs a training script unchanged, and reports its bottleneck.
+"""Runs a training script unchanged and reports its bottleneck.
 
     wellfed watch train.py --epochs 3
     wellfed watch -m package.train --epochs 3
     torchrun --nproc-per-node=2 -m wellfed watch train.py
 
-The script's own output, files, exit code and signals stay. At the end, also after Ctrl-C, an error
-or SIGTERM, some lines on stderr say what bounds its training, and a folder has the page.
+The script keeps its output, files, exit code and signals. At its end, also after Ctrl-C, an error
+or SIGTERM, a summary on stderr names the bottleneck, and a folder has the report.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _LAUNCHERS = ("torch.distributed.", "accelerate.", "deepspeed.")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script; its own exit or error leaves this function as it left the script."""
+    """Runs the script; its exits and errors propagate."""
     parser = argparse.ArgumentParser(
         prog="wellfed watch", description=__doc__, usage="%(prog)s [options] SCRIPT [ARGUMENT ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as for python -m")
+    parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("--out", type=Path, help="folder for the report; default outputs/DATE/TIME")
     parser.add_argument("--no-tensorboard", action="store_true", help="write no event file")
     parser.add_argument("--quiet", action="store_true", help="print nothing before the end")
     parser.add_argument(
         "--try", action="store_true", dest="tries",
         help="run the script twice, for a minute of training each, the second time with the change "
-        "that the first one suggests",
+        "suggested by the first",
     )  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
     typed = parser.parse_args(arguments)
@@ -69,11 +69,11 @@ def main(arguments: Sequence[str]) -> int:
 
     if typed.tries:
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            parser.error("--try runs the script itself, in one process; leave the launcher out")
+            parser.error("--try runs the script itself, in one process; omit the launcher")
         words = [*(["--no-tensorboard"] * typed.no_tensorboard), *(["-m"] * typed.m), *command]
         return trial.run(words, typed.out or Path(new_folder(Path("outputs"))))
     if is_first_rank():
-        say(f"watching {command[0]}; the report comes at its end")
+        say(f"watching {command[0]}; the report follows at its end")
     from .session import Session
 
     session = Session(command[0], typed.out, not typed.no_tensorboard, None, BEGAN_S)
@@ -86,14 +86,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launched(command: Sequence[str], options: list[str]) -> list[str]:
-    """Returns the command of this Python that ``command`` begins with; nothing: a script's.
+    """Returns the command to execute if ``command`` begins with this Python, else nothing.
 
     Args:
-        command: the script or module, and what follows.
+        command: the script or module, and its arguments.
         options: wellfed options before it.
 
     Raises:
-        ConfigError: it begins with another program, with the command to type.
+        ConfigError: it begins with another program; the message has the command to type.
     """
     first = command[0]
     is_python = _PYTHON.fullmatch(first)
@@ -105,7 +105,7 @@ def _launched(command: Sequence[str], options: list[str]) -> list[str]:
     elif first.endswith(".py") or (os.path.exists(first) and not is_python):
         return []
     if os.path.basename(first).startswith("deepspeed"):
-        # which has no short form
+        # DeepSpeed has no short form
         watch[0] = "--module"
     for place, (word, after) in enumerate(pairwise([*command, ""])):
         is_module = word in ("-m", "--module") and not after.startswith(_LAUNCHERS)
@@ -119,10 +119,10 @@ def _launched(command: Sequence[str], options: list[str]) -> list[str]:
 
 
 def _found(name: str, *rest: str, is_module: bool) -> tuple[ModuleType, CodeType]:
-    """Returns a new ``__main__`` as Python makes it, in its place, and its code.
+    """Installs a new ``__main__`` as Python does, and returns it with its code.
 
     Raises:
-        ConfigError: there is no such script or module.
+        ConfigError: the script or module does not exist.
     """
     path = os.path.join(os.getcwd(), name)
     sys.argv = ["-m" if is_module else name, *rest]
@@ -137,7 +137,7 @@ def _found(name: str, *rest: str, is_module: bool) -> tuple[ModuleType, CodeType
             details = runpy._get_module_details  # type: ignore[attr-defined]
             _, spec, code = details(name, ConfigError)
         except ConfigError as error:
-            raise ConfigError(f"-m {name}: {error}; start in the folder that holds it") from None
+            raise ConfigError(f"-m {name}: {error}; start in the folder that contains it") from None
         module = module_from_spec(spec)
         module.__name__ = "__main__"
         sys.argv[0] = spec.origin
@@ -152,15 +152,15 @@ def _found(name: str, *rest: str, is_module: bool) -> tuple[ModuleType, CodeType
 
 
 def _source(name: str) -> bytes:
-    """Returns the text of a script.
+    """Returns the source of a script.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a readable Python script.
     """
     path = Path(name)
     if path.suffix == ".ipynb":
         raise ConfigError(
-            f"{name}: a notebook is watched from within: import wellfed, and write `for batch in "
+            f"{name}: watch a notebook from within: import wellfed, and write `for batch in "
             "wellfed.watched(loader):`"
         )
     why: object = "not a Python script"
@@ -170,18 +170,18 @@ def _source(name: str) -> bytes:
     except OSError as error:
         why = error.strerror
     raise ConfigError(
-        f"{name}: {why}; name a script that ends in .py, or write `-m wellfed watch` before the "
-        "script that a program starts"
+        f"{name}: {why}; pass a script that ends in .py, or write `-m wellfed watch` before a "
+        "script that another program starts"
     )
 
 
 def _report_ends(session: Any) -> None:
-    """Has SIGTERM report."""
+    """Makes SIGTERM write the report."""
     own = os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
         if signal.getsignal(number) is not stop:
-            # the script's own handler calls the one that it found, and decides
+            # the script's own handler called this one, and decides
             session.interrupted = True
             return
         if os.getpid() == own:
@@ -189,7 +189,7 @@ def _report_ends(session: Any) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    # a script that has a handler of its own puts it in this one's place
+    # a script's own handler replaces this one
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, stop)
 
@@ -197,7 +197,7 @@ def _report_ends(session: Any) -> None:
 def _without_us(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
-    """Prints a script's error without the frames of this package, and of what ran it."""
+    """Prints a script's error without frames of this package and its callers."""
     each: BaseException | None = error
     seen: list[BaseException] = []
     while each is not None and each not in seen:

@@ -1,4 +1,4 @@
-"""Speeds up the decoding and resizing of other people's data sets and transforms."""
+"""Speeds up decoding and resizing in existing datasets and transforms."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from ..runtime.files import read_regular
 _Set = TypeVar("_Set")
 
 _COMPOSES = transforms.Compose | v2.Compose
-# a preset may begin with one of these
+# presets may begin with one of these
 _TO_TENSOR = (transforms.PILToTensor, v2.PILToTensor, v2.ToImage)
 
 
 def faster(dataset: _Set) -> _Set:
-    """Returns the data set with JPEGs decoded, cut, resized and mirrored by this project.
+    """Returns the dataset with JPEGs decoded, cropped, resized and flipped by wellfed.
 
-    Random numbers are drawn as before and in the same order: crops and flips stay. Pillow reads
-    other formats and damaged files. Pixels differ by less than one grey level on average, by the
-    resizing. A conversion to float32 and ``Normalize`` that follow are done in one pass. All later
-    transforms stay.
+    Random numbers are drawn as before and in the same order, so crops and flips stay. Pillow reads
+    other formats and damaged files. Resized pixels differ by less than one gray level on average.
+    A subsequent conversion to float32 and ``Normalize`` are done in one pass. All later transforms
+    stay.
 
-    Of a JPEG that was decoded whole before, only the part of the crop is decoded.
+    Of a JPEG that was fully decoded before, only the crop is decoded.
 
     Args:
-        dataset: torchvision's ``ImageFolder``, or a kin of it, with its own loader; timm's
-            ``ImageDataset``, also before ``create_loader`` gives it a transform; or a transform
-            alone, for PIL images. The transform is a ``Compose``, or an object that has one, and
+        dataset: a torchvision ``ImageFolder``, or a similar dataset, with its default loader; a
+            timm ``ImageDataset``, also before ``create_loader`` sets its transform; or only a
+            transform of PIL images. The transform is a ``Compose``, or an object that has one, and
             begins with ``RandomResizedCrop`` or timm's, or with ``Resize`` and ``CenterCrop``, to a
             square, bilinear or bicubic.
 
     Raises:
-        ValueError: the data set is another one, or its transforms begin otherwise.
+        ValueError: the dataset is of another kind, or its transforms begin otherwise.
     """
     given: Any = dataset
     loader = getattr(given, "loader", None)
     if loader in (folder.default_loader, folder.pil_loader):
         found: Any = copy.copy(given)
-        # what torchvision calls; the attribute of the same name is for people
+        # torchvision calls this attribute; its namesake is for display
         found.transform = _transform(found.transform)
         found.loader = partial(_load, loader)
     elif hasattr(given, "reader") and hasattr(given, "input_img_mode"):
@@ -65,26 +65,26 @@ def faster(dataset: _Set) -> _Set:
         found = _transform(given)
     else:
         raise ValueError(
-            "dataset: neither torchvision's ImageFolder with its own loader, nor timm's "
-            "ImageDataset, nor a Compose; a data set of your own takes faster(transform) and "
+            "dataset: not a torchvision ImageFolder with its default loader, a timm "
+            "ImageDataset or a Compose; in your own dataset, use faster(transform) and "
             "load_image(path)"
         )
     return found  # type: ignore[no-any-return]
 
 
 def load_image(path: str) -> Image.Image:
-    """Returns an image file in RGB, for the loader of a data set of one's own.
+    """Returns an image file in RGB, for the loader of your own dataset.
 
-    As with ``Image.open``, a JPEG is decoded when its pixels are asked for.
+    As with ``Image.open``, a JPEG is decoded lazily.
 
     Raises:
-        OSError: it cannot be read; as Pillow's are, with the path.
+        OSError: it cannot be read; as in Pillow, with the path.
     """
     return _load(folder.pil_loader, path)
 
 
 def _inside(transform: Any) -> str | None:
-    """Returns the attribute that holds the ``Compose`` of a transform; "": it is one itself."""
+    """Returns the attribute with a transform's ``Compose``; "" if it is one itself."""
     if isinstance(transform, _COMPOSES):
         return ""
     parts = getattr(transform, "__dict__", {})
@@ -107,13 +107,13 @@ def _transform(transform: Any) -> Any:
 
 
 def _steps(transform: Any) -> Iterator[Any]:
-    """Yields the transforms of a ``Compose``, and of those within it."""
+    """Yields the transforms of a ``Compose``, including nested ones."""
     for step in transform.transforms if isinstance(transform, _COMPOSES) else ():
         yield from _steps(step) if isinstance(step, _COMPOSES) else (step,)
 
 
 def _load(loader: Callable[[str], Image.Image], path: str) -> Image.Image:
-    """Returns the image that ``loader`` gives; a JPEG is not decoded yet."""
+    """Returns the image from ``loader``; a JPEG is not decoded yet."""
     try:
         held = _held(read_regular(path), path)
         return loader(path) if held is None else _Jpeg(held)
@@ -123,7 +123,7 @@ def _load(loader: Callable[[str], Image.Image], path: str) -> Image.Image:
 
 
 class _Held(io.BytesIO):
-    """A JPEG for ``Image.open``, whose bytes only ``_Jpeg`` reads."""
+    """A JPEG for ``Image.open``; only ``_Jpeg`` reads its bytes."""
 
     mark = b"wellfed holds it"
     data: bytes
@@ -133,7 +133,7 @@ class _Held(io.BytesIO):
 
 
 def _held(data: bytes, path: str = "") -> _Held | None:
-    """Returns a JPEG to be decoded later; None: something else, or larger than Pillow allows."""
+    """Returns a JPEG to decode later; None for other formats and sizes beyond Pillow's limit."""
     size = jpeg_size(data, Image.MAX_IMAGE_PIXELS or 2**40)
     if size is None:
         return None
@@ -143,7 +143,7 @@ def _held(data: bytes, path: str = "") -> _Held | None:
 
 
 class _Jpeg(ImageFile):
-    """A JPEG in RGB that is decoded when its pixels are asked for."""
+    """A lazily decoded RGB JPEG."""
 
     format = "JPEG"
     _held: _Held | None
@@ -180,7 +180,7 @@ class _Jpeg(ImageFile):
 
 
 def _whole(held: _Held) -> tuple[np.ndarray, bool]:
-    """Returns all pixels, and whether the file is intact; Pillow decides about one that is not."""
+    """Returns all pixels, and whether the file is intact; Pillow handles damaged ones."""
     with suppress(DecodeError):
         width, height = held.size
         if (pixels := decode_jpeg(held.data, width * height)) is not None:
@@ -193,12 +193,12 @@ def _whole(held: _Held) -> tuple[np.ndarray, bool]:
         raise
 
 
-# after all of Pillow's own, which are asked first
+# after all of Pillow's own, which come first
 Image.register_open("WELLFED", _Jpeg, lambda prefix: prefix == _Held.mark)
 
 
 class _Reader:
-    """A reader of timm's whose JPEGs are decoded later."""
+    """A timm reader whose JPEGs are decoded later."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
@@ -222,10 +222,10 @@ class _Reader:
 
 
 def _of_timm(dataset: Any) -> Any:
-    """Returns timm's ``ImageDataset`` with each transform that it is given made faster."""
+    """Returns a timm ``ImageDataset`` that speeds up each transform assigned to it."""
     state = dict(vars(dataset))
     if dataset.load_bytes:
-        raise ValueError("dataset: load_bytes=True gives bytes, and no images")
+        raise ValueError("dataset: load_bytes=True returns bytes, not images")
     if state["transform"] is not None:
         state["transform"] = _transform(state["transform"])
     state["reader"] = _Reader(state["reader"])
@@ -233,10 +233,10 @@ def _of_timm(dataset: Any) -> Any:
 
 
 def _remade(kind: type, state: dict[str, Any]) -> Any:
-    """Returns an object of a kin of ``kind`` with these attributes."""
+    """Returns an object of a subclass of ``kind`` with these attributes."""
 
     def assign(self: Any, name: str, value: Any) -> None:
-        # as timm's create_loader does, and whoever has it made faster already
+        # assigned by timm's create_loader, or already faster
         if name == "transform" and value is not None and not isinstance(value, _Fast):
             value = _transform(value)
         object.__setattr__(self, name, value)
@@ -251,11 +251,11 @@ def _remade(kind: type, state: dict[str, Any]) -> Any:
 
 
 def _filter(step: Any) -> str | list[str]:
-    """Returns the antialiased filter that ``step`` resizes by, or those of which it draws one.
+    """Returns the antialiased filter of ``step``, or those from which it draws one.
 
-    Empty: none that serves here.
+    Empty if unsupported.
     """
-    # version 2 keeps what it was given
+    # version 2 keeps its argument
     several = isinstance(step.interpolation, tuple)
     given = [getattr(each, "value", each) for each in np.atleast_1d(step.interpolation)]
     serve = getattr(step, "antialias", True) and {*given} <= {"bilinear", "bicubic"}
@@ -263,23 +263,23 @@ def _filter(step: Any) -> str | list[str]:
 
 
 def _side(step: Any) -> int:
-    """Returns the side of the square that ``step`` makes; 0: it makes none."""
+    """Returns the side of the square that ``step`` makes; 0 if none."""
     sides = {int(side) for side in np.ravel(step.size)}
     return sides.pop() if len(sides) == 1 else 0
 
 
 @dataclass
 class _Fast:
-    """Cuts to a square, resizes and mirrors in one go, then does the rest.
+    """Crops to a square, resizes and flips in one pass, then applies the rest.
 
     Attributes:
         size: side of the square.
-        filter: that resizes; one of several is drawn.
-        random: draws what is cut; None: the centre.
-        short: the shorter side that the centre is cut from.
-        flip: how often it mirrors; None: never, and nothing is drawn.
+        filter: for resizing; one of several is drawn.
+        random: draws the crop; None for a center crop.
+        short: the shorter side before the center crop.
+        flip: probability of a flip; None: never, and nothing is drawn.
         rest: the later transforms.
-        seen: the JPEGs that were decoded whole.
+        seen: the JPEGs that were fully decoded.
     """
 
     size: int
@@ -295,7 +295,7 @@ class _Fast:
         box: Box = (0, 0, width, height)
         new_size = None
         if self.random is not None:
-            # of which it asks the size
+            # only its size is used
             size = torch.empty(3, height, width, device="meta")
             top, left, h, w = self.random.get_params(size, self.random.scale, self.random.ratio)
             box = (left, top, w, h)
@@ -314,7 +314,7 @@ class _Fast:
 
 
 def _fast(steps: Sequence[Any]) -> _Fast:
-    """Returns what does the first transforms in one go, and then the others.
+    """Returns a transform that fuses the first ``steps`` and then applies the others.
 
     Raises:
         ValueError: they begin otherwise.
@@ -340,13 +340,13 @@ def _fast(steps: Sequence[Any]) -> _Fast:
     match rest:
         case [transforms.RandomHorizontalFlip() | v2.RandomHorizontalFlip() as flip, *rest]:
             found.flip = flip.p
-    # watched, each of its transforms is a stage
+    # when watched, each of its transforms is a stage
     found.rest = transforms.Compose(_normalizing([*first, *rest]))
     return found
 
 
 def _normalizing(steps: list[Any]) -> list[Any]:
-    """Returns transforms of an image; those to normalized float32 are one, of an array."""
+    """Returns the transforms with those to normalized float32 fused into one, of an array."""
     image = v2.ToImage in map(type, steps[:1])
     match steps:
         case [transforms.ToTensor(), *rest]:
@@ -374,9 +374,9 @@ class ToFloat:
     """Turns uint8 ``[H, W, 3]`` into a normalized float32 tensor ``[3, H, W]`` in one pass.
 
     Attributes:
-        mean: is taken from each channel of 0 to 1.
-        std: divides what remains.
-        image: whether it becomes version 2's ``Image``.
+        mean: subtracted from each channel, 0..1.
+        std: divides the difference.
+        image: whether to return version 2's ``Image``.
     """
 
     mean: np.ndarray
@@ -384,7 +384,7 @@ class ToFloat:
     image: bool
 
     def __call__(self, image: np.ndarray) -> torch.Tensor:
-        """Returns the tensor of an image."""
+        """Returns the image as a tensor."""
         pixels = image.transpose(2, 0, 1)
         out = np.empty(pixels.shape, np.float32)
         np.multiply(pixels, 1 / (255 * self.std), out=out)
@@ -394,6 +394,6 @@ class ToFloat:
 
 
 def _cuts(step: Any) -> bool:
-    """Whether ``step`` is torchvision's ``RandomResizedCrop``, or timm's."""
+    """Whether ``step`` is a ``RandomResizedCrop`` of torchvision or timm."""
     names = {kind.__name__ for kind in type(step).__mro__}
     return bool(names & {"RandomResizedCrop", "RandomResizedCropAndInterpolation"})

@@ -1,4 +1,4 @@
-"""Watches a fit of Lightning's Trainer by a callback, and reports at its end."""
+"""Watches a Lightning Trainer by a callback, and reports at the end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class WellfedCallback(Callback):
         self._stack = ExitStack()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Begins before the loaders are asked for their first batch."""
+        """Begins before the first batch is requested."""
         if stage == "fit":
             self._stack.enter_context(watching(self._out))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Reports a fit that ends by an error or by Ctrl-C."""
+        """Reports a fit that ends with an error or Ctrl-C."""
         self._stack.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Reports a fit that is done."""
+        """Reports a completed fit."""
         self._stack.close()

@@ -28,12 +28,12 @@ def watching(
 ) -> Iterator[Session]:
     """Watches all training in the block, and reports at its end, however it ends.
 
-    Loaders, optimizer steps and copies are found as ``wellfed watch`` finds them. Nothing of the
-    training changes. Inside of what is watched already, the report is the outer one's.
+    Loaders, optimizer steps and copies are found as by ``wellfed watch``. Training itself does not
+    change. Within an outer watch, only the outer one reports.
 
     Args:
         out: folder for the report; None: ``outputs/<date>/<time>``.
-        name: what the report calls the run; None: the script's.
+        name: the run's name in the report; None: the script's.
         tensorboard: whether to write an event file.
     """
     _until_exit.close()
@@ -47,7 +47,7 @@ def watching(
 
 
 class Watched(Generic[Batch]):
-    """An iterable of batches that tells where the time of the loop over it goes."""
+    """An iterable of batches that measures the loop over it."""
 
     def __init__(self, loader: Iterable[Batch]) -> None:
         self._loader = loader
@@ -67,7 +67,7 @@ class Watched(Generic[Batch]):
         return found
 
     def verdict(self) -> Statement:
-        """Returns what bounds the steps so far, and what to try."""
+        """Returns the bottleneck of the steps so far, and what to try."""
         return (self._session or _running()).verdict()
 
 
@@ -83,15 +83,15 @@ class _Batches(Iterator[Batch]):
 def watched(loader: Iterable[Batch]) -> Watched[Batch]:
     """Returns ``loader``, watched: ``for batch in wellfed.watched(loader)``.
 
-    A line at the end of each pass, and the report at the end of the process, of the cell of a
-    notebook, or before a block of ``watching``. The loader may be torch's or any other iterable;
-    an optimizer of torch's must step in the same thread.
+    Prints lines at the end of each pass, and reports at the end of the process or notebook cell, or
+    before a ``watching`` block. The loader may be a ``DataLoader`` or any other iterable; a torch
+    optimizer must step in the same thread.
     """
     return Watched(loader)
 
 
 def _running() -> Session:
-    """Returns the session that runs, or a new one."""
+    """Returns the running session, or a new one."""
     if Session.running is not None:
         return Session.running
     session = Session(sys.argv[0], None, True, None, time.perf_counter())

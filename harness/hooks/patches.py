@@ -1,7 +1,7 @@
 """Installs the hooks in torch, and removes them.
 
-Each stands around torch's own function, which it calls once with the same arguments: nothing is
-drawn from a random generator, no ``iter()`` is added. A process that is forked has none of them.
+Each wraps a torch function and calls it once with the same arguments: no random numbers are drawn,
+no ``iter()`` is added. Forked processes have no hooks.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from . import workers
 from .loops import LoopTracker, WatchedLoader, caller
 
 _worker: Any = _torch_worker
-# those of this process
+# of this process
 _loops: LoopTracker | None = None
 # changes a loader's arguments in a trial
 change: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-# what puts torch's functions back
+# restores torch's functions
 _hooks = ExitStack()
 
 
 @contextmanager
 def installed(loops: LoopTracker) -> Iterator[None]:
-    """Tells ``loops`` of all that torch does in the block."""
+    """Reports torch's calls in the block to ``loops``."""
     global _loops, _hooks
     with ExitStack() as stack:
         _hooks = stack
@@ -75,9 +75,9 @@ os.register_at_fork(after_in_child=lambda: _hooks.close())
 
 
 def _tell(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Returns what a ``method`` of ``LoopTracker`` returns; None: nothing is watched here.
+    """Calls a ``method`` of ``LoopTracker``; returns None if nothing is watched here.
 
-    After an internal error nothing is watched.
+    An internal error ends watching.
     """
     loops = _loops
     if loops is None or (get_ident() != loops.thread and method is not LoopTracker.open):
@@ -100,7 +100,7 @@ def _make(make: Callable[..., None], loader: Any, *args: Any, **named: Any) -> N
 
 
 def iterate(make: Callable[[Any], Any], loader: Any) -> Any:
-    """Returns the iterator that ``make`` makes of a loader, of whose batches ``fetch`` tells."""
+    """Returns the iterator that ``make`` creates from a loader; ``fetch`` records its batches."""
     own = _tell(LoopTracker.open, loader)
     if own is None:
         return make(loader)
@@ -113,7 +113,7 @@ def _timed(loader: Any, followed: WatchedLoader, make: Callable[[Any], Any]) -> 
     """Returns the iterator of a new pass, whose workers are timed."""
     workers.hook_libraries()
     if followed.meter is None:
-        # where there is no shared memory, or nothing of torch's, the loop goes on untimed
+        # without shared memory, or torch's internals, the loop continues untimed
         with suppress(RuntimeError, OSError, ValueError, AttributeError):
             followed.meter = workers.Meter(loader.dataset, loader.num_workers)
     if followed.meter is None:
@@ -127,7 +127,7 @@ def _timed(loader: Any, followed: WatchedLoader, make: Callable[[Any], Any]) -> 
 
 
 def fetch(take: Callable[[Any], Any], iterator: Any) -> Any:
-    """Returns the batch that ``take`` takes of an iterator, and tells of it."""
+    """Returns the batch that ``take`` takes from an iterator, and records it."""
     own = _tell(LoopTracker.ask, iterator)
     if own is None:
         return take(iterator)

@@ -1,6 +1,6 @@
 """Collects the figures of one watched process, and writes its report.
 
-What would feed the loop better is told in the words of the loop.
+Suggestions are phrased as changes to the loop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..runtime.files import read_json, write_whole
 from . import patches
 from .loops import LoopTracker, WatchedLoader
 
-# our settings, some with their value, and what somebody's loop has in their place
+# settings, some with their value, and their counterparts in a user's loop
 _WORDS: Mapping[str, str] = {
     "loader.num_workers": "num_workers={}",
     "loader.prefetch_factor": "prefetch_factor={}",
@@ -49,19 +49,19 @@ _WORDS: Mapping[str, str] = {
     "trainer.compile": "torch.compile(model)",
     "watch.window_steps": "logging less often",
 }
-# whether it does cannot be seen from outside
+# whether it does is not visible from outside
 _SHARED = "IterableDataset must split its samples by get_worker_info(), or each worker repeats them"
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderCall:
-    """Other arguments of a loader, and what they should give.
+    """New arguments of a loader, and the expected speedup.
 
     Attributes:
         where: the file and line that made the loader.
         arguments: the new ones by name.
-        gain: times the samples/s of now.
-        note: what else they change; empty: nothing.
+        gain: expected over current samples/s.
+        note: other effects; empty if none.
     """
 
     where: str
@@ -76,9 +76,9 @@ class LoaderCall:
 
 
 def better(verdict: Verdict, followed: WatchedLoader) -> LoaderCall | None:
-    """Returns the loader's arguments by which ``verdict`` has the workers feed the steps.
+    """Returns the loader arguments that ``verdict`` suggests.
 
-    None: it asks for no more workers.
+    None if it suggests neither more nor persistent workers.
     """
     found = verdict.shares
     own = followed.settings
@@ -88,7 +88,7 @@ def better(verdict: Verdict, followed: WatchedLoader) -> LoaderCall | None:
     workers = int(verdict.change.get("loader.num_workers", 0))
     if found.cost is None or not found.rate or workers <= own.num_workers:
         return None
-    # a batch that is made is handed over in as long as now
+    # the transfer time of batches stays the same
     fed = found.rate / max(1 - found.starved * found.made, 0.001)
     gain = min(found.could(), fed, workers / found.cost.wall_s) / found.rate
     arguments: dict[str, object] = {"num_workers": workers}
@@ -103,13 +103,13 @@ def better(verdict: Verdict, followed: WatchedLoader) -> LoaderCall | None:
     elif any(cost.wall_s and name not in GROUPS for name, cost in stages.items()):
         note = (
             "Random transforms draw other numbers: torch seeds the global generators in each "
-            "worker. One that an object keeps is copied, and repeats: seed it in worker_init_fn"
+            "worker. An object's own generator is copied and repeats: seed it in worker_init_fn"
         )
     return LoaderCall(followed.where, arguments, gain, note)
 
 
 def offered(followed: WatchedLoader) -> list[str]:
-    """Returns the line that puts this project's decoding in, if it can serve the loader."""
+    """Returns the line that adds wellfed's decoder, if it supports the loader's dataset."""
     if followed.images is None:
         return []
     # imports torchvision
@@ -119,11 +119,11 @@ def offered(followed: WatchedLoader) -> list[str]:
         faster(followed.images)
     except (ValueError, AttributeError):
         return []
-    return ["dataset = wellfed.faster(dataset): decodes, cuts, resizes and mirrors in one go"]
+    return ["dataset = wellfed.faster(dataset): decodes, crops, resizes and flips in one pass"]
 
 
 def in_script(change: Change, followed: WatchedLoader) -> str:
-    """Returns the settings of ``change`` as somebody's own loop has them."""
+    """Returns the settings of ``change`` as code of a user's loop."""
     return ", ".join(_in_script(name, value, followed) for name, value in change.items())
 
 
@@ -147,25 +147,25 @@ def _in_script(name: str, value: int | bool | str, followed: WatchedLoader) -> s
 # the function of that name hides the module
 _spawn: Any = import_module("torch.multiprocessing.spawn")
 _torchs_wrap = _spawn._wrap
-# where batches come from no loader that is seen
+# for batches from no watched loader
 _NO_LOADER = FeedSettings(1, 0, False, None, False, 0.0, "")
-# for the other ranks' figures, at the end
+# wait for the other ranks' figures at the end
 _PATIENCE_S = 10.0
 _SAMPLE_S = 1.0
-# between two lines on how training goes
+# between progress lines
 _TELL_S = 30.0
-# of a loader, besides its settings
+# of a loader, in addition to its settings
 _TOLD = ("where", "trains", "passes", "batches", "waited_s", "started_s")
 
 
 class Session(LoopTracker):
-    """What the hooks see of this process, written down.
+    """Records and reports the training of this process.
 
     Args:
-        name: of the script, for people.
+        name: of the script, for display.
         place: the folder for the report; None: ``outputs/<date>/<time>``.
-        tensorboard: whether an event file is written.
-        base: the folder that paths start from, wherever the script goes; None: the current one.
+        tensorboard: whether to write an event file.
+        base: base of paths, even if the script changes folders; None: the current folder.
         began_s: when the command began, on ``time.perf_counter``.
 
     Attributes:
@@ -194,17 +194,17 @@ class Session(LoopTracker):
         self._writer: RunWriter | None = None
         self._sampler: Sampler | None = None
         self._has_children = False
-        # say how fast training is at the end of each pass
+        # print the speed at the end of each pass
         self.tells_passes = False
-        # by a signal that the script itself handles
+        # by a signal that the script handles
         self.interrupted = False
-        # say how training goes, every _TELL_S seconds
+        # print progress every _TELL_S seconds
         self.tells = False
         self._told = 0.0, ""
         self.on_first_update: Callable[[], None] | None = None
 
     def on_pass(self, clock: StepClock) -> None:
-        """Tells how training went so far."""
+        """Prints the speed so far."""
         if self.tells_passes and not self.rank:
             for line in closing(as_report(clock.total(), self.world_size), "samples"):
                 say(line)
@@ -219,7 +219,7 @@ class Session(LoopTracker):
                 self._tell(clock.total())
 
     def _tell(self, total: Window) -> None:
-        """Says how training went so far, and what would change that, if it is new."""
+        """Prints progress, and a suggested change if it is new."""
         verdict = judge(self._evidence(total))
         change = self.main and better(verdict, self.main)
         new = f"; {change}" if change and str(change) != self._told[1] else ""
@@ -229,7 +229,7 @@ class Session(LoopTracker):
         say(f"so far         {step}data wait {waits:.0%}, {verdict.kind}{new}")
 
     def on_start(self) -> None:
-        """Makes the folder, and begins to look at the machine: at the first update."""
+        """Makes the folder and starts to sample the machine, at the first update."""
         self._course.mark("start")
         self._told = time.perf_counter(), ""
         if self.on_first_update:
@@ -254,7 +254,7 @@ class Session(LoopTracker):
     def watching(self) -> Iterator[None]:
         """Watches what happens in the block, and reports at its end, however it ends.
 
-        What ``torch.multiprocessing`` spawns is watched too.
+        Processes spawned by ``torch.multiprocessing`` are watched too.
         """
         own = os.getpid()
         started = _spawn._wrap = _Started(self._name, self._place, self._tensorboard, self._base)
@@ -278,20 +278,20 @@ class Session(LoopTracker):
                 self.finish("interrupted" if self.interrupted else status)
 
     def verdict(self) -> Statement:
-        """Returns what bounds the steps so far; in the words of the loop."""
+        """Returns the bottleneck of the steps so far, in the terms of the loop."""
         clock = self.clock
         if clock is None:
             return Statement("unknown", None, f"Unknown. {self._why_not()}.")
         return self._stated(judge(self._evidence(clock.total())))
 
     def finish(self, status: str) -> None:
-        """Ends the figures, and writes and says what they come to; a second call does nothing."""
+        """Writes and prints the report; a second call does nothing."""
         if Session.running is not self:
             return
         Session.running = None
         try:
             self._finish(status)
-        # how the script ends is not up to its report
+        # a failing report must not change how the script ends
         except Exception as error:
             say(f"no report: {type(error).__name__}: {error}")
 
@@ -301,7 +301,7 @@ class Session(LoopTracker):
         self.end(completed=status == "completed")
         clock = self.clock
         if clock is None:
-            # those that it started tell theirs
+            # its child processes report theirs
             if not self._has_children:
                 say(f"no training was seen: {self._why_not()}")
             return
@@ -310,7 +310,7 @@ class Session(LoopTracker):
             _write_rank(_ranks(self._base), figures)
             return
         if self._writer is None or self._place is None:
-            # there is no folder for it
+            # there is no folder for the report
             return
         self.on_window(clock)
         with self._stack:
@@ -323,9 +323,9 @@ class Session(LoopTracker):
             say(line)
 
     def _why_not(self) -> str:
-        loader = "" if self.followed else "no DataLoader of torch's was made, and "
+        loader = "" if self.followed else "no torch DataLoader was made, and "
         return (
-            f"{loader}no optimizer of torch's stepped in the thread that began the script. "
+            f"{loader}no torch optimizer stepped in the thread that began the script. "
             "wellfed.StepClock times other loops; in another process, put `with "
             "wellfed.watching():` around the loop"
         )
@@ -339,7 +339,7 @@ class Session(LoopTracker):
         )
 
     def _evidence(self, total: Window) -> Evidence:
-        """Returns what is known of the steps so far."""
+        """Returns the measurements of the steps so far."""
         main = self.main
         own = self.own
         return Evidence(
@@ -356,15 +356,15 @@ class Session(LoopTracker):
         )
 
     def _stated(self, verdict: Verdict) -> Statement:
-        """Returns ``verdict`` in the words of the loop."""
+        """Returns ``verdict`` in the terms of the loop."""
         main = self.main
         if main is None:
             return Statement("unknown", None, self._unfed())
         return stated(verdict, partial(in_script, followed=main))
 
     def _report(self, clock: StepClock, status: str) -> dict[str, Any]:
-        """Returns ``report.json``, as a run of our own leaves it."""
-        # most evaluations lie between two epochs
+        """Returns ``report.json``, in the format of a training run."""
+        # most evaluations are between epochs
         total = replace(clock.total(), pauses_s={"evaluate": self.evaluated_s})
         evidence = self._evidence(total)
         if self.world_size > 1:
@@ -398,7 +398,7 @@ class Session(LoopTracker):
         )
 
     def _words(self, found: dict[str, Any]) -> Iterator[str]:
-        """Iterates over the closing lines."""
+        """Yields the closing lines."""
         assert self._place is not None
         for main in self.training():
             settings = main.settings
@@ -410,7 +410,7 @@ class Session(LoopTracker):
         if idle:
             how = "move the network and each batch to it: .to('cuda')"
             if not accelerator.count():
-                how = "this torch cannot use it; install a build for CUDA"
+                how = "this torch cannot use it; install a CUDA build"
             yield f"not used       {idle[0]} is idle; {how}"
         yield from closing(found, "samples")
         yield f"verdict        {found['verdict'].sentence}"
@@ -418,7 +418,7 @@ class Session(LoopTracker):
             yield f"expected       {text}"
         for each in self.followed:
             if each.elsewhere:
-                yield f"not seen       the DataLoader at {each.where}: another thread iterates it"
+                yield f"not measured   the DataLoader at {each.where} is iterated in another thread"
         yield f"look at it     {os.path.relpath(self._place / 'report.html', self._base)}"
 
 
@@ -426,9 +426,9 @@ os.register_at_fork(after_in_child=lambda: setattr(Session, "running", None))
 
 
 class _Started:
-    """Runs a process of ``torch.multiprocessing.spawn``, watched; pickles to that process.
+    """Runs a watched process of ``torch.multiprocessing.spawn``; pickled to that process.
 
-    ``is_sent``: there is one.
+    ``is_sent``: it was pickled.
     """
 
     is_sent = False
@@ -441,34 +441,34 @@ class _Started:
         return _Started, self._args
 
     def __call__(self, *args: Any) -> None:
-        """Does what torch does in the process."""
+        """Runs torch's function in the process."""
         name, place, tensorboard, base = self._args
         with Session(name, place, tensorboard, base, time.perf_counter()).watching():
             _torchs_wrap(*args)
 
 
 def _local_ranks(world_size: int) -> int:
-    """Returns how many ranks share the processors that this process sees."""
-    # those of srun are measured
+    """Returns the number of ranks that share this process's cores."""
+    # cores of srun tasks are measured
     alone = 1 if "SLURM_STEP_TASKS_PER_NODE" in os.environ else world_size
     return int(os.environ.get("LOCAL_WORLD_SIZE", alone))
 
 
 def _ranks(base: Path) -> Path:
-    """Returns the folder in which the ranks of this job leave their figures."""
+    """Returns the folder for the figures of this job's ranks."""
     job = "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return base / "outputs" / f".ranks-{job}"
 
 
 def _write_rank(place: Path, figures: RankFigures) -> None:
-    # the first rank's report is without it then
+    # the first rank's report then lacks it
     with suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
         write_whole(place / f"{figures.rank}.json", json.dumps(asdict(figures)).encode())
 
 
 def _read_ranks(place: Path, world_size: int, since: float) -> Iterator[RankFigures]:
-    """Iterates over the other ranks' figures, as far as they come in time."""
+    """Yields the other ranks' figures, if they arrive in time."""
     until_s = time.perf_counter() + _PATIENCE_S
     for rank in range(1, world_size):
         path = place / f"{rank}.json"

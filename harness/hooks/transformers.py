@@ -1,4 +1,4 @@
-"""Watches Hugging Face's Trainer by a callback, and reports at its end."""
+"""Watches a Hugging Face Trainer by a callback, and reports at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .own import watching
 class WellfedCallback(TrainerCallback):
     """Watches ``trainer.train`` as ``wellfed.watching(out)`` does.
 
-    The Trainer tells nobody of an error: what it ended is reported at the end of the process.
+    The Trainer has no callback for errors: a failed training is reported at process exit.
 
     Args:
         out: folder for the report; None: ``outputs/<date>/<time>``.
@@ -32,9 +32,9 @@ class WellfedCallback(TrainerCallback):
         self._stack.enter_context(watching(self._out))
 
     def on_train_end(self, *told: Any, **more: Any) -> None:
-        """Reports a training that is done."""
+        """Reports a completed training."""
         self._stack.close()
 
     def _failed(self) -> None:
-        error = getattr(sys, "last_value", None) or RuntimeError("the training has no end")
+        error = getattr(sys, "last_value", None) or RuntimeError("the training did not finish")
         self._stack.__exit__(type(error), error, error.__traceback__)

@@ -1,4 +1,4 @@
-"""Tries a watched script's change: a minute as it is, and a minute with the change."""
+"""Tries a watched script's change: a minute without, and a minute with the change."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..runtime.files import read_json
 
 # of training, each time
 _LIMIT_S = 60.0
-# for a script that handles SIGTERM itself
+# for scripts that handle SIGTERM
 _GRACE_S = 20.0
-# tells a script of a trial when to end, and what to change
+# gives the script of a trial its time limit and change
 _VARIABLE = "WELLFED_TRY"
 
 
@@ -29,12 +29,12 @@ def run(words: Sequence[str], out: Path) -> int:
     """Runs the script twice, with reports below ``out``; returns the exit code.
 
     Args:
-        words: the script as ``wellfed watch`` takes it.
+        words: the script, as for ``wellfed watch``.
         out: the folder for both reports.
     """
     say(
-        f"the script runs twice, each time for {_LIMIT_S:.0f} s of training; the files that it "
-        "writes are written twice"
+        f"the script runs twice, each time for {_LIMIT_S:.0f} s of training; its files "
+        "are written twice"
     )
     before = _measured(words, out / "before", {})
     if before is None:
@@ -63,21 +63,21 @@ def run(words: Sequence[str], out: Path) -> int:
 
 
 def _measured(words: Sequence[str], out: Path, change: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Runs the script for a while; returns its report, or None, with a line, without one."""
+    """Runs the script for a while; returns its report, or prints a line and returns None."""
     command = [sys.executable, "-m", "wellfed", "watch", "--quiet", "--out", str(out), *words]
     environment = {**os.environ, _VARIABLE: json.dumps({"limit_s": _LIMIT_S, **change})}
     ended = subprocess.run(command, env=environment, check=False).returncode
     try:
         return dict(read_json(out / "report.json"))
     except (OSError, ValueError):
-        say(f"no report of the script, which ended with {ended}")
+        say(f"the script left no report; its exit code is {ended}")
         return None
 
 
 def begin() -> Callable[[], None] | None:
-    """Puts the change of this trial in; returns what to call at the first update.
+    """Installs the change of this trial; returns the callback for the first update.
 
-    None: this process is no trial.
+    None if this process is no trial.
     """
     text = os.environ.pop(_VARIABLE, None)
     if text is None:
@@ -91,7 +91,7 @@ def begin() -> Callable[[], None] | None:
 
 
 def _end_after(limit_s: float) -> None:
-    """Ends this process after a while, as a signal does."""
+    """Ends this process by SIGTERM after ``limit_s`` seconds."""
 
     def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -105,7 +105,7 @@ def _end_after(limit_s: float) -> None:
 
 
 def _changing(told: Mapping[str, Any]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Returns what changes the arguments of the ``DataLoader`` that ``told`` names."""
+    """Returns a function that changes the arguments of the ``DataLoader`` in ``told``."""
 
     def change(
         make: Callable[..., None], where: str, *given: Any, **named: Any

@@ -1,7 +1,7 @@
 """Times reading, transforms and collation inside the workers of a watched loader.
 
-Samples, their order and their random numbers stay as they are: torch's own worker loop and fetchers
-run, around the data set and the collate function that they were given.
+Samples, their order and their random numbers stay the same: torch's own worker loop and fetchers
+run, around the given dataset and collate function.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from ..clock.stages import (
     shared_rows,
 )
 
-# batches of a worker, of which it is known when they were made
+# batches per worker whose times are kept
 _KEPT = 64
 
 torchs_loop: Any = _worker_loop
 _kinds: Any = dataloader._DatasetKind
 _create_fetcher = _kinds.create_fetcher
-# tells the stages of the samples that are being made, if they are timed
+# marks stages of the current sample, if it is timed
 _lap: Lap | None = None
 
 
 class Meter:
-    """What the workers of one loader do, in memory that they share.
+    """Timings of a loader's workers, in shared memory.
 
     Args:
         dataset: the loader's.
-        workers: how many it has.
+        workers: their number.
     """
 
     def __init__(self, dataset: Any, workers: int) -> None:
         self.workers = workers
         self.stages = StageMeter(stages_of(dataset), workers)
-        # when each worker's last batches were made, on ``time.perf_counter``
+        # completion times of each worker's last batches, on ``time.perf_counter``
         self.made = shared_rows(max(1, workers), _KEPT, workers > 0)
 
     def __call__(self, *args: Any) -> None:
-        """Does the work of one worker process, in the place of torch's loop."""
+        """Runs a worker process, in place of torch's loop."""
         bound = inspect.signature(torchs_loop).bind(*args).arguments
         hook_libraries()
         with self.timed(bound["worker_id"]):
@@ -65,7 +65,7 @@ class Meter:
 
     @contextmanager
     def timed(self, slot: int) -> Iterator[None]:
-        """Times the fetchers that are made in the block, as worker ``slot``."""
+        """Times the fetchers made in the block, as worker ``slot``."""
         _kinds.create_fetcher = staticmethod(functools.partial(_fetcher, self, slot))
         try:
             yield
@@ -73,10 +73,10 @@ class Meter:
             _kinds.create_fetcher = staticmethod(_create_fetcher)
 
     def stamps(self, batch: int) -> Stamps | None:
-        """Returns when ``batch`` of the running pass was made, and that it is here now."""
+        """Returns when ``batch`` of the running pass was made, and its arrival: now."""
         if not self.workers:
             return None
-        # torch gives batches to the workers in turn
+        # torch assigns batches to workers in turn
         turn, slot = divmod(batch, self.workers)
         made_s = self.made[slot, turn % _KEPT].item()
         now_s = time.perf_counter()
@@ -84,7 +84,7 @@ class Meter:
 
 
 def stages_of(dataset: Any) -> tuple[str, ...]:
-    """Returns the names of what making a sample of ``dataset`` takes, as far as that is seen."""
+    """Returns the names of the visible stages of making a sample of ``dataset``."""
     names = [READ, DECODE]
     while dataset is not None:
         for attribute in ("transform", "transforms"):
@@ -98,7 +98,7 @@ def stages_of(dataset: Any) -> tuple[str, ...]:
 
 
 class _Samples:
-    """A map-style data set that tells where a timed sample begins and ends."""
+    """A map-style dataset that marks the start and end of timed samples."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -133,14 +133,14 @@ def _fetcher(
     known = {START, *meter.stages.stages}
 
     def lap(stage: str) -> None:
-        # a transform that is not seen from outside counts for the sample
+        # hidden transforms count for the sample
         if stage in known:
             timer.mark(stage)
 
     def collated(made: Any) -> Any:
         global _lap
         lap(SAMPLE)
-        # what follows is putting together, whatever it decodes
+        # all that follows is collation, even if it decodes
         lap(START)
         _lap = None
         return collate_fn(made)
@@ -166,9 +166,9 @@ def _fetcher(
 
 
 def hook_libraries() -> None:
-    """Has torchvision's and Pillow's functions tell their stages, where they are imported."""
+    """Makes torchvision and Pillow mark their stages, if they are imported."""
     if "PIL.Image" in sys.modules:
-        # which Pillow imports with the first image
+        # Pillow imports it with the first image
         _wrap(import_module("PIL.ImageFile").ImageFile, "load", _loading)
     for name, method in (
         ("torchvision.transforms.transforms", "__call__"),
@@ -180,7 +180,7 @@ def hook_libraries() -> None:
 
 
 def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Puts ``around(the method)`` in the place of a method, once."""
+    """Replaces a method by ``around(method)``, once."""
     method = getattr(owner, name)
     if not hasattr(method, "__wrapped__"):
         setattr(owner, name, functools.wraps(method)(around(method)))
@@ -188,10 +188,10 @@ def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
 
 def _loading(load: Any) -> Any:
     def wrapper(image: Any) -> Any:
-        # what was loaded before has no tiles left
+        # loaded images have no tiles left
         if _lap is None or not getattr(image, "tile", None):
             return load(image)
-        # the file was opened, and the head of the image read
+        # the file is open and the image header read
         _lap(READ)
         file = image.fp
         image.fp = reads = _Reads(file, _lap)
@@ -205,7 +205,7 @@ def _loading(load: Any) -> Any:
 
 
 class _Reads:
-    """A file that tells ``lap`` when it reads."""
+    """A file that marks its reads with ``lap``."""
 
     def __init__(self, file: Any, lap: Lap) -> None:
         self._file = file

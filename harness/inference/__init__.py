@@ -1,1 +1,1 @@
-"""Inference predicts classes, exports a trained network and loads it into Python."""
+"""Inference predicts classes, exports a trained network and loads it in Python."""

@@ -1,4 +1,4 @@
-"""Loads the network of a checkpoint into Python, and exports it as one file."""
+"""Loads a checkpoint's network in Python, and exports it as one file."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from ..runtime.folder import log
 from ..runtime.seeding import SampleRng
 from ..training import checkpoint_read, models, resume, weights
 
-# images that a file is checked on
+# number of images to check an exported file on
 _CHECKED = 16
-# most that logits may differ, as a share of the largest of those that are above 1
+# largest difference of logits, relative to the largest logit, or to 1 if that is smaller
 _TOLERANCE = 1e-4
 
 ImageLike = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 
 
 class Transform:
-    """Turns an image into what the network takes, with the pixels of an evaluation.
+    """Turns an image into the network's input, preprocessed as in evaluation.
 
     Args:
-        data: size, normalisation and the like.
-        device: where the result is to be.
+        data: size, normalization and other preprocessing settings.
+        device: device of the result.
 
     Attributes:
         normalise: turns uint8 ``[N, 3, S, S]`` into floats, on the CPU.
@@ -57,14 +57,14 @@ class Transform:
         self._device = device
 
     def __call__(self, image: ImageLike) -> Tensor:
-        """Returns ``image`` normalised, float ``[3, S, S]``.
+        """Returns ``image`` normalized, float ``[3, S, S]``.
 
-        ``image`` is the path of a file, its bytes, a Pillow image, or uint8 ``[H, W, 3]``.
+        ``image`` is a file's path, its bytes, a Pillow image, or a uint8 array ``[H, W, 3]``.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is no image, or damaged.
-            TypeError: something else was given.
+            ValueError: the file or bytes are not an image, or damaged.
+            TypeError: ``image`` is none of these.
         """
         given: Any = image
         if isinstance(given, str | os.PathLike):
@@ -76,7 +76,7 @@ class Transform:
         is_pixels = isinstance(given, np.ndarray) and given.dtype == np.uint8
         if not is_pixels or given.shape[2:] != (3,) or not given.size:
             raise TypeError(
-                "an image is a path, bytes, a Pillow image, or an array of uint8 [H, W, 3]"
+                "image must be a path, bytes, a Pillow image, or a uint8 array [H, W, 3]"
             )
         pixels = np.empty((self._centred.size, self._centred.size, 3), np.uint8)
         self._centred(given, SampleRng(0, 0, 0), pixels.transpose(2, 0, 1))
@@ -88,9 +88,9 @@ class Loaded(NamedTuple):
     """A trained network.
 
     Attributes:
-        model: from float ``[N, 3, S, S]`` to logits ``[N, classes]``; in fp32, in evaluation mode.
-        transform: from an image to float ``[3, S, S]`` on the network's device.
-        classes: their names, by place in the logits.
+        model: maps float ``[N, 3, S, S]`` to logits ``[N, classes]``; in fp32, in eval mode.
+        transform: maps an image to float ``[3, S, S]`` on the network's device.
+        classes: the class names, in the order of the logits.
     """
 
     model: nn.Module
@@ -104,20 +104,21 @@ def load(
     *,
     model_name: str | None = None,
 ) -> Loaded:
-    """Returns the network of a run's folder, of which the newest checkpoint counts, or of a file.
+    """Returns the network of a checkpoint file, or of the newest checkpoint in a run's folder.
 
     Args:
         path: the folder or the file.
-        device: where the network is to be.
+        device: device of the network.
         model_name: your own function that builds the network, as ``my_module:build``. A
             checkpoint that names one is refused unless you name it here.
 
     Raises:
-        CheckpointError: it is missing, damaged, without classes, or names your own code.
+        CheckpointError: the checkpoint is missing, damaged, without classes, or names your own
+            code.
         ConfigError: the network cannot be built.
     """
     where = printable(os.fspath(path))
-    # no image is read, from wherever
+    # the root is unused: no image is read
     config = Config(mode=Mode.predict, data=DataConfig(root="."), model=ModelConfig(weights=where))
     typed: tuple[str, ...] = ()
     if model_name is not None:
@@ -133,9 +134,9 @@ def load(
 def network(
     saved: checkpoint_read.Saved, config: Config, tell: Callable[[str], None] = say
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Returns the network in ``saved`` on the CPU, in evaluation mode, and its classes' names.
+    """Returns the network in ``saved`` on the CPU, in eval mode, and its class names.
 
-    The classes of another trainer's weights are numbered.
+    If the weights are from another library, classes are numbered.
 
     Raises:
         CheckpointError: the weights do not fit.
@@ -150,7 +151,7 @@ def network(
         counts = {len(given[key]) for key in heads & given.keys()}
         classes = tuple(map(str, range(max(counts, default=1))))
         log.warning(
-            "%s: holds no class names; classes are numbered 0 to %d", saved.where, len(classes) - 1
+            "%s: has no class names; classes are numbered 0 to %d", saved.where, len(classes) - 1
         )
     built = models.build(config.model, len(classes), image_size=size, filled=True)
     models.take_over(built, saved, f"model.name={config.model.name}", tell=tell)
@@ -158,7 +159,7 @@ def network(
 
 
 class _Whole(nn.Module):
-    """A network behind its normalisation: uint8 ``[N, 3, S, S]`` to logits ``[N, classes]``."""
+    """A network with its normalization: uint8 ``[N, 3, S, S]`` to logits ``[N, classes]``."""
 
     def __init__(self, network: nn.Module, data: DataConfig) -> None:
         super().__init__()
@@ -171,13 +172,13 @@ class _Whole(nn.Module):
 
 
 def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
-    """Writes the network in ``saved`` into ``folder``, as ``export.format`` says.
+    """Writes the network in ``saved`` into ``folder`` in ``export.format``.
 
-    It is there only if it gives the logits of the network itself, on images of noise.
+    Nothing is written unless the export gives the network's logits on noise images.
 
     Raises:
         CheckpointError: the checkpoint does not fit.
-        ConfigError: the network cannot be exported, or the file gives other logits.
+        ConfigError: the network cannot be exported, or the file's logits differ.
     """
     form = config.export.format
     model, classes = network(saved, config)
@@ -185,7 +186,7 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
     images = torch.randint(0, 256, (_CHECKED, 3, size, size), dtype=torch.uint8)
     facts = {
         "classes": list(classes),
-        "input": f"uint8 [N, 3, {size}, {size}], 0..255, RGB; normalisation is inside",
+        "input": f"uint8 [N, 3, {size}, {size}], 0..255, RGB; normalization is included",
         "output": f"float32 [N, {len(classes)}], logits",
         **{path.removeprefix("data."): attrgetter(path)(config) for path in resume.PIXELS},
         "eval_resize": as_evaluated(config.data).whole_size(1, 1)[0],
@@ -201,14 +202,14 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
         files = {f"model.{form.name}": data}
     with torch.no_grad():
         expected = model(normalised)
-        # an image alone comes first
+        # a batch of one image first
         given = torch.cat([run(images[:1]), run(images)[1:]])
     error = float((given - expected).abs().max() / expected.abs().max().clamp(min=1.0))
-    # so that NaN is refused too
+    # negated to refuse NaN, too
     if not error <= _TOLERANCE:
         raise ConfigError(
-            f"export.format={form.name}: on {_CHECKED} images of noise the logits differ by "
-            f"{error:.2g} from the network's, more than {_TOLERANCE:g}; nothing is written"
+            f"export.format={form.name}: on {_CHECKED} noise images the logits differ from the "
+            f"network's by {error:.2g}, more than {_TOLERANCE:g}; nothing is written"
         )
     for name, data in files.items():
         write_whole(folder / name, data)
@@ -217,28 +218,27 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
     else:
         path = os.path.relpath(folder / f"model.{form.name}")
         say(f"exported       {path}, in fp32: {facts['input']}")
-    say(f"checked        on {_CHECKED} images of noise, logits differ by {error:.1g} at most")
+    say(f"checked        on {_CHECKED} noise images: logits differ by at most {error:.1g}")
 
 
 def _program(whole: nn.Module, config: Config) -> ExportedProgram:
-    """Returns ``whole`` as a program of any number of images.
+    """Returns ``whole`` as a program for any batch size.
 
     Raises:
-        ConfigError: torch cannot make one.
+        ConfigError: torch.export fails.
     """
     size = config.data.image_size
-    # made of one image, a program would be for one alone
+    # traced with one image, the batch size would be fixed to one
     images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
     with user_code.explained(
-        f"model.name={config.model.name}: torch.export can make no program of the network for any "
-        "number of images; its code may not depend on that number, nor branch by what is in the "
-        "images:"
+        f"model.name={config.model.name}: torch.export cannot export the network with a dynamic "
+        "batch size; its code must not depend on the batch size or branch on image content:"
     ):
         return torch.export.export(whole, (images,), dynamic_shapes=({0: Dim("batch", min=1)},))
 
 
 def _pt2(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
-    """Returns the bytes of a file with ``program`` and ``texts``, and what runs the file."""
+    """Returns the bytes of a file with ``program`` and ``texts``, and a function to run it."""
     file = io.BytesIO()
     torch.export.save(program, file, extra_files=texts)
     data = file.getvalue()
@@ -246,7 +246,7 @@ def _pt2(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
 
 
 def _timm(model: nn.Module, config: Config, classes: list[str]) -> tuple[dict[str, bytes], Any]:
-    """Returns the files of a folder that timm reads, by name, and what runs them.
+    """Returns the files of a folder that timm reads, by name, and a function to run them.
 
     Raises:
         ConfigError: the network is not a timm model.
@@ -254,7 +254,7 @@ def _timm(model: nn.Module, config: Config, classes: list[str]) -> tuple[dict[st
     name = config.model.name
     if not name.startswith(TIMM):
         raise ConfigError(
-            f"export.format=timm: model.name={name} is no network of timm; use export.format=pt2"
+            f"export.format=timm: model.name={name} is not a timm model; use export.format=pt2"
         )
     import timm
     from safetensors.torch import save
@@ -291,13 +291,13 @@ def _timm(model: nn.Module, config: Config, classes: list[str]) -> tuple[dict[st
 
 
 def _onnx(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
-    """As ``_pt2``; the names of what goes in and comes out are ``images`` and ``logits``.
+    """Like ``_pt2``; the input is named ``images`` and the output ``logits``.
 
     Raises:
-        ConfigError: packages are missing, the network has no form in ONNX, or is too large.
+        ConfigError: packages are missing, or the network is too large or unsupported by ONNX.
     """
     packages = (
-        '; its packages come by pip install -e ".[onnx]" or uv sync --extra onnx; '
+        '; install its packages with pip install -e ".[onnx]" or uv sync --extra onnx; '
         "export.format=pt2 needs none"
     )
     with user_code.explained("export.format=onnx:", packages):
@@ -308,7 +308,7 @@ def _onnx(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
         made.model.metadata_props.update(texts)
         data = made.model_proto.SerializeToString()
         options = SessionOptions()
-        # else one for each core of the machine
+        # default: one per core of the machine
         options.intra_op_num_threads = torch.get_num_threads()
         session = InferenceSession(data, options, providers=["CPUExecutionProvider"])
     return data, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])

@@ -32,15 +32,15 @@ from .loaded import network
 
 
 def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
-    """Predicts the images in ``data.root``, or of ``data.table``, with the network in ``saved``.
+    """Predicts the images in ``data.root``, or in ``data.table``, with the network in ``saved``.
 
-    Every rank calls this, and predicts its share. At the end the first rank writes into ``folder``:
-    ``predictions.csv``, ``predictions.jsonl`` and the list of images that cannot be read.
+    Every rank calls this and predicts its share. At the end the first rank writes into ``folder``:
+    ``predictions.csv``, ``predictions.jsonl`` and the list of unreadable images.
 
     Raises:
         CheckpointError: the checkpoint does not fit.
         DataError: there is no image, or none can be read.
-        Interrupted: a signal was heard.
+        Interrupted: a signal arrived.
     """
     model, classes = network(saved, config)
     root = os.path.expanduser(str(config.data.root))
@@ -51,7 +51,7 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     else:
         source = FolderSource(root, flat=True)
     if len({*world.gathered(source.digest())}) > 1:
-        raise DataError(f"data.root={config.data.root}: the ranks see different files there")
+        raise DataError(f"data.root={config.data.root}: ranks see different files")
     data = config.data
     transform = as_evaluated(data)
     dataset = ImageDataset(
@@ -63,7 +63,7 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     bad = sorted(failure for each in failures for failure in each)
     name = os.path.relpath(folder)
     if world.is_main:
-        # of an attempt that failed
+        # from a failed attempt
         (folder / BAD_SAMPLES).unlink(missing_ok=True)
         with RunWriter(folder, tensorboard=False) as writer:
             for failure in bad:
@@ -79,17 +79,17 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
         _write(folder, source, classes, rows, {failure.sample for failure in bad})
     say(f"predicted      {count} of {len(source)} images")
     if bad:
-        say(f"bad samples    {len(bad)} cannot be read; they are listed in {BAD_SAMPLES}")
+        say(f"bad samples    {len(bad)} cannot be read; listed in {BAD_SAMPLES}")
     say(f"predictions    {name}/predictions.csv, {name}/predictions.jsonl")
 
 
 def _share(
     feeds: Feeds, model: nn.Module, top_k: int
 ) -> tuple[np.ndarray, np.ndarray, list[Failure]]:
-    """Returns what this rank predicts.
+    """Returns this rank's predictions.
 
-    The places of its images, int64 ``[N]``; float32 ``[N, 2 * top_k]``, the highest probabilities
-    and behind them their classes; the images that could not be read, whose rows mean nothing.
+    These are the indices of its images, int64 ``[N]``; float32 ``[N, 2 * top_k]``, the highest
+    probabilities followed by their classes; and the unreadable images, whose rows are meaningless.
     """
     config = feeds.config
     device = feeds.world.device
@@ -98,7 +98,7 @@ def _share(
         model = model.to(memory_format=torch.channels_last)
     autocast = autocast_of(config.trainer.precision, device)
     settings = feeds.val_settings(feeds.settings(limits.measure(feeds.world.local_size)))
-    # on the device until the end, when the host waits for them
+    # kept on the device until the end to avoid synchronization
     best = [torch.zeros(0, 2 * top_k, device=device)]
     with (
         closing(feeds.val(settings)) as feed,
@@ -109,7 +109,7 @@ def _share(
         for images, _ in bar.over(batches):
             with autocast():
                 logits: Tensor = model(images)
-            # numbers of classes are exact in float32 up to 2**24
+            # class indices are exact in float32 up to 2**24
             best.append(torch.cat(logits.float().softmax(1).topk(top_k), dim=1))
             signals.check()
     places = [np.zeros(0, np.int64), *feed.order.batches(0)]
@@ -123,7 +123,7 @@ def _write(
     rows: np.ndarray,
     bad: set[int],
 ) -> None:
-    """Writes ``rows``, one for each image of ``source``, but for the ``bad`` ones."""
+    """Writes ``rows``, one per image of ``source``, except for the ``bad`` ones."""
     ranks = range(1, rows.shape[1] // 2 + 1)
     heads = [f"{name}_{i}" for name in ("class", "probability") for i in ranks]
     table: list[list[Any]] = [[source.key, *heads]]
@@ -134,12 +134,12 @@ def _write(
         values, labels = np.split(row, 2)
         path = source.name(place)
         names = [classes[int(label)] for label in labels]
-        # the fewest digits that give the same float32
+        # the fewest digits that round-trip to the same float32
         shown = plain([float(str(value)) for value in values])
         table.append([path, *names, *shown])
         lines.append(
             json.dumps({source.key: path, "classes": names, "probabilities": shown}) + "\n"
         )
     for form, content in (("csv", sheet(table)), ("jsonl", "".join(lines))):
-        # names that are not UTF-8 keep their bytes
+        # keep the bytes of names that are not UTF-8
         write_whole(folder / f"predictions.{form}", content.encode("utf-8", "surrogateescape"))

@@ -94,6 +94,8 @@ class Bar:
         if not draws(sys.stdout):
             self.due_s = 2 * took_s
             _print(text)
+            # the next line has figures of its own, or none
+            self._note = ""
             return
         self.due_s = took_s + 0.1
         if left := (self.total or self.done) - self.done:

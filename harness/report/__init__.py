@@ -1,1 +1,1 @@
-"""The report turns a run's figures into a verdict, ``report.json``, a page and a table of runs."""
+"""Turns a run's figures into a verdict, ``report.json``, an HTML page and a table of runs."""

@@ -1,4 +1,4 @@
-"""Holds the figures behind a verdict, and derives shares of the time from them."""
+"""Holds the figures behind a verdict and derives fractions of time from them."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ Bottleneck = Literal[
 ]  # fmt: skip
 
 
-# of the time: MLPerf Storage asks for an accelerator utilisation of 0.90
+# of the time: MLPerf Storage requires an accelerator utilization of 0.90
 HARM = 0.10
 
 
-# of the scheduling periods: kubernetes-mixin's CPUThrottlingHigh warns from here on
+# of the scheduling periods: the threshold of kubernetes-mixin's CPUThrottlingHigh
 THROTTLED = 0.25
 
 
-# what a stall below this share of the time would give back cannot be told from noise
+# of the time: the gain from removing a smaller stall is within noise
 FED = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCost:
-    """What a sample costs the workers of a feed, and what that time goes for.
+    """The cost of a sample to the loader's workers, by kind.
 
     Attributes:
-        wall_s: seconds that a worker takes for a sample.
-        cpu_s: processor seconds of these.
-        wants_s: ``cpu_s`` and the seconds in which the worker waited for a processor.
-        contention: how many times its processor time work lasts; 1: processors are free.
-        parts: by kind, the share of ``wall_s``; they sum to 1.
+        wall_s: worker seconds per sample.
+        cpu_s: CPU seconds of these.
+        wants_s: ``cpu_s`` plus the seconds in which the worker waited for a core.
+        contention: wall time of computation over its CPU time; 1 if cores are free.
+        parts: fractions of ``wall_s`` by kind; they sum to 1.
         kind: the largest part.
         stage: the largest stage of that kind.
-        waits: whether that kind's time is mostly waiting, and not for a processor.
+        waits: whether that kind's time is mostly waiting for something other than a core.
     """
 
     wall_s: float
@@ -58,16 +58,16 @@ class WorkerCost:
 
 
 def worker_cost(totals: StageTotals | None, *, full: bool = False) -> WorkerCost | None:
-    """Returns what a sample costs; None: ``totals`` of the workers say nothing.
+    """Returns the cost of a sample; None if the workers' ``totals`` are empty.
 
-    ``full`` processors may have kept a stage that works waiting.
+    ``full``: all cores are busy, so a stage that computes may have waited for one.
     """
     stages = totals.stages if totals else {}
     wall_s, cpu_s = total(stages.values())
     if totals is None or totals.samples <= 0 or wall_s <= 0:
         return None
-    # crowded processors prolong every stage that works: the least prolonged one tells by how much.
-    # A lone stage that is crowded out cannot be told from one that waits, but by their fullness.
+    # busy cores prolong every stage that computes; the least prolonged one shows by how much. A
+    # single stage that waits for a core looks like one that waits for I/O, unless cores are full
     prolonged = [
         cost.wall_s / cost.cpu_s for cost in stages.values() if cost.cpu_s >= max(1e-9, 0.1 * cpu_s)
     ]
@@ -76,7 +76,7 @@ def worker_cost(totals: StageTotals | None, *, full: bool = False) -> WorkerCost
     contention = max(1.0, min(prolonged, default=1.0))
 
     def waits(cost: StageCost) -> bool:
-        # on full processors only a stage that hardly ever has one is sure to wait for another thing
+        # on full cores, only a stage that uses little CPU time surely waits for something else
         outside = not full or cost.cpu_s < 0.1 * cost.wall_s
         return outside and cost.wall_s - contention * cost.cpu_s >= 0.5 * cost.wall_s
 
@@ -84,7 +84,7 @@ def worker_cost(totals: StageTotals | None, *, full: bool = False) -> WorkerCost
     for name, cost in stages.items():
         kind = GROUPS.get(name, AUGMENT)
         if kind == SAMPLE:
-            # a data set that names no stages reads where it waits, and decodes where it works
+            # without named stages, waiting counts as reading and computing as decoding
             kind = "storage" if waits(cost) else "decode"
         kinds.setdefault(kind, {})[name] = cost
     costs = {kind: total(named.values()) for kind, named in kinds.items()}
@@ -105,13 +105,13 @@ def worker_cost(totals: StageTotals | None, *, full: bool = False) -> WorkerCost
 
 
 class Straggler(NamedTuple):
-    """The rank that the others wait for, where gradients meet.
+    """The rank that the others wait for when gradients are synchronized.
 
     Attributes:
         rank: its number.
-        late_ms: by which it holds the others up, a step.
-        part: what it spends most of that on: ``stalled``, ``host`` or ``forward``.
-        share: of a step, if it waits for data.
+        late_ms: its delay of the others per step.
+        part: the main cause: ``stalled``, ``host`` or ``forward``.
+        share: extra wait for data as a fraction of a step; 0 for other causes.
     """
 
     rank: int
@@ -121,11 +121,11 @@ class Straggler(NamedTuple):
 
     @classmethod
     def among(cls, ranks: Sequence[RankFigures]) -> Straggler | None:
-        """Returns the one of ``ranks``; None: they are alike."""
+        """Returns the straggler among ``ranks``, if there is one."""
         if len(ranks) < 2:
             return None
         ms = np.array([[rank.stalled_ms, rank.host_ms, rank.forward_ms] for rank in ranks], float)
-        # a figure that one rank cannot tell counts for none of them
+        # a figure that one rank lacks is ignored for all
         ms[:, np.isnan(ms).any(axis=0)] = 0.0
         slowest = int(ms.sum(axis=1).argmax())
         others_ms = np.delete(ms, slowest, axis=0)
@@ -141,50 +141,49 @@ class Straggler(NamedTuple):
 
 @dataclass(kw_only=True)
 class Evidence:
-    """What a verdict rests on, and what follows from it by arithmetic: shares of the time, 0..1.
+    """The measurements behind a verdict, and the fractions of time (0..1) derived from them.
 
     Attributes:
-        window: the steps' figures, usually the whole run's.
-        stages: what the workers spent their time on; None: the feed does not tell.
+        window: figures of the steps, usually of the whole run.
+        stages: the workers' time by stage; None if the loader does not report it.
         settings: the loader's, with torch's names; ``backend`` is "processes", "threads", or
             "arrays", which never has workers.
-        cores: processors that this rank may use.
+        cores: cores available to this rank.
         device: its kind.
         sampled: the machine's figures by tag, means over the run.
-        autotuned: whether the loader's settings are those of a search.
-        ranks: every rank's figures, where there are several.
-        trainer: the network's settings.
-        half_precision: the faster of bf16 and fp16 on the device; None: not known.
-        window_steps: steps in one logged window.
-        cores_from: where the number of cores is said.
-        most_workers: workers that are worth a try and fit; None: the tuner's cap, max(8, 4 a core).
-        others: cores that other programs took; None: they harmed nothing, as ``sampled`` has it.
-        ceiling: speed-up if loading were free, where measured; None: as the stall says.
-        starts: passes whose workers were started for them.
-        started_s: from their beginning to their first batch.
-        shrinks: how many times as fast samples are made from a smaller copy of the images; None:
-            not measured.
-        size: ``data.train_size`` of these steps in pixels; None: it is not set.
+        autotuned: whether the loader was tuned.
+        ranks: every rank's figures, if there are several.
+        trainer: the trainer's settings.
+        half_precision: the faster of bf16 and fp16 on the device; None if unknown.
+        window_steps: steps per logged window.
+        cores_from: source of the number of cores.
+        most_workers: most workers that fit and are worth trying; default: max(8, 4 per core).
+        others: cores used by other programs; None derives it from ``sampled``.
+        ceiling: measured speedup if loading were free; None derives it from the stall.
+        starts: passes that started their own workers.
+        started_s: seconds from the start of these passes to their first batch.
+        shrinks: speedup of loading from a smaller copy of the images; None if not measured.
+        size: ``data.train_size`` of these steps in pixels; None if unset.
         stall: the device had nothing to run because data was missing.
         starved: of that, the loop waited for a batch.
         copy: of that, the loop waited for a batch's copy.
-        host: the device waited for Python, on a CPU for garbage collections within a step too.
-        launch: the device waited for the next kernel's launch; 0 where that was not looked into.
+        host: the device waited for Python; on a CPU, also for garbage collection within steps.
+        launch: the device waited for the next kernel's launch; 0 if not measured.
         lost: ``starved``, ``copy``, ``host`` and ``launch`` together.
-        prepare: batches were augmented and normalised.
-        compute: the network ran; None: not known.
-        made: share of ``starved`` until the batch was made; 1 where no batch told.
-        handed: share of ``starved`` until it was here, and in page-locked memory.
-        moved: share of ``starved`` until it was on the device and normalised.
-        host_parts: what ``host`` was spent on, by name.
+        prepare: batches were augmented and normalized.
+        compute: the network ran; None if unknown.
+        made: fraction of ``starved`` until the batch was made; 1 if unknown.
+        handed: fraction of ``starved`` until it was in this process, in pinned memory.
+        moved: fraction of ``starved`` until it was on the device and normalized.
+        host_parts: ``host`` by cause.
         workers: of the loader.
-        rate: images/s; 0: not known.
-        throttled: share of the scheduling periods in which a quota stopped this run.
-        cost: what the workers' time went for; None: nothing tells.
+        rate: images/s; 0 if unknown.
+        throttled: fraction of the scheduling periods in which a quota throttled this run.
+        cost: a sample's cost to the workers; None if unknown.
         memory: this run waited for memory.
-        late: the rank that the others wait for; None: they are alike.
+        late: the rank that the others wait for, if there is one.
         speedup: if loading were free, at most 1000.
-        starting: workers were started, beyond the making of the first batch.
+        starting: workers were starting, excluding the making of first batches.
     """
 
     window: Window
@@ -223,7 +222,7 @@ class Evidence:
         self.made = part("make", 1.0)
         self.handed = part("transport", 0.0) + part("pin", 0.0)
         self.moved = part("move", 0.0)
-        # host work hidden behind queued device work is not part of the gap
+        # host work hidden by queued device work is not part of the gap
         self.host_parts = {
             name: min(self.host, spent_s / max(window.elapsed_s, 1e-9))
             for name, spent_s in window.host_parts_s.items()
@@ -236,11 +235,11 @@ class Evidence:
         self.others = self.others or taken(self.sampled)
         self.throttled = self.sampled.get(Tag.THROTTLED_FRACTION, 0.0)
         used = self.sampled.get(Tag.CPU_CORES, 0.0) / self.cores
-        # where nine tenths of the processors are in use, some work waits for one
+        # with nine tenths of the cores in use, some work waits for one
         in_use = max(used, self.sampled.get(Tag.CPU_FRACTION, 0.0))
         full = in_use >= 0.9 or self.throttled >= THROTTLED or self.others is not None
         self.cost = worker_cost(self.stages, full=full)
-        # a page from a disk takes 0.1 ms at least
+        # a page fault from disk takes at least 0.1 ms
         faulting = min(1.0, 1e-4 * self.sampled.get(Tag.MAJOR_FAULTS_PER_S, 0.0))
         self.memory = self.sampled.get(Tag.MEMORY_STALL_FRACTION, faulting)
         self.late = Straggler.among(self.ranks)
@@ -249,19 +248,19 @@ class Evidence:
         self.starting = max(0.0, self.started_s - made_s) / max(whole_s, 1e-9)
 
     def unmade(self) -> float:
-        """Returns the share of the time waited for batches if handing over took no time."""
+        """Returns the fraction of time waited for batches if transfers took no time."""
         if self.cost is None or not self.workers:
             return self.starved
         wanted = self.cost.wall_s * self.rate * self.speedup
         return max(0.0, 1 - self.workers / max(self.workers, wanted))
 
     def could(self) -> float:
-        """Returns the images/s that all processors could load beside the step."""
+        """Returns the images/s that all cores could load while the step runs."""
         cores = self.cores
         if self.cost is None or not self.rate:
             return self.rate
         used = self.sampled.get(Tag.CPU_CORES)
-        # where the device is another one and nothing was sampled
+        # if nothing was sampled and the device is not the CPU
         step_cores = 0.0
         if used is not None:
             step_cores = max(0.0, min(used, cores) - self.cost.cpu_s * self.rate)
@@ -270,7 +269,7 @@ class Evidence:
         return roofline(cores, self.cost.wants_s, step_cores / self.rate)
 
     def has_room(self) -> bool:
-        """Returns whether processors could load a tenth more than the workers do or might."""
+        """Returns whether the cores could load 10% more than the workers do or might."""
         if self.cost is None:
             return False
         return self.could() >= (1 + HARM) * max(self.rate, self.workers / self.cost.wall_s)

@@ -1,4 +1,4 @@
-"""Writes the network's mistakes to the run's folder and to TensorBoard."""
+"""Writes the network's mistakes to the run folder and to TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ..training.pictures import PredictionLog, coded
 _MOST = 24
 
 
-# on the page: kinds of mistakes, some 300 kB
+# confused class pairs on the page, some 300 kB
 _MOST_KINDS = 20_000
 
 
-# the matrix of more would have over 4 million cells
+# a larger matrix would have over 4 million cells
 _MOST_CLASSES = 2_000
 
 
-# classes are uneven if one has so many times the images of another
+# classes are imbalanced if one has this many times the images of another
 _UNEVEN = 10
 
 
@@ -42,8 +42,8 @@ def show(
 ) -> None:
     """Writes ``classes.csv``, ``confusion.csv``, ``mistakes.json`` and TensorBoard's pictures.
 
-    If ``read``, the mistaken images are read again, as the network saw them. ``balanced``: the run
-    corrects for uneven classes.
+    If ``read``, misclassified images are read again, as the network saw them. ``balanced``: the run
+    corrects for class imbalance.
     """
     names = [*map(printable, splits.classes)]
     kinds = answers.confused()
@@ -52,7 +52,7 @@ def show(
         np.bincount(kind, minlength=len(names)) for kind in (answers.labels, answers.given, right)
     )
     columns: dict[str, Any] = {"images": images, "correct": correct, "given": given}
-    # a share of nothing is None
+    # a fraction of zero images is None
     with np.errstate(invalid="ignore"):
         columns |= {"accuracy": correct / images, "precision": correct / given}
     if splits.labels is not None:
@@ -64,7 +64,7 @@ def show(
         matrix[kinds[:, 0], kinds[:, 1]] = kinds[:, 2]
         rows = ([name, *row] for name, row in zip(names, matrix.tolist(), strict=True))
         _table(writer, "confusion.csv", ["", *names], rows)
-        # by share of the true class; a root shows what is seldom
+        # by fraction of the true class; the root makes rare mistakes visible
         shares = np.sqrt(matrix / np.maximum(1, images[:, None]))
         grey = (255 - 255 * shares).astype(np.uint8)
         writer.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
@@ -80,14 +80,14 @@ def show(
 def _mistakes(
     answers: PredictionLog, names: list[str], splits: Splits, writer: RunWriter, read: bool
 ) -> list[dict[str, Any]]:
-    """Returns the surest mistakes; shows their pictures in TensorBoard."""
+    """Returns the most confident mistakes; shows their pictures in TensorBoard."""
     rows = []
     tiles = []
     texts = []
     dataset = splits.val
-    # where data lie may be a secret: names are below it
+    # the location of the data may be private
     root = f"{Path(splits.root).expanduser()}/"
-    # a data set that is made on the device has none, one of the user's may have no source
+    # datasets made on the device lack ``fill``, the user's may lack ``source``
     fill = getattr(dataset, "fill", None)
     source = getattr(dataset, "source", None)
     for place in answers.surest(_MOST):
@@ -100,7 +100,7 @@ def _mistakes(
             "probability": probability,
         }
         rows.append(row)
-        # in place of one that cannot be read there was another
+        # an unreadable image was replaced by another
         with suppress(BadSample):
             if read and fill:
                 tile = np.empty((3, dataset.image_size, dataset.image_size), np.uint8)
@@ -114,7 +114,7 @@ def _mistakes(
 
 
 def class_counts(splits: Splits, balanced: bool = False) -> str | None:
-    """Returns a sentence on the training images of each class, and a remedy if they are uneven."""
+    """Returns a sentence on the training images per class, with a remedy for imbalance."""
     if splits.labels is None:
         return None
     counts = np.bincount(splits.labels, minlength=len(splits.classes))
@@ -122,7 +122,7 @@ def class_counts(splits: Splits, balanced: bool = False) -> str | None:
     number = f"{most}" if least == most else f"{least} to {most}"
     text = f"{len(counts)} classes with {number} training images each"
     if least * _UNEVEN <= most:
-        text += ", very uneven"
+        text += ", very imbalanced"
         if not balanced:
             text += ". Try: data.balance=0.5, or optim.class_weights=balanced"
     return text

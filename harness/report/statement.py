@@ -1,7 +1,6 @@
-"""Words the verdict: the bottleneck, its figures, the ceiling and the settings to try.
+"""Phrases a verdict for ``report.json`` and the console.
 
-A verdict in sentences: the class, the facts with their figures, the ceiling, what to try.
-``report.json``, and the lines on the console.
+The sentences give the bottleneck, the figures behind it, the ceiling and the settings to try.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from ..runtime.errors import rounded
 from .evidence import FED, HARM, Bottleneck, Evidence, WorkerCost
 from .verdict import Change, Verdict
 
-# of the time: a smaller suspect is not worth a word
+# of the time: smaller causes are not mentioned
 _WORTH = 0.01
-# others are bound by their kind
+# others read KIND-bound
 _HEADLINES: Mapping[Bottleneck, str] = {
     "augment": "Augmentation-bound",
     "workers": "Too few workers",
@@ -29,24 +28,24 @@ _HEADLINES: Mapping[Bottleneck, str] = {
     "balanced": "Balanced",
     "unknown": "Unknown",
 }
-# what can come second where the network takes most of the time
+# also the second bottleneck, if the network takes most of the time
 _WORK: Mapping[Bottleneck, str] = {
     "storage": "reading",
     "decode": "decoding",
     "augment": "augmentation",
-    "collate": "putting batches together",
-    "transport": "handing batches over",
+    "collate": "collation",
+    "transport": "batch transfer",
     "copy": "copies",
     "workers": "waiting for workers",
-    "launch": "launching",
+    "launch": "kernel launches",
     "host": "Python",
 }
-# what helps besides a setting, by reason, by part of a rank's step or by kind
+# remedies other than settings, by reason, part of a rank's step or kind
 _WAYS: Mapping[str, str] = {
-    "few steps": "let the run continue for longer",
-    "uneven": "diagnose again when the machine is quiet",
-    "stalled": "look at that rank's storage and cores",
-    "forward": "look whether that rank's device is slower or shared",
+    "few steps": "let the run continue",
+    "uneven": "diagnose again when the machine is idle",
+    "stalled": "check that rank's storage and cores",
+    "forward": "check whether that rank's device is slower or shared",
     "storage": "put the files on a faster disk, or keep them in memory",
     "decode": "store smaller files (shorter side 1.15 to 2 times the crop), or add cores",
     "augment": "make the augmentation cheaper, or add cores",
@@ -54,30 +53,30 @@ _WAYS: Mapping[str, str] = {
     "transport": "make images or batches smaller",
     "copy": "make images smaller, or steps longer",
     "compute": "a smaller network or image, or a faster device",
-    "host": "do less between two steps",
+    "host": "do less between steps",
     "gc": "keep fewer objects alive, or call gc.freeze() before training",
     "memory": "give the run more memory",
     "quota": "raise the quota (cpu.max, docker --cpus, Kubernetes limits.cpu)",
-    "neighbours": "wait until these programs end, or train where nothing else runs",
+    "neighbours": "wait until these programs end, or train on an idle machine",
 }
 _UNKNOWN: Mapping[str, str] = {
     "no stall": "This device does not report whether it waits for data",
-    "no stages": "The feed does not say for what",
+    "no stages": "The loader reports no stage times",
     "no compute": "This device does not separate the network's time from Python's",
-    "uneven": "The measurement is too uneven to find the bottleneck",
+    "uneven": "The measurement is too noisy to find the bottleneck",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A verdict as ``report.json`` has it.
+    """A verdict as in ``report.json``.
 
     Attributes:
         bottleneck: its kind.
-        ceiling: speed-up if loading were free; None: the stall is not known.
-        sentence: short sentences: the class, the figures that say so, the ceiling, what to try.
-        next_step: settings to try; None: no setting helps.
-        evidence: the figures that it rests on.
+        ceiling: speedup if loading were free; None if the stall is unknown.
+        sentence: short sentences with the bottleneck, its figures, the ceiling and remedies.
+        next_step: settings to try; None if no setting helps.
+        evidence: the underlying figures.
     """
 
     bottleneck: Bottleneck
@@ -88,12 +87,12 @@ class Statement:
 
 
 def as_overrides(change: Change) -> str:
-    """Returns settings as they are typed on the command line."""
+    """Returns settings as typed on the command line."""
     return " ".join(f"{name}={str(value).lower()}" for name, value in change.items())
 
 
 def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> Statement:
-    """Returns ``verdict`` in words; ``tried`` words the settings to try."""
+    """Returns ``verdict`` in words; ``tried`` formats the settings to try."""
     kind = verdict.kind
     r = verdict.shares
     headline = _HEADLINES.get(kind, f"{kind.capitalize()}-bound")
@@ -105,7 +104,7 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> S
     reason = verdict.why or (r.late.part if kind == "rank" and r.late else kind)
     other = _WAYS.get(reason, _WAYS.get(kind))
     if kind == "decode" and (r.shrinks or 0.0) >= 1 + HARM:
-        faster = f"its samples are made {r.shrinks:.1f} times as fast"
+        faster = f"samples load {r.shrinks:.1f}x as fast"
         other = f"train on a smaller copy (wellfed shrink FOLDER OUT): {faster}, or add cores"
     ways = [way for way in (next_step, other) if way]
     sentences = [headline, *_facts(verdict), *_gain(verdict)]
@@ -116,11 +115,11 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> S
 
 
 def _facts(verdict: Verdict) -> Iterator[str]:
-    """Iterates over the facts that tell the kind, each with its figures."""
+    """Yields the facts behind the kind, with their figures."""
     r = verdict.shares
     cost = r.cost
     if verdict.ceiling and r.stall >= FED:
-        waiting = "The loop, and the device at most as long," if r.device != "cpu" else "Training"
+        waiting = "The loop (and at most the device)" if r.device != "cpu" else "Training"
         if r.window.stall_basis == "device":
             waiting = "The device"
         yield f"{waiting} waited for data {r.stall:.0%} of the time"
@@ -130,35 +129,35 @@ def _facts(verdict: Verdict) -> Iterator[str]:
         case "unknown":
             yield _UNKNOWN[verdict.why]
         case "rank" if r.late:
-            works = {"stalled": "waiting for data", "host": "Python between two steps"}
-            yield f"Rank {r.late.rank} holds the others up by {r.late.late_ms:.1f} ms a step"
+            works = {"stalled": "waiting for data", "host": "Python between steps"}
+            yield f"Rank {r.late.rank} delays the others by {r.late.late_ms:.1f} ms per step"
             yield f"Most of that is {works.get(r.late.part, 'the forward pass')}"
         case "starts":
             yield f"Starting workers for each epoch takes {r.starting:.0%} of the time"
         case "balanced":
             if r.host >= _WORTH:
-                yield f"Python held the steps up {r.host:.0%} of the time"
+                yield f"Steps waited for Python {r.host:.0%} of the time"
         case "compute":
             yield f"The network takes {r.compute:.0%} of the time"
             if r.prepare >= FED:
                 yield f"Preparing batches takes {r.prepare:.0%}"
         case "transport" if verdict.why:
-            yield f"For {r.handed:.0%} of that, batches were made but not here yet"
+            yield f"For {r.handed:.0%} of that, batches were made but still in transfer"
         case "copy" if r.moved * r.starved > r.copy:
             yield f"Moving and normalizing batches took {r.moved:.0%} of that"
         case "copy":
-            yield f"Copies took {r.copy:.0%} of the time while nothing ran"
+            yield f"Copies took {r.copy:.0%} of the time with the device idle"
         case "host":
             parts = _listed(r.host_parts).replace("gc ", "garbage collection ")
-            yield f"Python held the steps up {r.host:.0%} of the time: {parts}"
+            yield f"Steps waited for Python {r.host:.0%} of the time: {parts}"
         case "launch":
             yield f"The device waited for Python within the step {r.launch:.0%} of the time"
         case "memory":
-            yield f"Work stood still for memory {r.memory:.0%} of the time"
+            yield f"The run waited for memory {r.memory:.0%} of the time"
         case "quota":
             yield f"{r.cores:.3g} cores are too few"
             if r.throttled:
-                yield f"The quota stopped this run in {r.throttled:.0%} of its periods"
+                yield f"The quota throttled this run in {r.throttled:.0%} of its periods"
         case "neighbours" if r.others:
             yield f"Other programs take {rounded(r.others)} of the {r.cores:.3g} cores"
         case "neighbours":
@@ -169,21 +168,21 @@ def _facts(verdict: Verdict) -> Iterator[str]:
 
 
 def _work(verdict: Verdict, cost: WorkerCost) -> Iterator[str]:
-    """Iterates over what workers do with a sample, and whether there is room for more of them."""
+    """Yields the workers' time per sample, and whether the cores have room for more."""
     r = verdict.shares
     cores = f"The {r.cores:.3g} cores"
     sample_ms = 1e3 * cost.wall_s
     if "loader.prefetch_factor" in verdict.change:
-        yield f"{r.workers} workers are enough on average, but their batches come unevenly"
+        yield f"{r.workers} workers are enough on average, but their batches arrive unevenly"
     elif verdict.kind == "workers":
-        where = f"one of the {r.workers} workers" if r.workers else "the training process"
-        yield f"A sample takes {where} {sample_ms:.3g} ms. {cores} have room for more"
+        where = f"Each of the {r.workers} workers" if r.workers else "The training process"
+        yield f"{where} takes {sample_ms:.3g} ms per sample. {cores} have room for more"
     else:
         kind_ms = cost.parts[cost.kind] * sample_ms
         work = _WORK[cost.kind].capitalize()
-        took = f"{work} takes {kind_ms:.3g} of the {sample_ms:.3g} ms of a sample"
+        took = f"{work} takes {kind_ms:.3g} of the {sample_ms:.3g} ms per sample"
         if cost.kind == "augment":
-            took += f", most of them in {cost.stage}"
+            took += f", mostly in {cost.stage}"
         yield took + ", mostly waiting" * cost.waits
         if cost.waits:
             yield from _origin(r)
@@ -192,50 +191,50 @@ def _work(verdict: Verdict, cost: WorkerCost) -> Iterator[str]:
 
 
 def _origin(r: Evidence) -> Iterator[str]:
-    """Iterates over what is known of where the bytes that were read came from."""
+    """Yields the origin of the bytes read, if known."""
     read = r.sampled.get(Tag.READ_BYTES_PER_S)
     stored = r.sampled.get(Tag.STORAGE_BYTES_PER_S)
     if not read or stored is None:
         return
     if stored < 0.05 * read:
-        yield "Hardly a byte came from a disk: opening files, or a network's files, are slow"
+        yield "Hardly a byte came from a disk: opening files, or network storage, is slow"
         return
-    # pages of mapped files come from the disk too, and are not read
+    # pages of mapped files also come from the disk, but are not read
     yield f"Of {max(read, stored) / 1e6:.3g} MB/s, {stored / 1e6:.3g} came from a disk or NFS"
 
 
 def _gain(verdict: Verdict) -> Iterator[str]:
-    """Iterates over what faster loading would give, where that can be told from noise."""
+    """Yields the gain from faster loading, unless it is within noise."""
     ceiling = verdict.ceiling
     r = verdict.shares
-    # beside other programs the ceiling would be theirs too
+    # with other programs running, the ceiling would include their effect
     if not ceiling or 1 - 1 / ceiling < FED or verdict.kind == "neighbours":
         return
     on_cpu = r.device == "cpu"
-    # steps that hardly wait are slower all the same
+    # loading also slows steps that hardly wait
     if on_cpu and r.ceiling and r.lost < HARM and ceiling > 1 / (1 - HARM):
-        yield f"Without loading on their processors, steps are {ceiling:.3g}x as fast"
+        yield f"Without loading on the same cores, steps are {ceiling:.3g}x as fast"
         return
-    less = ", and less where it takes processors from the step" * on_cpu
+    less = ", less if it takes cores from the step" * on_cpu
     yield f"Faster loading gives at most {ceiling:.3g}x{less}"
 
 
 def _evidence(r: Evidence) -> Iterator[str]:
-    """Iterates over the figures of the shares, a clause each."""
+    """Yields the underlying figures, a clause each."""
     window = r.window
     shares = _listed(window.shares).replace("_", " ")
-    yield f"time on the {window.stall_basis}'s clock: {shares}"
+    yield f"time on the {window.stall_basis} clock: {shares}"
     if window.wait_parts and r.starved >= _WORTH:
         yield f"waiting for a batch: {_listed(window.wait_parts)}"
     if cost := r.cost:
         yield (
-            f"a sample takes {1e3 * cost.wall_s:.3g} ms, {1e3 * cost.cpu_s:.3g} ms of them "
-            f"on a processor: {_listed(cost.parts)}"
+            f"a sample takes {1e3 * cost.wall_s:.3g} ms, of which {1e3 * cost.cpu_s:.3g} ms "
+            f"CPU time: {_listed(cost.parts)}"
         )
     if r.host >= _WORTH:
         yield f"work between steps: {_listed(r.host_parts)}"
 
 
 def _listed(shares: Mapping[str, float]) -> str:
-    """Returns shares as text, without those that are next to nothing."""
+    """Returns shares as text, without those below 0.5%."""
     return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)

@@ -1,4 +1,4 @@
-"""Sums up a sweep at its end: a table of its jobs, and one page for all of them."""
+"""Summarizes a finished sweep: a table of its jobs, and one page for all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIGURES = {"top1": ".4f", "images_per_s": ".0f", "data_wait_fraction": ".1%"}
 
 
 def report_failure(folder: Path, error: str, overridden: Sequence[str]) -> None:
-    """Writes the report of a job that ended with ``error``; one that has steps stays."""
+    """Writes the report of a job that ended with ``error``, unless one has steps."""
     path = folder / REPORT_JSON
     run = {"name": folder.name, "overrides": overridden}
     with suppress(OSError, ValueError):
@@ -33,7 +33,7 @@ def conclude(sweep: Any) -> None:
     try:
         root = Path(sweep.dir)
         jobs = {name: read_run(at, name)["report"] for name, at in find_runs(root).items()}
-        # none began
+        # no job began
         if not jobs:
             return
         typed: list[list[str]] = [job.get("run", {}).get("overrides", []) for job in jobs.values()]
@@ -52,5 +52,5 @@ def conclude(sweep: Any) -> None:
             say(line)
         say(f"look at them   {os.path.relpath(write_sweep(root)[0])}")
     except Exception as error:
-        # how the sweep ended is not up to its table
+        # a failing table must not change how the sweep ends
         log.warning("the table of jobs: %s: %s", type(error).__name__, error)

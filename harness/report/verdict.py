@@ -1,7 +1,7 @@
 """Decides the bottleneck and the settings to change, from figures, in pure functions.
 
-``judge`` classifies runs, and the measurements of ``mode=diagnose``. A verdict is data, which
-``statement`` puts into sentences.
+``judge`` classifies runs and the measurements of ``mode=diagnose``; ``statement`` phrases the
+verdict.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Why = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What bounds a run.
+    """The bottleneck of a run.
 
     Attributes:
-        kind: of bottleneck; balanced: some time is lost, under a tenth.
-        shares: the figures that it rests on.
-        change: settings that should help, with their new values; empty: no setting does.
-        why: the reason, where ``kind`` and ``shares`` leave it open.
-        ceiling: speed-up if loading were free, 1 / (1 - stall_fraction); None: the stall is not
-            known.
+        kind: of bottleneck; balanced if some time is lost, under a tenth.
+        shares: the underlying figures.
+        change: new values of settings that should help; empty if none does.
+        why: the reason, if ``kind`` and ``shares`` leave it open.
+        ceiling: speedup if loading were free, 1 / (1 - stall_fraction); None if the stall is
+            unknown.
     """
 
     kind: Bottleneck
@@ -45,19 +45,19 @@ class Verdict:
 
 
 def judge(r: Evidence) -> Verdict:
-    """Returns what bounds the steps in ``r.window``, and what to try."""
+    """Returns the bottleneck of the steps in ``r.window``, and the settings to try."""
     window = r.window
-    # as slow as the machine is, the steps are too
+    # a few steps suffice: a slow machine slows both
     if r.starting >= max(HARM, r.lost):
         return Verdict("starts", r, {"loader.persistent_workers": True})
-    # in under a second, a single slow step among a few would decide
+    # within a second, one slow step among a few would decide
     if window.steps < (10 if window.elapsed_s >= 1.0 else 20):
         return Verdict("unknown", r, why="few steps")
     if window.stall_fraction is None:
         return Verdict("unknown", r, why="no stall")
     rule = explain_unharmed
     if r.lost >= HARM:
-        # the rule for what costs the most
+        # the rule for the largest loss
         costs = {
             explain_data_bound: r.starved,
             explain_copy_bound: r.copy,
@@ -75,13 +75,13 @@ def judge(r: Evidence) -> Verdict:
 
 
 def searched(r: Evidence) -> Change:
-    """Returns the search for the loader's settings, if they are not those of one."""
+    """Returns the setting that tunes the loader, unless it was tuned."""
     return {} if r.autotuned else {"loader.autotune": True}
 
 
 def explain_unharmed(r: Evidence) -> Verdict:
-    """Returns what sets the pace where next to nothing is lost."""
-    # a twentieth of the time for Python is no surprise where steps are short
+    """Returns the bottleneck if next to nothing is lost."""
+    # short steps normally lose up to a twentieth of the time to Python
     if r.stall >= FED or r.host >= 0.05:
         return Verdict("balanced", r)
     if r.compute is None:
@@ -92,25 +92,25 @@ def explain_unharmed(r: Evidence) -> Verdict:
             change["trainer.precision"] = r.half_precision
         if not r.trainer.channels_last:
             change["trainer.channels_last"] = True
-        # on a processor it needs a compiler
+        # on a CPU it needs a compiler
         if not change and not r.trainer.compile and r.device != "cpu":
             change["trainer.compile"] = True
     return Verdict("compute", r, change)
 
 
 def explain_data_bound(r: Evidence) -> Verdict:
-    """Returns why batches come too late: made too slowly, or long on the way."""
+    """Returns why batches arrive late: slow to make, or slow to transfer."""
     cores = r.cores
     cost = r.cost
     late = max(r.handed, r.moved) > r.made
-    # workers that are too slow, and processors full of samples, delay handing over too: where that
-    # were the bottleneck, they would idle
+    # slow workers and cores full of samples delay transfers too; if transfers were the bottleneck,
+    # they would idle
     is_full = r.could() < (1 + HARM) * r.rate and cost and 2 * cost.wants_s * r.rate >= cores
     change = searched(r)
     if late and not is_full and (cost is None or r.unmade() < r.starved / 2):
         if r.moved >= r.handed:
             return explain_copy_bound(r)
-        # making a batch here is quicker than fetching it
+        # making a batch here is faster than fetching it
         if change and r.workers and cost and 0 < cost.wall_s * r.rate < r.starved:
             change = {"loader.num_workers": 0}
         return Verdict("transport", r, change, "handed over")
@@ -119,23 +119,23 @@ def explain_data_bound(r: Evidence) -> Verdict:
     more = more_in_flight(r)
     if more and not cost.waits:
         return Verdict("workers", r, more)
-    # the largest group of stages: storage, decode, augment or collate. Backends other than
-    # processes share nothing
+    # the largest group of stages: storage, decode, augment, collate or, only with processes,
+    # transport
     return Verdict(cost.kind, r, change if cost.kind == "transport" else more)
 
 
 def more_in_flight(r: Evidence) -> Change:
-    """Returns a setting that adds workers or batches in flight; empty: none helps."""
+    """Returns a setting that adds workers or batches in flight; empty if none helps."""
     cost = r.cost
     if cost is None or r.autotuned or r.could() < (1 + HARM) * r.rate:
         return {}
     if r.workers and r.unmade() == 0:
-        # more than 8 batches ahead of each process, or 32 of all threads, have not helped
+        # prefetching over 8 batches per process, or 32 over all threads, has not helped
         deepest = max(1, 32 // r.workers) if r.settings.backend == "threads" else 8
         ahead = r.settings.batches_ahead
         depth = min(math.ceil(2 * ahead / r.workers), deepest)
         return {"loader.prefetch_factor": depth} if depth * r.workers > ahead else {}
-    # a tenth more than the steps would take, as far as there are processors: samples are uneven
+    # 10% more than the steps would take, within the cores, because samples are uneven
     wanted = workers_for(1.1 * min(r.could(), r.speedup * r.rate), cost.wall_s)
     wanted = min(wanted, r.most_workers or max(8, int(4 * r.cores)))
     if not r.has_room() or wanted <= r.workers or r.settings.backend == "arrays":
@@ -144,13 +144,13 @@ def more_in_flight(r: Evidence) -> Change:
 
 
 def explain_copy_bound(r: Evidence) -> Verdict:
-    """Returns that batches that are here wait to be brought to the device and normalised."""
+    """Returns that batches wait to be copied to the device and normalized."""
     pins = r.window.stall_basis == "device" and not r.settings.pin_memory
     return Verdict("copy", r, {"loader.pin_memory": True} if pins else {})
 
 
 def explain_host_bound(r: Evidence) -> Verdict:
-    """Returns that Python keeps the device waiting between two steps."""
+    """Returns that Python keeps the device waiting between steps."""
     match max(r.host_parts, key=r.host_parts.__getitem__):
         case "gc":
             return Verdict("host", r, why="gc")
@@ -166,17 +166,17 @@ def explain_launch_bound(r: Evidence) -> Verdict:
 
 
 def explain_shortage(r: Evidence, kind: Bottleneck) -> Verdict | None:
-    """Returns what the machine lacked, where that can have caused ``kind``."""
-    # slow processors do not harm an accelerator that is busy all the same
+    """Returns the shortage of the machine, if it can have caused ``kind``."""
+    # slow cores do not harm an accelerator that stays busy
     if r.device == "cpu" or r.lost >= HARM:
-        # files that are mapped fault where they are read
+        # reading mapped files causes page faults
         is_told = kind != "storage" or Tag.MEMORY_STALL_FRACTION in r.sampled
         if r.memory >= HARM and is_told and kind != "rank":
             if r.workers > 1:
                 return Verdict("memory", r, {"loader.num_workers": r.workers // 2})
             deep = r.settings.batches_ahead > 1
             return Verdict("memory", r, {"loader.prefetch_factor": 1} if deep else {})
-        # a quota that stops the run in most periods stops it within reads, too
+        # a quota that throttles most periods also stops the run within reads
         waits = kind == "storage" and r.throttled < 0.5 and r.cost and r.cost.waits
         if not waits and kind not in ("copy", "rank", "unknown"):
             full = r.others is None and r.cores_from.startswith("quota") and not r.has_room()

@@ -347,7 +347,7 @@ def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[Wo
 def choose_device(
     name: str, local_rank: int, local_size: int, gpus: Sequence[int] = ()
 ) -> torch.device:
-    """Returns the device ``device=name`` of this rank; never falls back to a CPU.
+    """Returns this rank's device for ``device=name``; never falls back to the CPU.
 
     Args:
         name: auto, cpu, cuda, cuda:N or mps.

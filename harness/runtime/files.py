@@ -126,7 +126,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 def read_written(path: Path, kind: type = dict) -> Any:
     """Returns the JSON value that a run wrote to ``path``: an object, or another ``kind``.
 
-    Drops nulls of objects and invalid numbers.
+    Drops null values of objects, and invalid numbers.
 
     Raises:
         OSError: it cannot be read, or is no regular file of at most 16 MiB.

@@ -60,7 +60,7 @@ def run_processes(
     """Runs ``work(i, job)`` in ``count`` fresh processes, i from 0, and waits for all.
 
     A signal to this process is forwarded; all then have ``grace_s`` seconds. After a failure the
-    others have five seconds, or ``grace_s`` if they may be saving, before they are ended.
+    others have five seconds, or ``grace_s`` if they may be saving, before they are terminated.
 
     Raises:
         ProcessError: with text and exit code of the first process that failed; after a signal, of

@@ -1,1 +1,1 @@
-"""Training runs the epochs: steps, evaluations and checkpoints."""
+"""Runs training: steps, evaluations and checkpoints."""

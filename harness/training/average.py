@@ -8,10 +8,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 class Average(AveragedModel):
-    """torch's ``AveragedModel``, exponential and with buffers, that leaves out skipped updates.
+    """An exponential ``AveragedModel`` with buffers that ignores skipped updates.
 
-    Bitwise torch's. Which updates were skipped is known on the device alone, and the host does not
-    wait for it: all averages of a type lie in one tensor, which the device then puts back.
+    Bitwise identical to PyTorch's. Only the device knows which updates were skipped, and the host
+    does not wait for it. All averages of a dtype share one tensor, which the device then restores.
     """
 
     def __init__(self, network: nn.Module, decay: float) -> None:
@@ -19,23 +19,23 @@ class Average(AveragedModel):
         self._average = get_ema_multi_avg_fn(decay)
         super().__init__(network, device, multi_avg_fn=self._average, use_buffers=True)
         self.requires_grad_(False)
-        # whether one of the updates is known to have gone in
+        # whether at least one update is known to be included
         self.has_begun = False
         tensors = _tensors(self.module)
-        # for each type, all averages in one tensor
+        # one tensor per dtype with all averages
         self._wholes: dict[torch.dtype, Tensor] = {}
         for dtype in {tensor.dtype for tensor in tensors}:
             own = [tensor for tensor in tensors if tensor.dtype is dtype]
             sizes = [tensor.numel() for tensor in own]
             self._wholes[dtype] = whole = own[0].new_empty(sum(sizes))
             for tensor, part in zip(own, whole.split(sizes), strict=True):
-                # strides as they were, but dense
+                # same stride order, but dense
                 strides = torch.empty_like(tensor).stride()
                 tensor.data = part.as_strided(tensor.shape, strides).copy_(tensor)
 
     @torch.no_grad()
     def update(self, network: nn.Module, found_inf: Tensor) -> None:
-        """Takes the weights of ``network`` in, unless ``found_inf`` (a scalar) is above 0."""
+        """Adds the weights of ``network`` unless the scalar ``found_inf`` is above 0."""
         pairs = [*zip(_tensors(self.module), _tensors(network), strict=True)]
         skipped = found_inf > 0
         for dtype, whole in self._wholes.items():
@@ -45,7 +45,7 @@ class Average(AveragedModel):
             )
             self._average(averaged, current, self.n_averaged)
             if not self.has_begun:
-                # the first one is a copy
+                # the first update copies the weights
                 is_first = self.n_averaged == 0
                 for own, given in zip(averaged, current, strict=True):
                     torch.where(is_first, given, own, out=own)

@@ -1,4 +1,4 @@
-"""Changes how a network's blocks are run: recomputed activations, norms of all ranks."""
+"""Adds activation checkpointing and synchronized batch norms to networks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..runtime import accelerator
 
 
 def with_synced_norms(network: nn.Module, device: torch.device) -> nn.Module:
-    """Returns ``network`` with ``torch.nn.SyncBatchNorm`` in place of its batch norms.
+    """Returns ``network`` with its batch norms replaced by ``torch.nn.SyncBatchNorm``.
 
     Raises:
-        ConfigError: torch has none for this device.
+        ConfigError: PyTorch does not support it on this device.
     """
     if accelerator.get(device).is_host:
         raise ConfigError(
@@ -35,8 +35,8 @@ def checkpoint_blocks(network: nn.Module) -> None:
     """Makes ``network`` recompute the activations of each block in the backward pass.
 
     A block is an item of a ``Sequential`` or ``ModuleList`` that contains modules, such as a
-    residual block or an encoder layer. The keys of the state and the results stay the same: the
-    second pass draws the same random numbers and does not update running statistics.
+    residual block or an encoder layer. State keys and results are unchanged: recomputation draws
+    the same random numbers and does not update running statistics.
 
     Raises:
         ConfigError: the network has no such block.
@@ -52,7 +52,7 @@ def checkpoint_blocks(network: nn.Module) -> None:
 
 
 def _blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """Yields the outermost items of lists that contain modules and are no lists themselves."""
+    """Yields the outermost list items that contain modules and are not lists themselves."""
     for module in network.children():
         lists = isinstance(network, nn.Sequential | nn.ModuleList)
         is_list = isinstance(module, nn.Sequential | nn.ModuleList)
@@ -70,7 +70,7 @@ def _contexts(
 
 @contextmanager
 def _recomputing(block: nn.Module) -> Iterator[None]:
-    """A block in which batch norms leave their running statistics as they are."""
+    """Prevents batch norms from updating their running statistics."""
     norms = [each for each in block.modules() if isinstance(each, _BatchNorm)]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:

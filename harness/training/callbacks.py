@@ -1,4 +1,4 @@
-"""Makes the user's callbacks, ``callbacks=[my_module:MyClass]``, and what they are told."""
+"""Creates the user's callbacks, ``callbacks=[my_module:MyClass]``, and their view of the run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ METHODS = ("on_start", "on_step", "on_window", "on_epoch", "on_end")
 
 
 class Run:
-    """What a callback is told of the run.
+    """The run, as seen by callbacks.
 
     Attributes:
-        network: the bare one that is trained, not its DDP wrapper.
-        optimizer: torch's; hooks of its own see and change gradients.
-        device: where the network lies.
+        network: the trained network, without its DDP wrapper.
+        optimizer: the PyTorch optimizer; its hooks can read and change gradients.
+        device: the network's device.
         rank: of this process, from 0.
         world_size: the number of ranks.
-        folder: the run's.
-        classes: their names, in order.
-        config: the settings, to be read.
-        logged: figures by tag that are written with the next ones.
+        folder: the run folder.
+        classes: the class names, in order.
+        config: the settings, read-only.
+        logged: values by tag, written with the next window.
     """
 
     # setting an attribute that does not exist, such as stop, is an error
@@ -52,18 +52,18 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The updates that are done."""
+        """The number of optimizer steps done."""
         return self._state.step
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 1, that runs or has just ended; 0 before the first step."""
+        """The current or last finished epoch, from 1; 0 before the first step."""
         return self._state.epoch + (self._state.samples > 0)
 
     def log(self, name: str, value: Any) -> None:
-        """Logs the number ``value`` as ``user/NAME`` with the next window; the first rank's counts.
+        """Logs the number ``value`` as ``user/NAME`` with the next window, on the first rank.
 
-        The last value before a window is kept. A tensor on a device makes the host wait.
+        The last value before a window is kept. A device tensor makes the host wait.
         """
         self.logged[f"user/{name}"] = float(value.detach() if isinstance(value, Tensor) else value)
 
@@ -72,7 +72,7 @@ def made(names: Sequence[str]) -> dict[str, Any]:
     """Returns the user's callbacks by ``names``, each called without arguments.
 
     Raises:
-        ConfigError: there is no such class, it failed, or one of its methods is never called.
+        ConfigError: a class is missing or failed, or has an ``on_`` method that is never called.
     """
     found = {}
     for name in names:

@@ -1,9 +1,9 @@
-"""Defines the files of a checkpoint, reads them and detects damage.
+"""Defines the checkpoint format, reads checkpoints and detects corruption.
 
-``step-N.json`` is the commit record of ``step-N.pt`` and holds its digest: a checkpoint without a
-record does not exist. Further saves of the same step are ``step-N.2.pt``, ``step-N.3.pt`` and so
-on. The digests (SHA-256) protect from rot, not from an attacker; what is loaded is limited to
-tensors and plain containers (``weights_only=True``).
+``step-N.json`` is the commit record of ``step-N.pt`` and holds its digest; without a record,
+a checkpoint does not exist. Further saves of the same step are ``step-N.2.pt``, ``step-N.3.pt``
+etc. The SHA-256 digests detect corruption, not attacks; loading is limited to tensors and plain
+containers (``weights_only=True``).
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from ..runtime.folder import log
 from ..suggestions import typed
 from . import weights
 
-# 1 had no digest of the record itself
+# schema 1 had no digest of the record itself
 SCHEMA = 2
 UNNAMED = -1, 0
-# what a resumed run counts on from, as the engine's epochs set it; schema 1 has epoch and step
-# alone
+# counters that a resumed run restores; schema 1 has only epoch and step
 COUNTS = {
     "epoch": int,
     "step": int,
@@ -39,9 +38,9 @@ COUNTS = {
     "best_top1": float | None,
     "stale": int,
 }
-# none of which is 0
+# must not be 0
 _SIZES = ("ranks", "stop", "steps_per_epoch")
-# of a file that may be read the next time
+# errors after which a retry may succeed
 _PASSING = {
     errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE, errno.ENFILE,
     errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN,
@@ -49,7 +48,7 @@ _PASSING = {
 
 
 class NoCheckpoint(CheckpointError):
-    """A folder has never had a checkpoint."""
+    """The folder has never had a checkpoint."""
 
 
 class Record(NamedTuple):
@@ -57,9 +56,9 @@ class Record(NamedTuple):
 
     Attributes:
         path: the ``.pt`` file.
-        step: optimizer updates done.
+        step: optimizer steps done.
         epoch: epochs done.
-        top1: accuracy on the validation set, 0..1, or None.
+        top1: validation accuracy, 0..1, or None.
         sha256: digest of the file.
     """
 
@@ -72,18 +71,18 @@ class Record(NamedTuple):
 
 @dataclass
 class Saved:
-    """What a file holds: a run's whole state, or weights alone.
+    """The content of a file: the full state of a run, or only weights.
 
     Attributes:
-        where: names the file.
-        state: what it holds.
-        in_run: whether the file lies in the folder of a run.
-        record: of a wellfed checkpoint.
-        classes: their names, by place in the logits; empty: they have none.
-        trained: the settings of the run that saved it, if a run did.
+        where: the file name, for messages.
+        state: the content.
+        in_run: whether the file is in a run folder.
+        record: the record of a wellfed checkpoint.
+        classes: the class names in logit order; empty if there are none.
+        trained: the settings of the run that saved it, if any.
 
     Raises:
-        CheckpointError: counts, classes or settings are none that a run saves.
+        CheckpointError: counters, classes or settings are invalid.
     """
 
     where: str
@@ -102,14 +101,14 @@ class Saved:
                 elif key in _SIZES and not from_json(int, value):
                     raise ValueError(f"{key} is 0")
             self.classes = tuple(state.get("classes", ()))
-            # text that a file can hold
+            # must be encodable
             "".join(self.classes).encode("utf-8", "surrogateescape")
             if "settings" in state:
                 self.trained = from_plain(state["settings"])
 
 
 def records(folder: Path) -> list[Record]:
-    """Returns the committed checkpoints of ``folder``, oldest first, without unreadable records."""
+    """Returns the readable committed checkpoints of ``folder``, oldest first."""
     found = []
     for manifest in sorted(folder.glob("step-*.json"), key=order):
         with suppress(CheckpointError):
@@ -118,9 +117,9 @@ def records(folder: Path) -> list[Record]:
 
 
 def pointed(past: list[Record]) -> dict[str, Record]:
-    """Returns of ``past``, oldest first, what ``last.pt`` and ``best.pt`` stand for.
+    """Returns the targets of ``last.pt`` and ``best.pt`` in ``past``, which is oldest first.
 
-    Of equal top-1 the earlier is the best.
+    If top-1 is equal, the earlier is the best.
     """
     found = {"last.pt": past[-1]} if past else {}
     if rated := [record for record in past if record.top1 is not None]:
@@ -137,7 +136,7 @@ def order(path: Path) -> tuple[int, int]:
 
 
 def sealed(record: Record) -> bytes:
-    """Returns the content of the file of ``record``, its own digest among it."""
+    """Returns the file content of ``record``, including its own digest."""
     facts = record._asdict()
     del facts["path"]
     blank = json.dumps({"schema": SCHEMA, **facts, "digest": ""})
@@ -146,16 +145,15 @@ def sealed(record: Record) -> bytes:
 
 
 def read(path: Path, *, foreign: bool = False) -> Saved:
-    """Returns what the checkpoint at ``path`` holds; warns of damaged newer ones.
+    """Returns the checkpoint at ``path``; warns about damaged newer ones.
 
-    ``path`` is a ``.pt`` file beside its record, a ``foreign`` file with weights where those may be
-    named, or a run's folder, whose newest undamaged checkpoint is meant.
+    ``path`` is a ``.pt`` file next to its record, any file with weights if ``foreign``, or a run
+    folder, whose newest undamaged checkpoint is read.
 
     Raises:
         NoCheckpoint: the folder has none.
-        CheckpointError: missing, damaged, not a checkpoint, or the newest cannot be read now. Where
-            all are damaged or have lost their records, training never starts from nothing by
-            itself.
+        CheckpointError: missing, damaged, not a checkpoint, or the newest cannot be read now. If
+            all are damaged or without records, training does not start from scratch.
     """
     if not path.is_dir():
         target = _target(path)
@@ -178,7 +176,7 @@ def read(path: Path, *, foreign: bool = False) -> Saved:
             record = _record(manifest)
             found = _load(record.path, record)
         except CheckpointError as error:
-            # no older one serves for a whole one
+            # the newest may be intact, so an older one must not replace it
             if getattr(error.__cause__, "errno", None) in _PASSING:
                 raise
             damaged.append(str(error))
@@ -191,7 +189,7 @@ def read(path: Path, *, foreign: bool = False) -> Saved:
             f"{name}: every checkpoint is damaged: {damaged[0]}; resume=null in another run "
             "folder starts from nothing"
         )
-    # one may be of a first save that was killed
+    # a single file may be from a killed first save
     if len(list(path.glob("step-*.pt"))) > 1:
         raise CheckpointError(
             f"{name}: the records (step-*.json) of its checkpoints are missing; put them there"
@@ -228,18 +226,18 @@ def _record(manifest: Path) -> Record:
 
 
 def _target(path: Path) -> Path:
-    """Returns the file that ``path`` leads to; a pointer may lag behind the records."""
-    # of a loop of links it is the loop
+    """Returns the file that ``path`` points to; a pointer may lag behind the records."""
+    # resolves a link loop to itself
     target = Path(os.path.realpath(path))
     record = pointed(records(path.parent)).get(path.name)
-    # a link to a damaged record is an error, as ever
+    # a link to a damaged record is still an error
     if record and target.name != path.name:
         _record(target.with_suffix(".json"))
     return record.path if record else target
 
 
 def _load(path: Path, record: Record | None = None) -> Saved:
-    """Returns what the file holds, if its digest is that of its ``record``."""
+    """Returns the content of the file, after checking its digest against ``record``."""
     name = printable(str(path))
     try:
         with open(open_regular(path), "rb") as file:
@@ -262,7 +260,7 @@ def _load(path: Path, record: Record | None = None) -> Saved:
             "weights with torch.save(network.state_dict(), PATH)"
         ) from error
     if not isinstance(state, dict) or (record is None and "settings" not in state):
-        # entries of other trainers mean other things
+        # same keys have other meanings in other trainers
         state = {"": state}
     places = Path(os.path.realpath(path)).parents[:2]
     return Saved(name, state, any((place / "train.log").is_file() for place in places), record)

@@ -1,8 +1,8 @@
-"""Decides when to save, and writes checkpoints whole or not at all.
+"""Decides when to save, and writes checkpoints atomically.
 
-It is packed in memory between two steps and written by a thread: the state first, then its record,
-each synced under a temporary name and renamed. What was committed before is deleted only then.
-Reading back would show the page cache, not the disk.
+The state is serialized in memory between two steps. A thread writes the state, then its record,
+each synced under a temporary name and renamed. Only then are old checkpoints deleted. Nothing is
+read back, as that would test the page cache, not the disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .state import TrainState
 
 
 class StopAgreement:
-    """What all ranks agree on between two steps: to end at a signal, to save, that time is over.
+    """Lets all ranks agree between steps to stop at a signal, to save, or to end at the time limit.
 
     Attributes:
         is_over: whether ``trainer.max_hours`` have passed since ``began_s`` on the clock ``now``.
@@ -48,7 +48,7 @@ class StopAgreement:
         self._config = config
         self._world = world
         self._now = now
-        # when the ranks last told each other, and the step at which they will again
+        # time and step of the last exchange between ranks, and the step of the next
         self._asked = step
         self._asked_s = now()
         self._next = step + 1
@@ -57,14 +57,14 @@ class StopAgreement:
         self.is_over = False
 
     def ask(self, step: int) -> tuple[int, bool]:
-        """Returns the number of a signal, or 0, and whether to save, after ``step`` updates.
+        """Returns the signal number, or 0, and whether to save, after ``step`` updates.
 
-        Every rank must ask after each step. Several ranks tell each other once a window, and once a
-        second where steps are slow.
+        Every rank must call this after each step. Ranks communicate once per window, or once per
+        second if steps are slow.
         """
         wanted = self._config.checkpoint
         signum = due = 0.0
-        # ranks must not part: what one of them knows waits for all
+        # ranks must not diverge: no rank acts before all agree
         if step >= self._next:
             now = self._now()
             due = now - self._saved_s >= 60 * (wanted.every_minutes or math.inf)
@@ -80,17 +80,17 @@ class StopAgreement:
                 self._asked_s = now
                 window = self._config.watch.window_steps
                 self._next = step + max(1, min(window - step % window, int(1 / step_s)))
-        # all ranks count alike
+        # the step is the same on all ranks
         due = due or step % (wanted.every_steps or math.inf) == 0
         return int(signum), bool(due) and wanted.enabled
 
 
 class CheckpointWriter:
-    """Writes the state of a run into its folder, once each, on the first rank.
+    """Writes each state of a run to its folder once, on the first rank.
 
-    A thread writes, one save at a time. What is there at first is not written: it is nothing yet,
-    or comes from a checkpoint. An error of a save is raised once: by the next ``save``, ``check``
-    or ``close``.
+    A thread writes one save at a time. The initial state is not written: it is untrained or comes
+    from a checkpoint. The error of a save is raised once, by the next ``save``, ``check`` or
+    ``close``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CheckpointWriter:
         config = state.config
         self._state = state
         self._order = order
-        # made once: it takes long
+        # made once because it is slow
         settings = to_plain(config)
         self._facts = {
             "settings": settings,
@@ -116,28 +116,28 @@ class CheckpointWriter:
         self._writes = (
             config.checkpoint.enabled and config.mode is Mode.train and state.world.is_main
         )
-        # this run alone owns the folder
+        # only this run writes to the folder
         self._past: list[Record] = []
         if self._writes:
-            # what a killed save has left, and has left undone
+            # clean up after a killed save
             clear(self._folder)
             self._past = records(self._folder)
-            # pointers that cannot be moved now are moved by the next save, and not believed here
+            # the next save retries; this run does not read the pointers
             with suppress(OSError):
                 mark(self._folder, self._past)
         self._thread = ThreadPoolExecutor(1, "checkpoint", lower_priority)
         self._last: Future[list[Record]] | None = None
         self._file = BytesIO()
-        # the state that was given to be written, unless that failed
+        # the last state submitted, unless its save failed
         self._saved: tuple[int, bool] | None = (state.step, state.pending)
 
     def save(self, top1: float | None = None, *, at_once: bool = False) -> None:
-        """Begins to write the state as it is between two updates, or writes it ``at_once``.
+        """Starts writing the state between two updates; if ``at_once``, waits for it.
 
-        ``top1`` is of its evaluation, 0..1.
+        ``top1`` is its validation accuracy, 0..1.
 
         Raises:
-            DiskError: the save before could not be written, or this one ``at_once``.
+            DiskError: the previous save failed, or this one if ``at_once``.
         """
         state = self._state
         if not self._writes:
@@ -145,17 +145,17 @@ class CheckpointWriter:
         try:
             self.check(waits=True)
         except DiskError:
-            # what went wrong with the one before is no reason not to try the last one
+            # try the last save even if the previous one failed
             if not at_once:
                 raise
         if self._saved == (state.step, state.pending):
             return
-        # Memory that was filled before is faster. The last save may come from another thread, while
-        # the one before hangs.
+        # Reused memory is faster. The last save may come from another thread while the previous
+        # one hangs.
         file = BytesIO() if at_once else self._file
         file.seek(0)
-        # "stop" is where the order of this epoch ends, of all ranks
-        # the digest of the whole file makes torch's checksums needless, and they take longer
+        # "stop" is the end of this epoch's order over all ranks
+        # the file's digest makes PyTorch's slower checksums redundant
         with _without_checksums():
             torch.save(state.to_dict({**self._facts, "stop": self._order.taken(state.epoch)}), file)
         file.truncate()
@@ -166,10 +166,10 @@ class CheckpointWriter:
             self.check(waits=True)
 
     def check(self, *, waits: bool = False) -> None:
-        """Returns at once, unless it ``waits`` for the save under way.
+        """Checks for errors of the last save; if ``waits``, waits for it to finish.
 
         Raises:
-            DiskError: the last state could not be written.
+            DiskError: the last save failed.
         """
         last = self._last
         if last is None or not (waits or last.done()):
@@ -183,10 +183,10 @@ class CheckpointWriter:
             raise
 
     def close(self) -> None:
-        """Waits until all is on the disk.
+        """Waits until all saves are on disk.
 
         Raises:
-            DiskError: it could not be written.
+            DiskError: the last save failed.
         """
         self._thread.shutdown()
         self.check()
@@ -201,13 +201,13 @@ def commit(
     top1: float | None,
     keep_last: int,
 ) -> list[Record]:
-    """Commits a packed ``state`` under a free name, moves the pointers and drops old ones.
+    """Commits a serialized ``state``, updates the pointers and deletes old checkpoints.
 
-    The name is that of its ``step``. Returns the checkpoints that are there, of those of the
-    ``past``; this one is the last.
+    The file is named after ``step``. Returns the remaining checkpoints of ``past``, followed by
+    this one.
 
     Raises:
-        DiskError: a file could not be written; what was there before stays whole.
+        DiskError: a file could not be written; earlier checkpoints stay intact.
     """
     path = folder / f"step-{step}.pt"
     try:
@@ -219,7 +219,7 @@ def commit(
             write_whole(path, data)
         write_whole(path.with_suffix(".json"), sealed(record))
         there = [old for old in past if old.path.with_suffix(".json").exists()]
-        # those of later steps belong to a past that a resume has left
+        # resuming from an earlier step abandons later checkpoints
         line = [*(old for old in there if old.step <= step), record]
         stay = [*mark(folder, line), *line[-keep_last:]]
         for old in there:
@@ -236,9 +236,9 @@ def commit(
 
 
 def mark(folder: Path, past: list[Record]) -> Collection[Record]:
-    """Lets ``last.pt`` and ``best.pt`` lead to the newest and the best of ``past``, oldest first.
+    """Points ``last.pt`` and ``best.pt`` to the newest and the best of ``past``, oldest first.
 
-    Each is swapped in one step so that it is never absent. Returns these two.
+    Each is replaced atomically, so it always exists. Returns their targets.
     """
     found = pointed(past)
     for name, record in found.items():
@@ -247,11 +247,11 @@ def mark(folder: Path, past: list[Record]) -> Collection[Record]:
 
 
 def clear(folder: Path) -> None:
-    """Deletes what belongs to no checkpoint: temporary files, and files without a record.
+    """Deletes temporary files and files without a record.
 
-    Only one run owns the folder, so no save of another can be under way.
+    Only one run owns the folder, so no other save can be in progress.
     """
-    # what cannot be deleted now is in nobody's way, and goes with a later save
+    # leftovers are harmless; a later save deletes them
     with suppress(OSError):
         orphans = list(folder.glob(".*.tmp"))
         for path in folder.glob("step-*.pt"):
@@ -264,7 +264,7 @@ def clear(folder: Path) -> None:
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Opens a block in which torch.save writes none, from torch 2.6 on."""
+    """Disables the checksums of torch.save, from PyTorch 2.6."""
     switch = getattr(torch.serialization, "set_crc32_options", lambda _: None)
     switch(False)
     try:

@@ -1,4 +1,4 @@
-"""Builds networks for images of 32 pixels, with their sources' layers and initial weights."""
+"""Builds networks for 32-pixel images, with the layers and initial weights of their sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchvision.ops import Conv2dNormActivation as Layer
 
 
 class _Add(nn.Sequential):
-    """Adds what its layers make of their input to it."""
+    """A residual connection around its layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
@@ -18,27 +18,27 @@ class _Add(nn.Sequential):
 
 
 def resnet18_cifar(num_classes: int) -> nn.Module:
-    """Returns ResNet-18 with a first layer of 3x3 and no pooling, as kuangliu/pytorch-cifar."""
+    """Returns ResNet-18 with a 3x3 stem and no max pooling, as in kuangliu/pytorch-cifar."""
     network: nn.Module = resnet18(num_classes=num_classes)
     network.conv1 = conv3x3(3, 64)
     network.maxpool = nn.Identity()
     for module in network.modules():
-        # torchvision fills them in another way than torch
+        # torchvision's initialization differs from PyTorch's default
         if isinstance(module, nn.Conv2d):
             module.reset_parameters()
     return network
 
 
 def resnet20_cifar(num_classes: int) -> nn.Module:
-    """Returns He et al.'s ResNet-20 (arXiv:1512.03385, section 4.2), whose shortcuts are option A.
+    """Returns ResNet-20 with option A shortcuts (He et al., arXiv:1512.03385, section 4.2).
 
-    Its keys and initial weights are those of akamaster/pytorch_resnet_cifar10.
+    State keys and initial weights match akamaster/pytorch_resnet_cifar10.
     """
     layers = OrderedDict(conv1=conv3x3(3, 16), bn1=nn.BatchNorm2d(16), relu=nn.ReLU())
     before = 16
     for number, after in enumerate((16, 32, 64), 1):
         half = before // 2
-        # each second pixel, and channels of zeros around those that there are
+        # every second pixel, zero-padded channels
         shortcut = nn.Sequential(nn.AvgPool2d(1, 2), nn.ZeroPad3d((0, 0, 0, 0, half, half)))
         layers[f"layer{number}"] = nn.Sequential(
             BasicBlock(before, after, after // before, None if number == 1 else shortcut),
@@ -59,7 +59,7 @@ def resnet20_cifar(num_classes: int) -> nn.Module:
 
 
 def resnet9_cifar(num_classes: int) -> nn.Module:
-    """Returns the network of Page's DAWNBench entry, davidcpage/cifar10-fast."""
+    """Returns the ResNet-9 of Page's DAWNBench entry, davidcpage/cifar10-fast."""
     pool = nn.MaxPool2d(2)
     return nn.Sequential(
         Layer(3, 64),
@@ -72,7 +72,7 @@ def resnet9_cifar(num_classes: int) -> nn.Module:
         pool,
         _Add(Layer(512, 512), Layer(512, 512)),
         nn.AdaptiveMaxPool2d(1),
-        # an eighth, which the source takes of the logits
+        # divides by 8; the source scales the logits instead
         nn.AvgPool2d(1, divisor_override=8),
         nn.Flatten(),
         nn.Linear(512, num_classes, bias=False),

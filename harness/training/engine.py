@@ -40,11 +40,11 @@ _WARM_UP_S = 1.5
 
 
 def listed(folder: Path) -> set[tuple[str, str]]:
-    """Returns what the list of bad samples in ``folder`` names, by set and place."""
+    """Returns the entries of the list of bad samples in ``folder``, by set and index."""
     found = set()
     with suppress(OSError):
         for line in read_regular(folder / BAD_SAMPLES).splitlines():
-            # odd lines are passed over
+            # malformed lines are ignored
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 facts = json.loads(line)
                 found.add((str(facts["set"]), str(facts["where"])))
@@ -53,28 +53,28 @@ def listed(folder: Path) -> set[tuple[str, str]]:
 
 @dataclass(eq=False)
 class Engine:
-    """Trains on what ``sized`` gives and evaluates on ``val_feed``.
+    """Trains on the feed from ``sized`` and evaluates on ``val_feed``.
 
     Args:
-        step: trains its state, whose epoch and step say where to continue.
+        step: trains its state, starting from the state's epoch and step.
         sized: returns the training feed for images of so many pixels.
         val_feed: the validation feed.
-        monitor: what the run is watched with.
-        folder: where the run's files go.
-        classes: their names, which a checkpoint records.
+        monitor: of the run.
+        folder: of the run's files.
+        classes: names, recorded in checkpoints.
         callbacks: the user's, by name, if there are any.
 
     Attributes:
         feed: the training feed, for images of ``size`` pixels.
-        parts: what ``part`` gave of former sizes.
-        status: completed, idle (there was nothing left to train), interrupted or failed.
-        stopped: why a completed run ended before its last epoch or step.
-        evaluation: the last one, if there was one.
-        answers: all that the network gave in it.
-        skipped: updates left out for a non-finite gradient.
-        replaced: the samples that could not be read.
+        parts: results of ``part`` for earlier image sizes.
+        status: completed, idle (nothing was left to train), interrupted or failed.
+        stopped: the reason why a completed run ended early.
+        evaluation: the last result, if any.
+        answers: the network's predictions in that evaluation.
+        skipped: number of updates skipped because of a non-finite gradient.
+        replaced: samples that could not be read.
         ranks: every rank's figures at the end of a completed run of several.
-        worker_s: seconds of the feeds' workers so far, at work or not.
+        worker_s: total time of the feeds' workers so far, busy and idle.
     """
 
     step: Step
@@ -96,7 +96,7 @@ class Engine:
     # no update is under way; no step has ended yet
     _whole = True
     _starting = True
-    # of the last window: seconds of a step, and what it showed
+    # of the last window: seconds per step, and its text in the progress bar
     _step_s = math.inf
     _shown = ""
 
@@ -107,12 +107,12 @@ class Engine:
         self.world = world = state.world
         self.parts = list[dict[str, Any]]()
         self._take_size(state.epoch)
-        # a probe has no end
+        # probes are endless
         assert isinstance(self.feed.order, Order)
         self.order = self.feed.order
         self.saves = checkpoint_write.CheckpointWriter(state, self.order, self.folder, self.classes)
         self.val_batches = device_batches(self.val_feed, config, world.device)
-        # since the start, by set and number: the list may name what was fixed since
+        # since the start, by set and index: files on the list may have been fixed
         self.replaced: set[tuple[str, int]] = set()
         self._listed = listed(self.folder)
         self._own = accelerator.get(world.device)
@@ -124,14 +124,14 @@ class Engine:
         self._logged_step = state.step
         steps = config.profile.steps if world.is_main else None
         self._trace = profile.Trace(steps, self.folder, monitor.clock.pause)
-        # an event behind each of the newest updates, and the state's counts then
+        # an event after each of the latest updates, with the state's counts
         self._updates: deque[tuple[Any, dict[str, Any], int]] = deque(maxlen=8)
         self._may_hang = world.size > 1 and world.is_main and self._own.has_streams
         if self._may_hang:
             signals.set_rescue(self._rescue)
 
     def fit(self) -> None:
-        """Trains to the last epoch or step, or evaluates; ``status`` says how it ended."""
+        """Trains to the last epoch or step, or evaluates; sets ``status``."""
         state = self.state
         trainer = self.config.trainer
         with self._ending():
@@ -147,7 +147,7 @@ class Engine:
                 self.status = "idle"
                 return
             self._call("on_start")
-            # a signal came before or during the evaluation
+            # a signal arrived before or during the evaluation
             if state.pending:
                 self._save(self.evaluate(state.epoch - (state.samples == 0)).top1)
             elif state.step:
@@ -167,11 +167,11 @@ class Engine:
                     self._save(top1)
             self._call("on_end")
             if not self.is_done:
-                self.stopped = f"trainer.max_hours={trainer.max_hours} are over"
+                self.stopped = f"trainer.max_hours={trainer.max_hours} have passed"
             elif state.stale == trainer.patience_epochs:
-                self.stopped = f"top-1 has not risen for {state.stale} epochs"
+                self.stopped = f"top-1 has not improved for {state.stale} epochs"
             if self.world.size > 1:
-                # what tells this rank from the others
+                # differs between ranks
                 total = self.monitor.clock.total()
                 own = RankFigures.of(self.world.rank, total, self.step.forward_ms)
                 self.ranks = tuple(self.world.gathered(own))
@@ -179,7 +179,7 @@ class Engine:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last epoch or step, or trainer.patience_epochs, ends the run here."""
+        """Whether the run ends here, by its last epoch or step or trainer.patience_epochs."""
         state = self.state
         trainer = self.config.trainer
         return (
@@ -192,24 +192,23 @@ class Engine:
         return self._boundary.is_over or self.is_done
 
     def evaluate(self, epoch: int) -> Evaluation:
-        """Evaluates once, logs the result and gives the validation feed's workers back.
+        """Evaluates once, logs the result and ends the validation feed's workers.
 
-        Meanwhile the training feed makes the first batches of the epoch that follows.
+        Meanwhile the training feed makes the first batches of the next epoch.
         """
         name = "evaluation"
         if self.config.mode is Mode.train:
             name = f"epoch {epoch + 1}"
             if not self._ends():
-                # the feed can begin again only once its pass has ended
+                # the feed cannot restart before its pass has ended
                 self.train_batches.close()
                 self._take_size(self.state.epoch)
                 self.feed.prime(self.state.epoch)
         network = self.state.evaluated
         bar = progress(f"{name}: evaluating", len(self.val_feed), "batches")
-        # a graph of its own would be compiled while training waits, for longer than a pass without
-        # gradients lasts
+        # compiling a graph for evaluation would take longer than the pass
         with self._untimed("evaluate"), self._uncompiled(), bar as shown:
-            # each rank has norms' statistics of its own
+            # each rank has its own batch norm statistics
             self.world.copy_from(0, network.buffers())
             batches = shown.over(self.val_batches)
             kept: list[Any] = []
@@ -245,7 +244,7 @@ class Engine:
         return result
 
     def _drop_rate(self) -> None:
-        """Lowers the rate of ``schedule=plateau`` if enough evaluations had no better top-1."""
+        """Lowers the rate of ``schedule=plateau`` after enough evaluations without progress."""
         wanted = self.config.schedule
         is_due = self.state.stale % (wanted.patience_epochs + 1) == 0
         if wanted.name is ScheduleName.plateau and is_due:
@@ -254,7 +253,7 @@ class Engine:
             schedule.go_to(schedule.last_epoch)
 
     def _call(self, method: str, *given: Any) -> None:
-        """Calls ``method`` of the user's callbacks, and writes what they log between two windows.
+        """Calls ``method`` of the user's callbacks and writes the values they log.
 
         Raises:
             ConfigError: one failed.
@@ -268,12 +267,12 @@ class Engine:
                     begin = f"callbacks={name}: {method} failed with"
                     with user_code.explained(begin, called=function):
                         function(self._run, *given)
-        # there may be no window left
+        # no window may follow
         if self._run.logged and not between:
             self._write(self._run.epoch - 1, {})
 
     def part(self) -> dict[str, Any]:
-        """Returns the evidence on the steps since training images have the size that they have."""
+        """Returns the evidence on the steps with the current image size."""
         meter = self.feed.meter
         return {
             "size": self.config.data.train_size and self.size,
@@ -283,7 +282,7 @@ class Engine:
         }
 
     def _take_size(self, epoch: int) -> None:
-        """Takes another feed where the images of ``epoch`` have another size."""
+        """Switches the feed if the images of ``epoch`` have another size."""
         size = train_size(self.config.data, epoch)
         if size == self.size:
             return
@@ -297,11 +296,11 @@ class Engine:
         self.feed: Backend = self.sized(size)
         self.size = size
         self.train_batches: DataPrefetcher = self.step.batches(self.feed, clock)
-        # what the feed's workers had done at the last window, and when that was
+        # the workers' totals at the last window, and its time
         self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
 
     def _note_update(self) -> None:
-        """Tells callbacks of an update; puts an event behind one that other ranks take part in."""
+        """Notifies callbacks of an update; with other ranks, records an event after it."""
         if self.callbacks:
             self._call("on_step")
         if not self._may_hang:
@@ -314,34 +313,34 @@ class Engine:
         self._updates.append((event, counts, state.schedule.last_epoch))
 
     def _rescue(self) -> str:
-        """Saves the last update that the device has done, past a collective that hangs there."""
+        """Saves the last completed update although a collective hangs on the device."""
         self._own.make_current()
         state = self.state
         done = [update for update in self._updates if update[0].query()]
         _, counts, state.schedule.last_epoch = done[-1]
         for name, value in counts.items():
             setattr(state, name, value)
-        # the network's own stream would wait for the lost rank
+        # the current stream would wait for the lost rank
         with self._own.on(self._own.idle_stream()):
             self.saves.save(at_once=True)
-        return f", while another rank did not answer; step {state.step} is saved"
+        return f", while another rank did not respond; step {state.step} is saved"
 
     def close(self) -> None:
-        """Ends the feeds' threads and workers."""
+        """Stops the feeds' threads and workers."""
         signals.set_rescue(None)
         for part in (self.train_batches, self.feed, self.val_batches, self.val_feed, self._trace):
             part.close()
 
     @contextmanager
     def _untimed(self, name: str) -> Iterator[None]:
-        """A block whose time and load are not the training's."""
+        """Excludes a block's time and load from training."""
         sampler = self.monitor.sampler
         aside = sampler.aside() if sampler else nullcontext()
         with self.monitor.clock.pause(name), named(name), aside:
             yield
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
-        """A block without torch.compile, whose graph is kept for whole batches of training."""
+        """Runs a block without torch.compile, whose graph is for full training batches."""
         block: AbstractContextManager[Any] = nullcontext()
         if self.config.trainer.compile:
             block = torch.compiler.set_stance("force_eager")
@@ -349,17 +348,17 @@ class Engine:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Saves what an error leaves whole, and closes the feeds whatever ends the block."""
+        """Saves a consistent state after an error, and always closes the feeds."""
         try:
             yield
         except Exception as error:
-            # one of them may have failed
+            # one of them may fail
             self.callbacks = None
             if isinstance(error, Interrupted):
                 self.status = "interrupted"
             expected = isinstance(error, Interrupted | DataError | LoaderError)
-            # at another error the other ranks would not answer; a state that has gone wrong is not
-            # saved, and neither is one within an update
+            # after other errors the other ranks would not respond; diverged states and unfinished
+            # updates are not saved
             answered = expected or self.world.size == 1
             if self._whole and answered and not isinstance(error, NonFiniteError):
                 with nullcontext() if expected else suppress(Exception):
@@ -375,7 +374,7 @@ class Engine:
         """Trains to the end of the epoch or run; returns whether a checkpoint is due.
 
         Raises:
-            Interrupted: any rank heard a signal.
+            Interrupted: a rank received a signal.
             DiskError: the last checkpoint could not be written.
         """
         state = self.state
@@ -389,7 +388,7 @@ class Engine:
         steps = math.ceil(count / config.accumulate_steps)
         if config.max_steps is not None:
             steps = min(steps, config.max_steps - state.step)
-        # the run ends with this epoch, or within it
+        # the run ends in this epoch
         last = epoch + 1 == config.epochs or state.step + steps == config.max_steps
         evaluated = primes = last or (epoch + 1) % config.eval_every_epochs == 0
         due = False
@@ -398,7 +397,7 @@ class Engine:
         with progress(f"epoch {epoch + 1}/{config.epochs}", steps, "steps") as bar:
             for steps_left in range(steps, 0, -1):
                 last = steps_left == 1
-                # the validation workers then have batches ready at the end
+                # so that the validation workers have batches ready at the end
                 if primes and (last or steps_left * self._step_s <= _WARM_UP_S):
                     self.val_feed.prime(0)
                     primes = False
@@ -413,7 +412,7 @@ class Engine:
                 state.pending = evaluated and last
                 self._note_update()
                 bar.advance(1)
-                # between two steps: log and save what is due, and hear signals
+                # between steps: log, save and handle signals
                 self.saves.check()
                 signum, due = self._boundary.ask(state.step)
                 if self._boundary.is_over:
@@ -427,7 +426,7 @@ class Engine:
                     raise Interrupted(signum)
                 if last:
                     break
-                # the evaluation comes before the checkpoint of an epoch's end
+                # at the end of an epoch, evaluation precedes the checkpoint
                 if due:
                     self._save()
         return due
@@ -440,7 +439,7 @@ class Engine:
                 with clock.waiting(), named("wait for data"):
                     images, labels = next(batches)
                 self._whole = False
-                # a short batch would be compiled for itself
+                # a short batch would cause a recompilation
                 short = len(labels) < self.feed.settings.batch_size
                 with clock.computing(), self._uncompiled() if short else nullcontext():
                     self.step(images, labels, part=part, parts=parts)
@@ -451,7 +450,7 @@ class Engine:
             self._starting = False
             writer = self.monitor.writer
             if writer is not None:
-                # once, between two steps: the host waits for the device
+                # once, between steps: the host waits for the device
                 with self._untimed("pictures"):
                     classes = self.classes
                     pictures.show_batch(images[:16], labels[:16], self.config.data, classes, writer)
@@ -461,7 +460,7 @@ class Engine:
     def _close_window(self, epoch: int) -> None:
         """Logs the window.
 
-        Here, and where a checkpoint is made, a training step waits for the device.
+        The host waits for the device only here and for checkpoints.
 
         Raises:
             NonFiniteError: too many updates in a row were skipped.
@@ -470,11 +469,11 @@ class Engine:
         now = self.state.step
         steps = now - self._logged_step
         self._logged_step = now
-        # while the device still works
+        # while the device is still busy
         memory = self.memory.read()
         clock.settle()
         figures = self.step.read()
-        # of the last update: the schedule has made the step to the next one
+        # of the last update: the schedule has already advanced
         schedule = self.state.schedule
         lr = float(schedule.base_lrs[0]) * schedule.share(schedule.last_epoch - 1)
         window = clock.close_window()
@@ -497,7 +496,7 @@ class Engine:
         with clock.noted("logging"):
             self._write(epoch, values)
         if figures.skipped:
-            text = "step %d: %d updates skipped, a loss or gradient was not finite"
+            text = "step %d: %d updates skipped because a loss or gradient was not finite"
             log.warning(text, now, figures.skipped)
         most = self.config.trainer.max_nonfinite_steps
         if figures.worst_streak > most:
@@ -512,7 +511,7 @@ class Engine:
         self._shown = ", ".join(shown)
 
     def _worked(self) -> dict[str, Value]:
-        """Returns what the training feed's workers did since the last call, by tag."""
+        """Returns the work of the training feed's workers since the last call, by tag."""
         meter = self.feed.meter
         if meter is None:
             return {}
@@ -524,7 +523,7 @@ class Engine:
         return {Tag.NUM_WORKERS: workers, **self._looked[0].since(before).by_tag(worker_s)}
 
     def _note_samples(self, epoch: int, steps: int) -> None:
-        """Writes which samples the last ``steps`` steps were made of, on all ranks together."""
+        """Writes the samples of the last ``steps`` steps, of all ranks together."""
         order = self.order.indices(epoch) % self.order.length
         noted = {
             "epoch": epoch + 1,
@@ -535,10 +534,10 @@ class Engine:
             self.monitor.writer.write("nonfinite.json", json.dumps(noted))
 
     def _list_replaced(self) -> None:
-        """Lists once what all ranks have replaced since the last time; every rank calls this.
+        """Lists the samples that all ranks replaced since the last call; every rank calls this.
 
         Raises:
-            DataError: more samples of a set were replaced than may be, on every rank.
+            DataError: more samples of a set were replaced than allowed, on every rank.
         """
         data = self.config.data
         if data.on_error is not OnError.skip:
@@ -551,7 +550,7 @@ class Engine:
         writer = self.monitor.writer
         for name, failure in itertools.chain(*self.world.gathered(new)):
             if not self.replaced:
-                log.warning("%s: %s: another image takes its place", failure.where, failure.reason)
+                log.warning("%s: %s; replaced by another image", failure.where, failure.reason)
             self.replaced.add((name, failure.sample))
             if writer is not None and (name, failure.where) not in self._listed:
                 self._listed.add((name, failure.where))

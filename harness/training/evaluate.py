@@ -16,7 +16,7 @@ from ..runtime.errors import Interrupted
 
 
 class Evaluation(NamedTuple):
-    """Result on a set of ``images`` images: fractions 0..1 and the mean cross-entropy."""
+    """Results on ``images`` images: fractions 0..1 and the mean cross-entropy."""
 
     images: int
     top1: float
@@ -34,12 +34,12 @@ def evaluate(
 ) -> Evaluation:
     """Returns the network's accuracy over the ``batches`` of all ranks.
 
-    Every rank sees other samples and only sums meet, so nothing is padded or counted twice. The
-    sums stay on the device until the end, and so does what is ``kept`` of each batch: its labels,
-    the answers, int64 ``[N]``, and their probabilities, float32 ``[N]``.
+    The ranks' samples are disjoint and only sums are exchanged, so nothing is padded or counted
+    twice. The sums stay on the device until the end, as do the values ``kept`` of each batch:
+    labels and predictions, int64 ``[N]``, and their probabilities, float32 ``[N]``.
 
     Raises:
-        Interrupted: any rank heard a signal; on every rank, once each has stopped.
+        Interrupted: a rank received a signal; raised on every rank after all have stopped.
     """
     network.eval()
     # counts are exact up to 2**53 in float64
@@ -51,7 +51,7 @@ def evaluate(
         with autocast():
             logits = network(images)
         scores = logits.float()
-        # the sum is the same however images are put into batches
+        # the sum does not depend on the batch size
         loss = F.cross_entropy(scores, labels, reduction="none").sum(dtype=dtype)
         # top-1 and top-5 in one
         answers = logits.topk(min(5, logits.shape[1]), dim=1).indices

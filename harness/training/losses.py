@@ -16,16 +16,16 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def make_loss(config: OptimConfig, weights: Tensor | None) -> Loss:
-    """Returns a function of logits ``[N, classes]`` and labels that gives the loss, float ``[]``.
+    """Returns a function from logits ``[N, classes]`` and labels to the loss, float ``[]``.
 
     Labels are int64 ``[N]``, or float ``[N, classes]`` if they were mixed.
 
     Args:
         config: the settings.
-        weights: of the classes, float ``[classes]``; None: all are 1.
+        weights: of the classes, float ``[classes]``; None means 1.
 
     Raises:
-        ConfigError: there is no such function, or a later call of the user's function failed.
+        ConfigError: the function does not exist, or a later call of it failed.
     """
     if user_code.is_own(config.loss):
         function = user_code.found("optim.loss", config.loss)
@@ -42,8 +42,8 @@ def _cross_entropy(
     weights: Tensor | None, smoothing: float, logits: Tensor, labels: Tensor
 ) -> Tensor:
     if weights is not None and labels.ndim == 1:
-        # Of weighted labels torch's mean is over the batch's weights, so that an image counts
-        # differently on other ranks. That of shares of classes is over images.
+        # with weights, torch divides the sum for labels by the batch's weights, so an image would
+        # count differently on other ranks; the mean for class probabilities is over images
         labels = F.one_hot(labels, len(weights)).float()
     return F.cross_entropy(logits, labels, weights, label_smoothing=smoothing)
 
@@ -55,7 +55,7 @@ def _bce(
     logits: Tensor,
     labels: Tensor,
 ) -> Tensor:
-    """Binary cross-entropy of each class, the mean over images and classes, as timm's."""
+    """Returns the binary cross-entropy averaged over images and classes, as in timm."""
     classes = logits.shape[1]
     shares = F.one_hot(labels, classes).float() if labels.ndim == 1 else labels
     shares = shares * (1 - smoothing) + smoothing / classes

@@ -1,4 +1,4 @@
-"""Builds networks by name, with random, published or saved weights."""
+"""Builds networks by name, with random, pretrained or saved weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..runtime.folder import log
 from . import checkpoint_read, cifar_networks, weights
 from .checkpoint_read import Saved
 
-# of data.*, what published weights say of images
+# data.* settings that pretrained weights decide
 EXPECTED = (
     "data.image_size",
     "data.eval_resize",
@@ -44,14 +44,14 @@ def build(
 ) -> nn.Module:
     """Returns the network that ``config`` names, for square images of ``image_size`` pixels.
 
-    It must take those of ``train_sizes`` too.
+    It must also accept images of ``train_sizes`` pixels.
 
-    With ``weights=DEFAULT`` or a path, the head's weights are taken over where its shape fits, else
-    they stay random. No weights are read where the caller fills the network (``filled``).
+    With ``weights=DEFAULT`` or a path, the head is loaded if its shape fits, else it stays random.
+    If ``filled``, the caller loads the weights and none are read here.
 
     Raises:
-        ConfigError: unknown name, unpublished weights, or an image size that does not fit.
-        CheckpointError: the file is missing, damaged or of another network.
+        ConfigError: unknown name, no pretrained weights, or an unsupported image size.
+        CheckpointError: the file is missing, corrupt or from another network.
     """
     check_model(config, names())
     where = f"model.name={config.name}"
@@ -68,12 +68,12 @@ def build(
     found = saved(config, image_size)
     target = f"{where} for data.image_size={image_size}"
     if take_over(network, found, target, may_differ=head_keys(network)):
-        say(f"{found.where}: the head is new, for {num_classes} classes")
+        say(f"{found.where}: new head for {num_classes} classes")
     return network
 
 
 def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
-    """Returns the network with random weights; what a user's function gave as it is."""
+    """Returns the network with random weights; the result of a user's function is unchecked."""
     name = config.name
     if user_code.is_own(name):
         return user_code.call(
@@ -82,7 +82,7 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
     if name.startswith(TIMM):
         return _timm(name, image_size, num_classes=num_classes, **config.args)
     if name in OURS and config.args:
-        raise ConfigError(f"model.args={shown(config.args)}: {name} takes none")
+        raise ConfigError(f"model.args={shown(config.args)}: {name} takes no arguments")
     if name == "small":
         return small(num_classes)
     if name in OURS:
@@ -91,8 +91,8 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
     if name.startswith("vit_"):
         extra = {"image_size": image_size}
     elif name in ("googlenet", "inception_v3"):
-        # no auxiliary heads, for a classifier here gives one tensor; the published weights come
-        # from TensorFlow, where images were normalised in another way
+        # no auxiliary heads: a classifier here returns one tensor. The pretrained weights come from
+        # TensorFlow, which normalizes images differently
         extra = {
             "aux_logits": False,
             "init_weights": True,
@@ -102,15 +102,15 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
 
 
 def names() -> list[str]:
-    """Returns every name that ``model.name`` takes, those of torchvision too."""
+    """Returns every built-in and torchvision name that ``model.name`` accepts."""
     return [*OURS, *zoo.list_models(module=zoo)]
 
 
 def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
-    """Refuses what cannot be trained or saved; a pass of two images sizes lazy layers.
+    """Rejects networks that cannot be trained or saved; a pass of two images sizes lazy layers.
 
     Raises:
-        ConfigError: it is no network, or gives anything but a number for each class.
+        ConfigError: no module, no parameters, wrong output shape, or a state that cannot be saved.
     """
     if not isinstance(network, nn.Module):
         raise ConfigError(f"{where}: returned {type(network).__name__}, not a torch.nn.Module")
@@ -125,16 +125,16 @@ def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
         kept = isinstance(value, torch.Tensor) and value.layout is torch.strided
         if not kept or is_lazy(value) or value.is_meta:
             raise ConfigError(
-                f"{where}: {printable(key)} of its state_dict is no dense tensor, and a checkpoint "
-                "holds nothing else; make it one, or keep it out (persistent=False)"
+                f"{where}: {printable(key)} of its state_dict is not a dense tensor, so it cannot "
+                "be saved; make it one, or exclude it (persistent=False)"
             )
 
 
 def refuse_logits(given: Any, shape: tuple[int, int], where: str) -> None:
-    """Refuses what no loss can be made of.
+    """Rejects logits that cannot be used for the loss.
 
     Raises:
-        ConfigError: ``given`` is no floating-point tensor of that ``shape``, or has no gradient.
+        ConfigError: ``given`` is not a floating-point tensor of ``shape``, or has no gradient.
     """
     found = type(given).__name__
     if isinstance(given, torch.Tensor):
@@ -143,17 +143,17 @@ def refuse_logits(given: Any, shape: tuple[int, int], where: str) -> None:
             return
         found = f"{given.dtype} {list(given.shape)}"
     raise ConfigError(
-        f"{where}: the network gives {found} for {shape[0]} images; it must give a floating-point "
-        f"tensor {list(shape)}, one number a class, with a gradient while it trains"
+        f"{where}: the network returns {found} for {shape[0]} images; it must return a "
+        f"floating-point tensor {list(shape)}, one value per class, with gradients in training"
     )
 
 
 def saved(config: ModelConfig, image_size: int) -> Saved:
-    """Returns what ``model.weights`` names: published weights of a network, or a file's content.
+    """Returns the weights that ``model.weights`` names, pretrained or from a file.
 
     Raises:
-        ConfigError: the published weights cannot be fetched.
-        CheckpointError: the file is missing or damaged.
+        ConfigError: the pretrained weights cannot be downloaded.
+        CheckpointError: the file is missing or corrupt.
     """
     if are_published(config):
         where = f"model.weights={printable(str(config.weights))}"
@@ -170,8 +170,8 @@ def take_over(
 ) -> bool:
     """Loads the weights in ``found`` into ``network``; returns whether its head was left out.
 
-    ``tell`` gets a line on their origin. Its keys ``may_differ`` are left out where any of them is
-    missing or has another shape.
+    ``tell`` gets a line on their origin. The head's keys ``may_differ`` are left out if any of them
+    is missing or has another shape.
 
     Raises:
         CheckpointError: another key differs; names ``target`` and the first differences. The
@@ -179,7 +179,7 @@ def take_over(
     """
     own = network.state_dict()
     given, line = weights.find(found.state, network, found.where, may_differ)
-    # all of the head or nothing of it
+    # the whole head or none of it
     left = any(key not in given or given[key].shape != own[key].shape for key in may_differ)
     if left:
         given |= {key: own[key] for key in may_differ}
@@ -195,7 +195,7 @@ def take_over(
 def refuse_misfits(
     own: Mapping[Any, Any], saved: Mapping[Any, Any], where: str, target: str
 ) -> None:
-    """Refuses tensors that cannot be loaded in the place of their ``own``; both may be nested.
+    """Rejects ``saved`` tensors that cannot replace their ``own``; both may be nested.
 
     Warns of NaN and infinity.
 
@@ -217,13 +217,13 @@ def refuse_misfits(
             # beyond its storage
             or value.nbytes > value.untyped_storage().nbytes()
         ):
-            found.append(f"{key} is no dense tensor in memory")
+            found.append(f"{key} is not a dense CPU tensor")
         elif value.shape != like.shape:
             found.append(f"{key} is {list(value.shape)}, not {list(like.shape)}")
         elif value.is_floating_point() != like.is_floating_point():
             found.append(f"{key} is {value.dtype}, not {like.dtype}")
     if missing or found:
-        # some of each are shown
+        # show some of each
         pairs = itertools.zip_longest(missing, found)
         texts = [text for pair in pairs for text in pair if text]
         raise CheckpointError(f"{where}: does not fit {target}: {listed(texts, '; ')}")
@@ -234,11 +234,11 @@ def refuse_misfits(
 
 
 def head_keys(network: nn.Module) -> set[str]:
-    """Returns the parameters of the classifier's head: the last layer, or those that timm names.
+    """Returns the head's parameter names: those that timm declares, else the last layer's.
 
-    A network of the user's may have none.
+    A user's network may have none.
     """
-    # timm's; anything may have that name in a user's
+    # set by timm; in a user's network it may be anything
     facts = getattr(network, "default_cfg", None)
     named = (isinstance(facts, dict) and facts.get("classifier")) or ()
     layers = [name for name, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
@@ -252,16 +252,15 @@ def head_keys(network: nn.Module) -> set[str]:
 def small(num_classes: int) -> nn.Module:
     """Returns a network from float ``[N, 3, H, W]`` to logits ``[N, num_classes]``.
 
-    Fast on two CPU cores for H and W of 32 to 96 pixels; 16 at least. 0.4 million parameters, 20
-    million multiply-adds for 64x64 pixels. A convolution of stride 2, three that each end in a
-    pooling by 2, a residual block (He et al. 2015, https://arxiv.org/abs/1512.03385), the mean over
-    what is left.
+    Fast on two CPU cores for H and W of 32 to 96 pixels; at least 16. 0.4 million parameters, 20
+    million multiply-adds for 64x64 pixels. A stride-2 convolution, three convolutions with 2x2 max
+    pooling, a residual block (He et al. 2015, https://arxiv.org/abs/1512.03385), and global average
+    pooling.
     """
     stages: list[nn.Module] = []
-    # few channels where there are many pixels, which is where a CPU's time goes
+    # few channels at high resolution, where a CPU spends most of its time
     for before, after in itertools.pairwise((16, 32, 64, 128)):
-        # before the norm, which then has a quarter of the work (Jordan 2024,
-        # https://arxiv.org/abs/2404.00498)
+        # pooling before the norm quarters its work (Jordan 2024, https://arxiv.org/abs/2404.00498)
         stages += _layers(before, after, nn.MaxPool2d(2))
     return nn.Sequential(
         nn.Conv2d(3, 16, 5, stride=2, padding=2, bias=False),
@@ -292,16 +291,16 @@ class _Residual(nn.Module):
 
 
 def are_published(model: ModelConfig) -> bool:
-    """Whether ``model.weights`` are published ones, fetched or in a timm file."""
+    """Whether ``model.weights`` are pretrained weights, downloaded or in a timm file."""
     source = str(model.weights)
     from_file = model.name.startswith(TIMM) and source.endswith(".safetensors")
     return source == "DEFAULT" or from_file
 
 
 def expected(name: str, size: int | None) -> dict[str, Any]:
-    """Returns by path what the published weights of the network ``name`` expect of images.
+    """Returns the image settings of the network ``name``'s pretrained weights, by path.
 
-    The images are of ``size`` pixels or, by None, of the weights' own.
+    ``size`` is the image side in pixels; None uses the weights' own.
 
     Raises:
         ConfigError: there are no such weights.
@@ -310,15 +309,15 @@ def expected(name: str, size: int | None) -> dict[str, Any]:
         facts = _facts(name)
         if not facts.has_weights:
             raise ConfigError(
-                f"model.weights=DEFAULT: there are none for model.name={name}; use null"
+                f"model.weights=DEFAULT: no pretrained weights for model.name={name}; use null"
             )
         from timm.data import resolve_data_config
 
         found = resolve_data_config(pretrained_cfg=facts.to_dict())
         size = size or found["input_size"][-1]
-        # down, as timm does; borders are for none
+        # rounded down, as in timm; at least the crop, so nothing is padded
         short = max(size, math.floor(size / found["crop_pct"]))
-        # or within borders, where nothing is cut off either
+        # also for "border", which crops nothing either
         squash = found["crop_mode"] != "center"
         interpolation, mean, std = (found[key] for key in ("interpolation", "mean", "std"))
     else:
@@ -355,18 +354,18 @@ def _timm(name: str, image_size: int, **how: Any) -> nn.Module:
 
 def size_args(name: str, image_size: int) -> dict[str, Any]:
     """Returns the arguments that timm's network ``name`` needs for images of ``image_size``."""
-    # the others take images of many sizes as they are
+    # other networks accept many sizes without it
     return {"img_size": image_size} if _facts(name).fixed_input_size else {}
 
 
 def _published(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:
-    """Returns the published weights that are meant, under today's keys.
+    """Returns the pretrained weights under their current keys.
 
-    Only torchvision's own builder renames the keys of the densenets. timm's loader does so for many
-    networks, and brings positions to ``image_size``.
+    Only torchvision's own builder renames the densenets' keys. timm's loader does so for many
+    networks, and resizes position embeddings to ``image_size``.
 
     Raises:
-        ConfigError: they cannot be fetched.
+        ConfigError: they cannot be downloaded.
         CheckpointError: timm's file is missing, or does not fit.
     """
     name = model.name
@@ -377,19 +376,19 @@ def _published(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:
         url = facts.url
         if facts.hf_hub_id:
             url = f"https://huggingface.co/{facts.hf_hub_id}/resolve/main/model.safetensors"
-        way_out = f"; use null, or fetch {url} and name that file"
+        way_out = f"; use null, or fetch {url} and pass that file"
     else:
         url = zoo.get_model_weights(name).DEFAULT.url
-        way_out = f"; use null, or put {url} into {torch.hub.get_dir()}/checkpoints"
+        way_out = f"; use null, or download {url} to {torch.hub.get_dir()}/checkpoints"
     begin = f"model.weights={printable(source)}: cannot be loaded for {name}:"
     kind = ConfigError if source == "DEFAULT" else CheckpointError
     with user_code.explained(begin, way_out, kind):
         if source != "DEFAULT":
-            # never a wait for a pipe
+            # a named pipe would block
             os.close(open_regular(source))
             how["pretrained_cfg_overlay"] = {"file": source}
         if name.startswith(TIMM):
-            # with as many classes as the weights: else the loader lets keys be missing
+            # keep the weights' number of classes, else the loader ignores missing keys
             network = _timm(name, image_size, **how)
         else:
             network = zoo.get_model(name, weights="DEFAULT")

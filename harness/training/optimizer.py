@@ -1,4 +1,4 @@
-"""Chooses the trained parameters, the optimizer and each block's learning rate."""
+"""Builds the optimizer, the schedule and each block's learning rate."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
     """Returns the optimizer over ``network``'s parameters, those at the full rate first.
 
     Norms and biases (every parameter with fewer than two dimensions) have no weight decay unless
-    ``optim.decay_norm_and_bias`` says so. sgd and adamw are the fused forms, which can skip an
-    update on the device. What is frozen later has no state as long as it has no gradient.
+    ``optim.decay_norm_and_bias`` is set. sgd and adamw are the fused forms, which can skip an
+    update on the device. Parameters frozen later have no state until they have a gradient.
 
     Raises:
-        ConfigError: there is no such optimizer, or it refuses its arguments.
+        ConfigError: the optimizer is unknown or rejects its arguments.
     """
     depth = {p: 0 for p in network.parameters() if p.requires_grad}
     if config.layer_decay is not None:
         depth = {p: number for p, number in depths(network).items() if p in depth}
     share = config.layer_decay or 1.0
-    # none where the user's network trains nothing, which the first step refuses
+    # empty if the network has nothing to train, which the first step rejects
     numbers = sorted({*depth.values()} or {0}, reverse=True)
     dimensions = [range(2, 99), range(2)]
     if config.decay_norm_and_bias:
@@ -51,7 +51,7 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
         for counts in dimensions
     ]
     with user_code.explained(
-        f"optim.name={config.name}: with optim.args={shown(config.args)} it failed with"
+        f"optim.name={config.name}: failed with optim.args={shown(config.args)}:"
     ):
         if config.name == "adamw":
             given = {"betas": config.betas, "eps": config.eps, "fused": True}
@@ -63,11 +63,11 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
 
 
 def _named(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
-    """Returns an optimizer of torch's by its class, of timm's by its name, or of the user's."""
+    """Returns an optimizer of torch, timm or the user, by name."""
     name, args = config.name, dict(config.args)
     if user_code.is_own(name):
         made = user_code.call("optim.name", name, groups, args=args)
-        # the hooks are missing if an __init__ does not call that of its base class
+        # the hooks are missing if __init__ does not call super().__init__
         if not (isinstance(made, Optimizer) and hasattr(made, "_optimizer_step_pre_hooks")):
             kind = type(made).__name__
             raise ConfigError(
@@ -106,15 +106,15 @@ def _named(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` leaves an update out by itself if its ``found_inf`` is above 0."""
+    """Whether ``optimizer`` skips an update by itself if ``found_inf`` is above 0."""
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
     return is_torchs and bool(optimizer.defaults.get("fused"))
 
 
 def fill_momentum(optimizer: Optimizer) -> None:
-    """Gives each trained parameter of SGD that has no momentum yet one of zeros."""
-    # torch makes the buffers unfilled at the first update, and leaves them so if that is skipped;
-    # where some parameters have one and others none, the update ends with an error
+    """Gives each trained parameter of SGD without a momentum buffer one of zeros."""
+    # torch leaves the buffers uninitialized if the first update is skipped, and fails if only some
+    # parameters have one
     for group in optimizer.param_groups if type(optimizer) is SGD else ():
         for parameter in group["params"] if group.get("momentum") else ():
             if parameter.requires_grad and "momentum_buffer" not in optimizer.state[parameter]:
@@ -124,19 +124,19 @@ def fill_momentum(optimizer: Optimizer) -> None:
 def adopt(
     optimizer: Optimizer, held: dict[str, Any], where: str, args: Collection[str] = ()
 ) -> None:
-    """Has ``optimizer`` continue with what one like it ``held`` for each parameter, by its number.
+    """Restores the per-parameter state ``held`` by an equal optimizer, by parameter index.
 
-    Its rates, weight decay and the ``args`` that it was given stay its own.
+    Learning rates, weight decay and ``args`` keep their current values.
 
     Raises:
-        CheckpointError: the one in the file ``where`` is another one.
+        CheckpointError: the state in the file ``where`` does not fit.
     """
     own = optimizer.state_dict()
     ours, theirs = (
         [(group.keys(), group["params"]) for group in each["param_groups"]] for each in (own, held)
     )
     if not skips_on_device(optimizer):
-        # groups may hold counters, too; only the class knows the contents of its state
+        # groups may hold counters; only the class knows the contents of its state
         counts = [len(names) for _, names in ours], [len(names) for _, names in theirs]
         if counts[0] == counts[1]:
             typed = {"params", "lr", "initial_lr", "weight_decay", *args}
@@ -144,7 +144,7 @@ def adopt(
                 {**theirs, **{name: ours[name] for name in ours.keys() & typed}}
                 for ours, theirs in zip(own["param_groups"], held["param_groups"], strict=True)
             ]
-            # with the entries that a user's own state_dict adds
+            # with additional entries of a user-defined state_dict
             optimizer.load_state_dict({**held, "param_groups": groups})
             return
     if ours != theirs:
@@ -154,11 +154,11 @@ def adopt(
         )
     parameters = itertools.chain(*(group["params"] for group in optimizer.param_groups))
     names = {name for each in held["state"].values() for name in each}
-    # the fused kernels trust shapes and strides: others are a crash
+    # the fused kernels trust shapes and strides, and crash on others
     like = {
         number: {name: torch.zeros(()) if name == "step" else parameter for name in names}
         for number, parameter in enumerate(parameters)
-        # one that has had no gradient has no state
+        # a parameter without a gradient so far has no state
         if number in held["state"]
     }
     found = {number: held["state"][number] for number in like}
@@ -171,11 +171,11 @@ def adopt(
 
 
 def depths(network: nn.Module) -> dict[nn.Parameter, int]:
-    """Returns the number of the block in which each parameter lies, in the network's order.
+    """Returns each parameter's block number, in the order of the network.
 
-    A block is what stands in a list of modules, or else a module that has at most half of the
+    A block is an item of a list of modules, or else a module with at most half of the
     parameters. One without weights, such as a norm, belongs to the block before. Most timm
-    networks define their blocks themselves.
+    networks define their own blocks.
     """
     if type(network).__module__.startswith("timm.") and hasattr(network, "group_matcher"):
         from timm.models import group_parameters
@@ -208,10 +208,10 @@ def depths(network: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def frozen_names(network: nn.Module, freeze: str, name: str) -> list[str]:
-    """Returns the parameters and buffers of the network ``name`` that ``optim.freeze`` means.
+    """Returns the parameters and buffers of the network ``name`` that ``optim.freeze`` matches.
 
     Raises:
-        ConfigError: it is no regular expression, or means none of the parameters or all of them.
+        ConfigError: it is not a regular expression, or matches none or all of the parameters.
     """
     where = f"optim.freeze={freeze}"
     heads = models.head_keys(network)
@@ -221,19 +221,19 @@ def frozen_names(network: nn.Module, freeze: str, name: str) -> list[str]:
         try:
             found = {key for key in found | heads if re.match(freeze, key)}
         except re.error as error:
-            raise ConfigError(f"{where}: no regular expression ({error})") from error
+            raise ConfigError(f"{where}: not a regular expression ({error})") from error
     if not parameters & found or parameters <= found:
         what = "every" if parameters <= found else "no"
         some = printable(", ".join(sorted(parameters))[:200])
-        raise ConfigError(f"{where}: means {what} parameter of model.name={name}, among {some}")
+        raise ConfigError(f"{where}: matches {what} parameter of model.name={name}, among {some}")
     return sorted(found)
 
 
 def skip_nonfinite(optimizer: Optimizer, one: Tensor) -> None:
-    """Has ``optimizer`` leave its next update out, on the device, if a gradient is not finite.
+    """Makes ``optimizer`` skip its next update on the device if a gradient is not finite.
 
-    The optimizer must take ``found_inf``, as torch's fused ones do. ``one`` is the number 1, float
-    ``[]``, on the device.
+    The optimizer must support ``found_inf``, as fused torch optimizers do. ``one`` is the number
+    1, float ``[]``, on the device.
     """
     parameters = itertools.chain(*(group["params"] for group in optimizer.param_groups))
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -246,24 +246,24 @@ def skip_nonfinite(optimizer: Optimizer, one: Tensor) -> None:
 class Schedule:
     """Sets the learning rate of each of the optimizer's groups for the next update.
 
-    As torch's ``LambdaLR``, in a tenth of its time a step.
+    Like ``LambdaLR`` of torch, in a tenth of its time.
 
     Attributes:
         base_lrs: the groups' peak rates.
-        factor: the share of them that an update uses, from 0.
-        gamma: factor of each of the ``drops``, which ``schedule=plateau`` has.
-        last_epoch: the number of the next update; torch's name.
+        factor: returns the fraction of them for an update, numbered from 0.
+        gamma: factor of each of the ``drops`` of ``schedule=plateau``.
+        last_epoch: the number of the next update, by its name in torch.
     """
 
     def __init__(
         self, optimizer: Optimizer, factor: Callable[[int], float], gamma: float = 1.0
     ) -> None:
-        # whose groups are others once it has loaded a state
+        # loading a state replaces its groups
         self._optimizer = optimizer
         self.factor = factor
         self.gamma = gamma
         self.drops = 0
-        # checkpoints hold it
+        # stored in checkpoints
         groups = optimizer.param_groups
         self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in groups]
         self.go_to(0)
@@ -273,34 +273,34 @@ class Schedule:
         self.go_to(self.last_epoch + 1)
 
     def go_to(self, update: int) -> None:
-        """Sets the rates for the update number ``update``."""
+        """Sets the rates for update number ``update``."""
         self.last_epoch = update
         share = self.share(update)
         for group, base_lr in zip(self._optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base_lr * share
 
     def share(self, update: int) -> float:
-        """Returns the share of the peak rates that the update of that number uses."""
+        """Returns the fraction of the peak rates for that update."""
         return self.factor(update) * self.gamma**self.drops
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what changes."""
+        """Returns the values that change."""
         return {"last_epoch": self.last_epoch, "base_lrs": self.base_lrs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what ``state_dict`` gave."""
+        """Restores the result of ``state_dict``."""
         self.base_lrs = state["base_lrs"]
         self.go_to(state["last_epoch"])
 
 
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:
-    """Returns the share of ``optim.lr`` that update number ``step`` (from 0) uses.
+    """Returns the fraction of ``optim.lr`` for update number ``step`` (from 0).
 
     Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR`` and
-    ``MultiStepLR`` stepped once per epoch, ``exponential`` all the time as ``ExponentialLR``;
+    ``MultiStepLR`` stepped once per epoch, ``exponential`` at every update as ``ExponentialLR``;
     ``cosine`` falls from the end of the warm-up to ``final_fraction`` after the last update (SGDR,
-    arXiv 1608.03983), ``linear`` at it; ``onecycle`` is torch's ``OneCycleLR``, whose momentum
-    stays.
+    arXiv 1608.03983), ``linear`` at it; ``onecycle`` is ``OneCycleLR`` with
+    constant momentum.
     """
     epoch = step // steps_per_epoch
     total = epochs * steps_per_epoch
@@ -316,7 +316,7 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
             return _cosine(config.warmup_start, 1.0, step / peak)
         return _cosine(1.0, config.final_fraction, (step - peak) / max(1.0, total - 1 - peak))
     linear = config.name is ScheduleName.linear
-    # without a start of its own, a linear warm-up has its peak at its last update
+    # a linear warm-up without a start value peaks at its last update
     ahead = linear and not config.warmup_start
     if step < warmup:
         if config.warmup_start:

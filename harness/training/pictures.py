@@ -1,4 +1,4 @@
-"""Logs predictions, and writes the first training batch as pictures."""
+"""Gathers predictions, and writes the first training batch as pictures."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..monitor.writer import RunWriter
 from ..runtime.distributed import World
 from ..runtime.errors import printable
 
-# pixels of a picture's side
+# side of a picture in pixels
 _SIDE = 160
 
 
 class PredictionLog(NamedTuple):
-    """What a network answered, one entry for each image.
+    """A network's predictions, one entry per image.
 
     Attributes:
-        indices: places in the data set.
+        indices: positions in the dataset.
         labels: the true classes.
-        given: the classes that the network gave.
+        given: the predicted classes.
         probabilities: of these classes, 0..1.
     """
 
@@ -41,10 +41,10 @@ class PredictionLog(NamedTuple):
     def gathered(
         cls, kept: Sequence[Sequence[Tensor]], places: Iterable[np.ndarray], world: World
     ) -> PredictionLog:
-        """Returns the answers of all ranks; every rank calls this.
+        """Returns the predictions of all ranks; every rank calls this.
 
         Args:
-            kept: of each batch of this rank, what follows ``indices`` above.
+            kept: labels, predictions and probabilities of each batch of this rank.
             places: of the same batches, the indices.
             world: this rank.
         """
@@ -53,20 +53,20 @@ class PredictionLog(NamedTuple):
             # the host waits for the device
             tensors = (torch.cat(each).cpu().numpy() for each in zip(*kept, strict=True))
             own = [np.concatenate([*places]), *tensors]
-        # a rank may have had no image
+        # a rank may have no images
         return cls(*map(np.concatenate, zip(*filter(None, world.gathered(own)), strict=True)))
 
     def confused(self) -> np.ndarray:
-        """Returns the mistakes by kind, int64 ``[K, 3]``: true class, given class, images.
+        """Returns the confusions, int64 ``[K, 3]``: true class, predicted class, number of images.
 
-        The most frequent come first, of equally frequent ones the first by class.
+        They are sorted by descending frequency, then by class.
         """
         wrong = np.stack((self.labels, self.given))[:, self.labels != self.given]
         kinds, counts = np.unique(wrong, axis=1, return_counts=True)
         return np.vstack((kinds, counts)).T[np.argsort(-counts, kind="stable")]
 
     def surest(self, most: int) -> np.ndarray:
-        """Returns which mistakes have the highest probabilities; of equal ones the first images."""
+        """Returns the indices of the mistakes with the highest probabilities, ties by image."""
         wrong = np.flatnonzero(self.labels != self.given)
         order = np.lexsort((self.indices[wrong], -self.probabilities[wrong]))
         return wrong[order[:most]]
@@ -75,7 +75,7 @@ class PredictionLog(NamedTuple):
 def show_batch(
     images: Tensor, labels: Tensor, data: DataConfig, classes: Sequence[str], writer: RunWriter
 ) -> None:
-    """Shows normalised ``images`` of training in ``first_batch.json`` and TensorBoard.
+    """Writes normalized training ``images`` to ``first_batch.json`` and TensorBoard.
 
     The host waits for the device.
     """
@@ -95,7 +95,7 @@ def show_batch(
 
 
 def coded(tile: np.ndarray) -> str:
-    """Returns uint8 ``[3, S, S]`` as a file of JPEG in base64."""
+    """Returns uint8 ``[3, S, S]`` as a base64-encoded JPEG."""
     picture = Image.fromarray(tile.transpose(1, 2, 0))
     picture.thumbnail((_SIDE, _SIDE))
     file = BytesIO()

@@ -18,17 +18,16 @@ from ..runtime.folder import log
 
 
 class Trace:
-    """Records the steps of ``profile.steps`` into ``trace/``, with the names of ``watch.spans``.
+    """Records the steps of ``profile.steps`` into ``trace/``, with the names of ``clock.spans``.
 
-    What the run does between two of these steps is recorded too, in every Python thread, so that a
-    prefetcher's work can be seen beside the step. The file is named after the steps that it holds:
-    a run may begin or end among those asked for. A profiler that fails costs the trace and not the
-    run.
+    Work between these steps is recorded too, in every Python thread, so a prefetcher's work appears
+    next to the step. The file is named after the recorded steps, since a run may start or end
+    within the range. If the profiler fails, the run continues without a trace.
 
     Args:
         steps: first and last step, counted from 1, as in ``10-20``; None records nothing.
         folder: the run's folder.
-        pause: keeps the time that the profiler takes to start and to write out of the steps.
+        pause: excludes the profiler's start-up and export from step time.
     """
 
     def __init__(
@@ -38,12 +37,12 @@ class Trace:
         self._folder = folder / "trace"
         self._pause = pause
         self._profiler: profile | None = None
-        # the steps that are recorded
+        # recorded steps
         self._made: list[int] = []
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """The block of the run's step ``number``, counted from 1."""
+        """Wraps the run's step ``number``, counted from 1."""
         if not self._first <= number <= self._last:
             yield
             return
@@ -61,7 +60,7 @@ class Trace:
         if accelerator.count():
             activities.append(ProfilerActivity.CUDA)
         else:
-            # it would complain that there is no GPU
+            # else it warns that there is no GPU
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         every_thread = _ExperimentalConfig(profile_all_threads=True)
         profiler = profile(activities=activities, experimental_config=every_thread)
@@ -70,9 +69,9 @@ class Trace:
         spans.record(record_function)
 
     def close(self) -> None:
-        """Ends the recording and writes it; warns where none of the steps was trained."""
+        """Stops recording and writes the trace; warns if none of the steps ran."""
         if self._first <= self._last and not self._made:
-            text = "profile.steps=%d-%d: none of these steps was trained, there is no trace"
+            text = "profile.steps=%d-%d: none of these steps ran, so there is no trace"
             log.warning(text, self._first, self._last)
         self._last = 0
         profiler = self._profiler
@@ -89,7 +88,7 @@ class Trace:
 
     @contextmanager
     def _optional(self) -> Iterator[None]:
-        """A block whose time is not the steps', and whose failure costs the trace alone."""
+        """Excludes a block from step time; if it fails, only the trace is lost."""
         try:
             with self._pause("profile"):
                 yield

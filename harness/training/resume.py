@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, and takes over its settings, weights and state."""
+"""Finds the checkpoint to resume from, and restores its settings, weights and state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .checkpoint_read import NoCheckpoint, Saved
 from .state import TrainState
 
 _NETWORK = ("model.name", "model.args", "trainer.precision", "trainer.channels_last")
-# what training goes on by
+# settings that affect training; differences are reported
 _TRAINS = (
     *_NETWORK,
     "data.",
@@ -36,13 +36,13 @@ _TRAINS = (
     "trainer.epochs",
     "callbacks",
 )
-# what takes a network from a checkpoint, and trains no more
+# modes that apply a trained network
 _APPLIES = (Mode.evaluate, Mode.predict, Mode.export)
-# of data.*, what says how long a run puts up with bad images
+# data.* settings for unreadable images; differences are not reported
 _COMMANDS = {"data.on_error", "data.max_bad_fraction"}
-# of data.*, what a network expects of its images
+# data.* settings that decide a network's input pixels
 PIXELS = {*models.EXPECTED, "data.exif_orientation", "data.background"}
-# of data.*, which images a run evaluated
+# data.* settings that select the evaluated images
 _IMAGES = (
     "data.name", "data.root", "data.md5", "data.table", "data.columns.", "data.split_fraction",
     "data.fold", "data.generate.", "data.train ", "data.val ",
@@ -50,14 +50,14 @@ _IMAGES = (
 
 
 def find(config: Config, folder: Path, world: World) -> Saved | None:
-    """Returns what ``resume`` names, or where nothing is trained ``model.weights``.
+    """Returns the checkpoint that ``resume`` names, or ``model.weights`` if nothing is trained.
 
-    One rank reads the checkpoint for all: of those whose folder has the newest the first. None:
-    training starts from nothing.
+    The first rank whose folder has the newest checkpoint reads it for all. None: training starts
+    from scratch.
 
     Raises:
-        CheckpointError: it is missing or damaged.
-        ConfigError: there are no published weights of this network, or they cannot be fetched.
+        CheckpointError: it is missing or corrupt.
+        ConfigError: this network has no pretrained weights, or they cannot be downloaded.
     """
     applies = config.mode in _APPLIES
     if config.resume is None:
@@ -65,7 +65,7 @@ def find(config: Config, folder: Path, world: World) -> Saved | None:
             return None
         return models.saved(config.model, config.data.image_size)
     path = folder if config.resume == "auto" else Path(config.resume)
-    # where nodes share no folder, the rank that saved may have been another
+    # if nodes share no folder, another rank may have saved
     past = checkpoint_read.records(path / "checkpoints")
     newest = world.gathered([each.step for each in past[-1:]])
     parts = attrgetter("where", "state", "in_run", "record")
@@ -87,21 +87,21 @@ def settings(
     ranks: int = 1,
     tell: Callable[[str], None] = say,
 ) -> Config:
-    """Returns ``config`` with what the checkpoint decides, or without one the published weights.
+    """Returns ``config`` with the settings of the checkpoint or, without one, pretrained weights.
 
-    Where nothing is trained, that is what decides the result. Training uses its own
-    settings, but an update keeps its images: with another number of ``ranks`` either
-    ``trainer.accumulate_steps`` or ``loader.batch_size`` changes where both are as they were.
-    Published weights decide what they expect of images. What the command line set (``typed``, as in
-    ``data.image_size=48``) stays. Every difference is told by ``tell``.
+    If nothing is trained, the checkpoint decides the settings that affect the result. Training uses
+    its own settings but keeps the effective batch size: with another number of ``ranks``,
+    ``trainer.accumulate_steps`` or ``loader.batch_size`` changes if both match the checkpoint.
+    Pretrained weights decide the image settings. Command-line settings (``typed``, such as
+    ``data.image_size=48``) win. ``tell`` receives every difference.
 
     Raises:
         CheckpointError: the checkpoint's settings cannot be used.
-        ConfigError: there are no published weights, or what was typed does not go with them.
+        ConfigError: there are no pretrained weights, or a typed setting conflicts with them.
     """
     model = config.model
     if saved is None:
-        # a checkpoint that is evaluated has settings of its own
+        # an evaluated checkpoint has its own settings
         if (config.resume and config.mode is not Mode.train) or not models.are_published(model):
             return config
         kept = set(map(launch.setting, typed))
@@ -131,7 +131,7 @@ def settings(
             batch = images // (each * ranks)
         tell(
             f"checkpoint: {before} ranks, now {ranks}: loader.batch_size={batch} "
-            f"trainer.accumulate_steps={each}: an update has {batch * each * ranks} images, "
+            f"trainer.accumulate_steps={each}: effective batch size {batch * each * ranks}, "
             f"before {images}"
         )
         used.loader.batch_size = batch
@@ -142,52 +142,52 @@ def settings(
 def _applied(
     config: Config, saved: Saved, typed: tuple[str, ...], tell: Callable[[str], None]
 ) -> Config:
-    """Returns ``config`` with what decides pixels and the network in ``saved``.
+    """Returns ``config`` with the pixel and network settings of ``saved``.
 
-    In a run's folder the checkpoint also decides which images are evaluated: these are read, but
-    neither fetched nor generated.
+    In a run's folder, the checkpoint also decides which images are evaluated: these are read, but
+    neither downloaded nor generated.
     """
     trained = saved.trained
     if trained is None:
         if not models.are_published(config.model):
             tell(
-                f"{saved.where}: holds no settings; data.*, model.name and trainer.precision are "
-                "those of this command"
+                f"{saved.where}: holds no settings; data.*, model.name and trainer.precision "
+                "come from this command"
             )
         return config
     reads = saved.in_run and config.mode is not Mode.predict
     compared = (*PIXELS, *_NETWORK, *(_IMAGES if reads else ()))
     theirs = {path: value for path, value, _ in walk(trained) if f"{path} ".startswith(compared)}
 
-    # what the command line chose, by itself or with its group
+    # chosen on the command line, directly or through a group
     kept = set(map(launch.setting, typed))
     if kept & {"model", "experiment"}:
         kept.add("model.name")
     if kept & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
-        # other images: where they lie is this command's, what the network expects of them stays
+        # other images: this command locates them, the checkpoint decides their pixels
         kept |= {path for path, _, _ in walk(config) if path.startswith("data.")} - PIXELS
     roots = {Path(str(each.data.root)).expanduser().resolve() for each in (config, trained)}
     if "data.root" in kept and len(roots) > 1:
-        # nothing of another tree was trained on
+        # no image of another folder was trained on
         kept |= {"data.split_fraction", "data.fold", "data.folds"}
 
     used = adopted(config, theirs, kept, "the checkpoint", tell)
     typed_data = {"data", "data.name", "data.root", "experiment"} & kept
     if config.mode is Mode.evaluate and not (saved.in_run or typed_data):
         raise CheckpointError(
-            f"{saved.where}: is in no run's folder, so name the images, too. Those of its run: "
+            f"{saved.where}: not in a run's folder, so name the images too. Its run used "
             f"data.name={trained.data.name} data.root={shown(trained.data.root)}"
         )
     if reads and not {"data.root", "data.download"} & kept:
         used.data.download = False
     for path in ("model.name", "data.name"):
-        # a file that somebody gave away must not name what is imported and called here
+        # a shared file must not choose the code that is imported and called here
         name = attrgetter(path)(used)
         if ":" in name and name != attrgetter(path)(config):
             raise CheckpointError(
                 f"{saved.where}: needs your code; add {path}={name} if you trust it"
             )
-    # no file is read: DEFAULT decides how googlenet and inception_v3 are built
+    # no file is read; DEFAULT decides how googlenet and inception_v3 are built
     used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else saved.where
     return used
 
@@ -199,13 +199,13 @@ def take_over(
     length: int,
     lanes: Lanes | None = None,
 ) -> EpochRemainder | None:
-    """Puts what ``saved`` holds into ``state``; returns what is left of its epoch, if any.
+    """Loads ``saved`` into ``state``; returns the rest of its epoch, if any.
 
     ``length`` is the number of training images, ``lanes`` their order.
 
     Raises:
-        CheckpointError: it does not fit, or the epoch cannot be continued. Training never starts
-            from nothing in its place.
+        CheckpointError: it does not fit, or the epoch cannot be resumed. Training never starts
+            from scratch instead.
     """
     config = state.config
     left = None
@@ -213,8 +213,8 @@ def take_over(
         held = saved.state
         if saved.classes not in (classes, ()):
             raise CheckpointError(
-                f"{saved.where}: its classes are not this data set's: {listed(saved.classes)}, not "
-                f"{listed(classes)}; choose its data set with data= and data.root="
+                f"{saved.where}: its classes differ from this dataset's: {listed(saved.classes)}, "
+                f"not {listed(classes)}; choose its dataset with data= and data.root="
             )
         if config.mode is Mode.evaluate:
             models.take_over(state.network, saved, f"model.name={config.model.name}")
@@ -225,7 +225,11 @@ def take_over(
             state.load(saved)
             threads = (held.get("num_threads"), torch.get_num_threads())
             if threads[0] != threads[1]:
-                log.warning("saved with %s torch threads, now %d: not bitwise the same", *threads)
+                log.warning(
+                    "checkpoint used %s torch threads, this run uses %d: results will not be "
+                    "bitwise identical",
+                    *threads,
+                )
             say(
                 f"resumed {saved.where} after step {state.step}, {state.epoch} epochs and "
                 f"{state.samples} images"
@@ -238,9 +242,9 @@ def take_over(
 def rest(
     saved: Saved, config: Config, world: World, length: int, lanes: Lanes | None = None
 ) -> EpochRemainder:
-    """Returns what is left of the epoch in which the run was saved.
+    """Returns the rest of the epoch in which the run was saved.
 
-    ``length`` and ``lanes`` are those of ``take_over``.
+    ``length`` and ``lanes`` are as in ``take_over``.
 
     Raises:
         CheckpointError: other images, another order, or too few samples for the ranks.
@@ -257,11 +261,11 @@ def rest(
         ):
             if then != now:
                 raise CheckpointError(
-                    f"{saved.where}: was saved within an epoch; its {name} is {then}, this run's "
-                    f"{now}: the rest of the epoch would be of other samples; resume with the "
-                    "same, or from a checkpoint of an epoch's end"
+                    f"{saved.where}: saved within an epoch; its {name} is {then}, this run's "
+                    f"{now}: the rest of the epoch would have other samples; resume with the "
+                    "same value, or from an end-of-epoch checkpoint"
                 )
         left = EpochRemainder(held["epoch"], held["samples"], held["stop"])
-        # an order that cannot be shared by these ranks refuses the rest
+        # raises if these ranks cannot share the rest
         Order(length, config.loader.batch_size, world_size=world.size, rest=left)
     return left

@@ -28,22 +28,22 @@ from .optimizer import Schedule, adopt, frozen_names, lr_factor, make_optimizer
 
 @dataclass(slots=True)
 class TrainState:
-    """All that changes while a run trains.
+    """State that changes during training.
 
     Attributes:
         config: the run's settings.
-        world: this rank, on whose device the network lives.
-        network: the bare one, not its DDP wrapper.
+        world: this rank; the network is on its device.
+        network: the bare network, not its DDP wrapper.
         scaler: scales fp16 losses; disabled in the other precisions.
-        epoch: epochs done.
-        step: optimizer updates done.
-        samples: the position in the epoch that was begun: taken by all ranks together.
-        pending: whether the evaluation that follows the last step is still to be made.
-        best_top1: of all evaluations, 0..1.
-        stale: evaluations at an epoch's end since ``best_top1`` rose.
-        steps_per_epoch: optimizer updates in a whole epoch; the schedule counts by them.
-        average: of the weights, if one is wanted.
-        frozen: names of parameters and buffers that do not change in the first ``freeze_epochs``.
+        epoch: completed epochs.
+        step: completed optimizer steps.
+        samples: taken from the current epoch by all ranks together.
+        pending: whether the evaluation after the last step is still due.
+        best_top1: best top-1 accuracy of all evaluations, 0..1.
+        stale: end-of-epoch evaluations since ``best_top1`` improved.
+        steps_per_epoch: optimizer steps in a full epoch, used by the schedule.
+        average: of the weights, if enabled.
+        frozen: names of parameters and buffers frozen for the first ``freeze_epochs``.
     """
 
     config: Config
@@ -65,7 +65,7 @@ class TrainState:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The network that is evaluated: the average, if there is one."""
+        """The network to evaluate: the average, if there is one."""
         return self.network if self.average is None else self.average.module
 
     def to_dict(self, facts: dict[str, Any]) -> dict[str, Any]:
@@ -84,14 +84,14 @@ class TrainState:
         }
 
     def load(self, saved: Saved) -> None:
-        """Takes over what ``to_dict`` gave.
+        """Restores the state that ``to_dict`` returned.
 
-        Learning rate, weight decay and the like stay this run's own, and so does the loss scale
-        where the precision is another one.
+        The run keeps its own learning rate, weight decay and similar settings, and its loss scale
+        if the precision differs.
 
         Raises:
-            CheckpointError: the checkpoint is of another network or optimizer, and nothing was
-                changed; or no run saves such contents, and the state is useless.
+            CheckpointError: the checkpoint is from another network or optimizer, and nothing was
+                changed; or its contents are invalid, and the state is unusable.
         """
         held = saved.state
         with user_code.explained(f"{saved.where}: cannot be used:", kind=CheckpointError):
@@ -99,7 +99,7 @@ class TrainState:
             weights = {"model": held["model"]}
             if self.average is not None:
                 modules["ema"] = self.average
-                # one that begins here begins with the weights
+                # a new average starts from the weights
                 first = {f"module.{key}": value for key, value in held["model"].items()}
                 weights["ema"] = held.get("ema") or {"n_averaged": torch.tensor(0), **first}
             own = {name: module.state_dict() for name, module in modules.items()}
@@ -109,7 +109,7 @@ class TrainState:
                 module.load_state_dict(weights[name])
             update = from_json(int, held["schedule"]["last_epoch"])
             if held.get("steps_per_epoch", self.steps_per_epoch) != self.steps_per_epoch:
-                # with other batches the schedule goes on by the share of the epochs that is done
+                # with other batches, continue the schedule at the completed fraction of epochs
                 share = held["samples"] / held["stop"]
                 update = round((held["epoch"] + share) * self.steps_per_epoch)
             self.schedule.drops = from_json(int, held["schedule"].get("drops", 0))
@@ -120,14 +120,14 @@ class TrainState:
                 for name, fresh in numbers.items():
                     numbers[name] = from_json(type(fresh), held["scaler"][name])
                 self.scaler.load_state_dict(numbers)
-                # the device takes them, or refuses
+                # raises if the device rejects them
                 self.scaler.scale(torch.zeros((), device=self.world.device))
             for name in held.keys() & COUNTS:
                 setattr(self, name, held[name])
             drawn = held["random"]
-            # numpy takes any position, and reads beyond its numbers
+            # numpy accepts any position, and reads out of bounds
             if not 0 <= drawn["numpy"]["position"] <= len(drawn["numpy"]["keys"]):
-                raise ValueError("odd position")
+                raise ValueError("invalid position")
             restore_random_state(drawn, self.world.device)
 
 
@@ -150,7 +150,7 @@ def _placed_network(config: Config, num_classes: int, world: World, filled: bool
     if trainer.checkpoint_blocks:
         checkpoint_blocks(network)
     if trainer.compile:
-        # else a second size would make torch serve all sizes by one slower graph
+        # else a second size makes torch use one slower graph for all sizes
         network.compile(dynamic=False, mode=trainer.compile_mode)
     return network
 
@@ -165,21 +165,21 @@ def make_state(
     filled: bool = False,
     network: nn.Module | None = None,
 ) -> TrainState:
-    """Returns a fresh network on this rank's device, with what trains it.
+    """Returns the initial training state, on this rank's device.
 
     Args:
         config: the run's settings.
-        num_classes: how many logits the network is to give.
+        num_classes: number of logits.
         world: this rank.
-        steps_per_epoch: optimizer updates in a whole epoch.
-        images: of an update, of all ranks, for ``optim.lr_per``.
-        filled: the caller fills the network, so that no weights are read.
-        network: one that lies on the device, in place of the one that ``config`` names.
+        steps_per_epoch: optimizer steps in a full epoch.
+        images: effective batch size over all ranks, for ``optim.lr_per``.
+        filled: the caller loads the weights, so none are read.
+        network: used instead of the one that ``config`` names; already on the device.
 
     Raises:
-        ConfigError: the network's name or its published weights, what is to be frozen, or a network
-            that cannot be copied to be averaged.
-        CheckpointError: the file that ``model.weights`` names.
+        ConfigError: invalid network name, pretrained weights or ``optim.freeze``, or a network that
+            cannot be copied for averaging.
+        CheckpointError: the ``model.weights`` file cannot be used.
     """
     optim, trainer = config.optim, config.trainer
     name = config.model.name
@@ -187,7 +187,7 @@ def make_state(
         network = _placed_network(config, num_classes, world, filled)
     if (per := optim.lr_per) is not None:
         optim = replace(optim, lr=optim.lr * images / per)
-        say(f"learning rate {optim.lr:.4g}: an update has {images} images, optim.lr is for {per}")
+        say(f"learning rate {optim.lr:.4g}: effective batch size {images}, optim.lr is for {per}")
     optimizer = make_optimizer(network, optim)
     scaler = GradScaler(world.device.type, enabled=trainer.precision is Precision.fp16)
     schedule = Schedule(

@@ -40,12 +40,12 @@ DTYPES = {
 
 
 class StepFigures(NamedTuple):
-    """What the steps since the last reading did.
+    """Figures of the steps since the last reading.
 
     Attributes:
         loss: mean of the finite losses, or None if there was none.
-        skipped: updates left out because a gradient was not finite.
-        worst_streak: most updates left out in a row, counted over the readings.
+        skipped: updates skipped due to a non-finite gradient.
+        worst_streak: most updates skipped in a row, counted across readings.
     """
 
     loss: float | None
@@ -55,12 +55,12 @@ class StepFigures(NamedTuple):
 
 @dataclass(eq=False)
 class Step:
-    """Forward, backward and update on batches that are on the device.
+    """Runs forward, backward and update on device batches.
 
     Args:
-        state: the network and what trains it; ``state.step`` counts the updates.
-        classes: how many there are; needed where mixup or CutMix is wanted.
-        class_weights: a weight for each class in the loss; None: all are 1.
+        state: network, optimizer and schedule; ``state.step`` counts updates.
+        classes: number of classes; required for mixup and CutMix.
+        class_weights: loss weight per class; None: all 1.
     """
 
     state: TrainState
@@ -80,33 +80,33 @@ class Step:
         self.autocast = autocast_of(config.trainer.precision, world.device)
         self.model: Any = state.network
         self.begin_epoch()
-        # of the latest forward passes of the network inside DDP: the ranks' waits are not in them
+        # latest forward passes of the network inside DDP, without waits for other ranks
         self._passes_s: deque[float] = deque(maxlen=1000)
         own = accelerator.get(world.device)
         if world.size > 1 and own.is_host and not config.trainer.compile:
             state.network.register_forward_pre_hook(self._begin_pass)
             state.network.register_forward_hook(self._end_pass)
-        # on the device, until they are read together
+        # kept on the device until read together
         self._losses: list[Tensor] = []
         self._found_inf: list[Tensor] = []
         self._streak = 0
         self._one = torch.ones((), device=world.device)
-        # set for the update by the scaler, or without one by ``skip_nonfinite``: 0.0 or 1.0
+        # reads found_inf, 0.0 or 1.0, set by the scaler or else by ``skip_nonfinite``
         state.optimizer.register_step_pre_hook(self._before_update)
-        # errors of the user's code in an update are reported in one line
+        # report errors of user code in an update in one line
         name = self.config.optim.name
         self._explained: Callable[[], AbstractContextManager[None]] = nullcontext
         if user_code.is_own(name) or self.config.callbacks:
-            begin = f"optim.name={name}: step, or a hook of it, failed with"
+            begin = f"optim.name={name}: step or one of its hooks failed with"
             self._explained = functools.partial(user_code.explained, begin)
         self._asks = not (own.skips_updates and skips_on_device(state.optimizer))
-        # or the scaler would decide before the hook is called
+        # else the scaler decides before the hook is called
         state.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def begin_epoch(self) -> None:
-        """Has the network train what its epoch wants; several ranks must do it together.
+        """Freezes or unfreezes layers for the epoch; all ranks must call it together.
 
-        Frozen parameters get no gradient; norms with frozen statistics work as in evaluation.
+        Frozen parameters get no gradients; norms with frozen statistics run in eval mode.
         """
         state = self.state
         network = state.network
@@ -124,20 +124,20 @@ class Step:
                 module.training = False
         fill_momentum(state.optimizer)
         if changed:
-            # DDP's hooks are on what was trained when it was made; the former one goes first
+            # DDP only hooks parameters trainable when it is built; drop the old wrapper first
             self.model = network
         if self.world.size > 1 and self.model is network:
             unused = self.config.dist.find_unused_parameters
-            # without its device: batches are there
+            # no device_ids: batches are already on the device
             self.model = DistributedDataParallel(network, find_unused_parameters=unused)
 
     def check_last_batch(self, length: int) -> None:
-        """Raises what a batch norm would on the last batch, of one image, of ``length`` images."""
+        """Raises batch norm's error if the last batch of ``length`` images has one image."""
         config = self.config
         if config.loader.drop_last or length % config.loader.batch_size != 1:
             return
         network = self.state.network
-        # Shapes alone: neither statistics nor random numbers change.
+        # Shapes only: neither statistics nor random states change.
         meta = {
             name: tensor.to("meta")
             for name, tensor in chain(network.named_parameters(), network.named_buffers())
@@ -147,19 +147,19 @@ class Step:
             try:
                 functional_call(network, meta, torch.empty(1, 3, side, side, device="meta"))
             except Exception as error:
-                # of a network that needs values, the step will tell
+                # networks that need values are left to the step
                 if "more than 1 value per channel" in words(error):
                     raise
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
-        """Trains on one of the ``parts`` batches of an update; the last makes it.
+        """Trains on one of an update's ``parts`` batches; the last one applies the update.
 
-        Labels are int64 ``[N]``, or float ``[N, classes]`` where they were mixed.
+        Labels are int64 ``[N]``, or float ``[N, classes]`` if mixed.
         """
         state = self.state
         last = part == parts - 1
         if isinstance(self.model, DistributedDataParallel):
-            # gradients meet with the last batch of an update
+            # gradients are reduced on the last batch of an update
             self.model.require_backward_grad_sync = last
         with self.autocast(), named("forward"):
             where = f"model.name={self.config.model.name}"
@@ -181,7 +181,7 @@ class Step:
                 skip_nonfinite(state.optimizer, self._one)
             if self.config.optim.clip_norm is not None:
                 nn.utils.clip_grad_norm_(state.network.parameters(), self.config.optim.clip_norm)
-            # fused optimizers leave the update out on the device where a gradient is not finite
+            # fused optimizers skip the update on the device if a gradient is not finite
             with self._explained():
                 state.scaler.step(state.optimizer)
             state.scaler.update()
@@ -194,15 +194,15 @@ class Step:
     def _before_update(self, optimizer: Any, *_: Any) -> None:
         found = optimizer.found_inf
         self._found_inf.append(found)
-        # the host waits for the device; without gradients nothing changes
+        # syncs with the device; without gradients nothing changes
         if self._asks:
-            # optimizers of torch that are not fused refuse it
+            # non-fused torch optimizers reject it
             optimizer.found_inf = None
             if found:
                 optimizer.zero_grad()
 
     def _refuse_unused(self, error: RuntimeError, where: str) -> None:
-        """Names the parameters whose gradients DDP misses, which its ``error`` numbers.
+        """Names the parameters without gradients, which DDP's ``error`` lists by index.
 
         Raises:
             ConfigError: there are such parameters.
@@ -211,21 +211,21 @@ class Step:
             trained = [n for n, p in self.state.network.named_parameters() if p.requires_grad]
             unused = [trained[int(i)] for i in found[1].split()]
             raise ConfigError(
-                f"{where}: parameters without a part in the loss: {listed(unused)}; use them, "
+                f"{where}: parameters not used in the loss: {listed(unused)}; use them, "
                 "delete them, or set dist.find_unused_parameters=true"
             ) from error
 
     def batches(self, feed: Iterable[Any], clock: StepClock | None = None) -> DataPrefetcher:
-        """Returns the batches of ``feed`` as trained on: augmented, normalised, mixed."""
+        """Returns the training batches of ``feed``: augmented, normalized, mixed."""
         return device_batches(
             feed, self.config, self.world.device, clock, augment=self._augment, mix=self._mix
         )
 
     @property
     def forward_ms(self) -> float | None:
-        """Median time of the network's own forward passes of an update; tells a slow rank.
+        """Median forward time per update, in ms, without waits; reveals a slow rank.
 
-        None: unknown, but where several ranks train on CPUs.
+        None unless several ranks train on CPUs, uncompiled.
         """
         if not self._passes_s:
             return None
@@ -241,7 +241,7 @@ class Step:
     def read(self) -> StepFigures:
         """Returns the figures since the last call.
 
-        The host waits here for the device: call it once a window, not once a step.
+        Syncs with the device: call it once per window, not per step.
         """
         count = len(self._losses)
         values = torch.stack([*self._losses, *self._found_inf]).tolist() if count else []
@@ -258,7 +258,7 @@ class Step:
         return StepFigures(statistics.fmean(finite) if finite else None, skipped, worst)
 
     def forget(self) -> None:
-        """Drops all unread figures; the host does not wait for the device."""
+        """Drops all unread figures without a device sync."""
         self._losses = []
         self._found_inf = []
         self._passes_s.clear()
@@ -267,7 +267,7 @@ class Step:
 def autocast_of(
     precision: Precision, device: torch.device
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns what opens a block whose forward passes are of ``precision``."""
+    """Returns a context-manager factory for forward passes in ``precision``."""
     if precision is Precision.fp32:
         return nullcontext
     return functools.partial(torch.autocast, device.type, DTYPES[precision])
@@ -282,10 +282,10 @@ def device_batches(
     augment: BatchAugment | None = None,
     mix: Mix | None = None,
 ) -> DataPrefetcher:
-    """Returns the batches of ``feed`` on ``device``; ``clock`` is told of their copies.
+    """Returns the batches of ``feed`` on ``device``; ``clock`` records their copies.
 
-    Training has ``augment`` done to them before they are normalised, and ``mix`` after it.
-    Evaluation has them normalised alone.
+    Training applies ``augment`` before normalization and ``mix`` after it. Evaluation only
+    normalizes.
     """
     return DataPrefetcher(
         feed,

@@ -1,4 +1,4 @@
-"""Reads weights of any trainer, and finds those of a network among them."""
+"""Reads weights of any trainer, and finds those that match a network."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from ..runtime import user_code
 from ..runtime.errors import CheckpointError, listed
 
-# of files that people take for weights
+# of files mistaken for weights
 _BEGINNINGS = {
     b"version https://git-lfs": "a Git LFS pointer; fetch the file itself with git lfs pull",
-    b"PK": "a zip archive without its end; download it again",
+    b"PK": "a truncated zip archive; download it again",
     b"<": "a web page; download the file itself",
     b"\x89HDF": "an HDF5 file, as Keras writes",
     b"\x08": "an ONNX file",
-    b"\x1f\x8b": "packed by gzip; unpack it with gunzip",
-    b"\x80": "a pickle that torch.save did not write, or damaged; use torch.save",
+    b"\x1f\x8b": "gzip-compressed; decompress it with gunzip",
+    b"\x80": "a corrupt pickle, or not written by torch.save; use torch.save",
 }
-# names of an average
+# names of averaged weights
 _AVERAGE = re.compile(r"(?<![a-z])(ema|swa|averag\w*)(?![a-z])", re.IGNORECASE)
 
 
 class _Kind(type):
-    """Makes a class equal to ``dict``, the only class in addition to its own that torch fills."""
+    """Makes a class equal to ``dict``, the only other class that torch fills."""
 
     def __eq__(cls, other: object) -> bool:
         return cls is other or other is dict
@@ -41,7 +41,7 @@ class _Kind(type):
 
 
 class StandIn(dict[Any, Any], metaclass=_Kind):
-    """Stands for an object of any other class in a file, none of whose code is run."""
+    """Stands in for an object of any other class in a file, without running its code."""
 
     state: Any = None
 
@@ -53,11 +53,11 @@ class StandIn(dict[Any, Any], metaclass=_Kind):
 
 
 def load(file: IO[bytes], where: str, *, others: bool) -> Any:
-    """Returns the content of a file of torch or safetensors; stand-ins for ``others``' classes.
+    """Returns the content of a torch or safetensors file; ``others`` allows stand-ins.
 
     Raises:
-        CheckpointError: the file is something else, which is named.
-        Exception: it is damaged.
+        CheckpointError: the file has another format, which is named.
+        Exception: it is corrupt.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -65,20 +65,20 @@ def load(file: IO[bytes], where: str, *, others: bool) -> Any:
     file.seek(0)
     if head[8:9] == b"{":
         return load_safetensors(file.read())
-    # of a pickle from before torch 1.6, which follows three short ones
+    # before torch 1.6, the main pickle follows three short ones
     pickles: list[IO[bytes]] = [file] * 4
     if zipfile.is_zipfile(file):
         archive = zipfile.ZipFile(file)
         members = archive.namelist()
         inside = [name for name in members if name.endswith("/data.pkl")]
-        # torch packs nothing, and a packed file of megabytes may stand for gigabytes
+        # torch does not compress, and compressed megabytes may expand to gigabytes
         plain = size >= sum(part.file_size for part in archive.infolist())
         if any(name.endswith("/constants.pkl") for name in members):
             raise _pickled(where, "jit.load({})", "a TorchScript archive")
         if not inside or not plain:
             raise CheckpointError(
-                f"{where}: not a checkpoint: a zip archive of {listed(members)}; name a file that "
-                "torch.save wrote"
+                f"{where}: not a checkpoint: a zip archive of {listed(members)}; pass a file "
+                "written by torch.save"
             )
         pickles = [archive.open(inside[0])]
     elif not head.startswith(b"\x80\x02\x8a\n"):
@@ -100,21 +100,21 @@ def load(file: IO[bytes], where: str, *, others: bool) -> Any:
         with torch.serialization.safe_globals(stands):
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        # how torch's old format has a module
+        # a module in torch's old format
         if "persistent_load" in str(error):
             raise _pickled(where) from error
         raise
 
 
 def _pickled(where: str, how: str = "load({}, weights_only=False)", what: str = "") -> Exception:
-    """Returns the refusal of a network with its code; ``how`` torch gives the network."""
+    """Returns the error for a network pickled with its code; ``how`` torch loads it."""
     code = (
         f"import torch; net = torch.{how.format(repr(where))}; "
         f"torch.save(net.state_dict(), {f'{where}.weights.pth'!r})"
     )
     return CheckpointError(
         f"{where}: holds {what or 'a pickled network'}, whose code would run; if you trust it, "
-        f"take its weights out with python -c {shlex.quote(code)}"
+        f"extract its weights with python -c {shlex.quote(code)}"
     )
 
 
@@ -128,7 +128,7 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _dotted(path: str) -> str:
-    """Returns ``path`` without what torch.compile, FSDP and their like put there."""
+    """Returns ``path`` dotted, without the parts that torch.compile, FSDP and others add."""
     return re.sub(r"\b_\w*mod(ule)?\.", "", path).replace("/", ".")
 
 
@@ -137,9 +137,9 @@ def find(
 ) -> tuple[dict[str, Tensor], str]:
     """Returns tensors of ``state`` by the keys of ``network``, and a line on their origin, or "".
 
-    In ``state`` they may have any prefix, in any nesting: the one with the most keys of the network
-    counts. An average of all parameters, but for those that ``may_differ``, goes before. Tensors
-    beside them that the network does not have are returned under their paths.
+    In ``state`` they may have any prefix and nesting: the prefix with the most network keys wins.
+    An average of all parameters, except those that ``may_differ``, takes precedence. Adjacent
+    tensors that the network lacks are returned under their paths.
 
     Raises:
         CheckpointError: there are none.
@@ -164,7 +164,7 @@ def find(
     averaged = [at for at in found if _AVERAGE.search(at) and found[at].keys() >= parameters]
     for prefix in averaged[:1]:
         taken = taken | found[prefix]
-    # counters and indices are no weights
+    # counters and indices are not weights
     given = {key: value for key, value in own.items() if not value.is_floating_point()}
     missing = own.keys() - {*taken, *given, *may_differ}
     given |= {key: tensors[path] for key, path in taken.items()}
@@ -182,16 +182,16 @@ def find(
             given[path] = value
     origin = (first.removesuffix(key) or "its top level") + " (moving average)" * bool(averaged)
     more = f"; left out: {listed([*left])}" if left else ""
-    # of a run of ours only its average needs a word
+    # for wellfed's own runs, report only an average
     tells = averaged or "" in state
     return given, f"{where}: {len(taken)} tensors from {origin}{more}" if tells else ""
 
 
 def _refuse_modules(flat: dict[str, Any], where: str) -> None:
-    """Refuses a file of pickled networks, or without any tensor.
+    """Rejects a file of pickled networks, or without tensors.
 
     Raises:
-        CheckpointError: with the way out.
+        CheckpointError: with a workaround.
     """
     modules = [path for path in flat if "_parameters" in (getattr(flat[path], "state", None) or ())]
     if modules:
@@ -199,4 +199,4 @@ def _refuse_modules(flat: dict[str, Any], where: str) -> None:
         inside = "".join(f"[{name!r}]" for name in best.split("/") if name)
         raise _pickled(where, "load({}, weights_only=False)" + inside)
     if not any(isinstance(value, Tensor) for value in flat.values()):
-        raise CheckpointError(f"{where}: holds no weights of a network")
+        raise CheckpointError(f"{where}: holds no network weights")

@@ -1,1 +1,1 @@
-"""Tuning measures loader settings before training, and chooses among them."""
+"""Tuning measures loader settings before training and chooses the best."""

@@ -1,6 +1,6 @@
 """Measures loader settings: loader-only throughput, and the rate of real steps.
 
-All ranks measure together. Whatever goes wrong becomes a refusal with its symptom.
+All ranks measure together. A failure becomes a refusal with its symptom.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ Clock = Callable[[], float]
 
 
 class Needs(NamedTuple):
-    """The most that a feed takes at any time.
+    """The peak resource use of a feed.
 
     Attributes:
-        shm: bytes of shared memory, which are part of ``memory``.
-        memory: bytes in all.
-        open_files: how many.
+        shm: bytes of shared memory, included in ``memory``.
+        memory: bytes in total.
+        open_files: number of open files.
     """
 
     shm: int = 0
@@ -63,15 +63,15 @@ NONE = Needs()
 
 @dataclass(slots=True)
 class Supply:
-    """What a loader gives with nothing consuming, counted sample by sample in its workers.
+    """The output of a loader without a consumer, counted sample by sample in its workers.
 
     Attributes:
-        settings: the loader's.
-        skip: batches that are left out, in addition to those that fill the queue.
-        batches: how many have come.
-        last: the last of them, lent by its feed.
+        settings: the loader's settings.
+        skip: batches to leave out, in addition to those that fill the queue.
+        batches: number of batches received.
+        last: the latest batch, lent by its feed.
         worker_bytes: private memory of one worker; 0 without workers.
-        points: the window: when, this process's processor seconds, and the workers' work so far.
+        points: the window: time, this process's CPU seconds, and the workers' work so far.
     """
 
     settings: FeedSettings
@@ -80,21 +80,21 @@ class Supply:
     last: HostBatch | None = None
     worker_bytes: int = 0
     points: list[tuple[float, ...]] = field(default_factory=list)
-    # when every worker had moved
+    # when every worker had made progress
     _moved: float = math.inf
 
     def look(self, at: float, cpu_s: float, work: Work) -> None:
-        """Notes how far the workers are."""
+        """Records the workers' progress."""
         if work.moved >= max(1, self.settings.num_workers) and self.batches >= self.skip:
             self._moved = min(self._moved, at)
-        # what came before is no measure of the feed's speed: it filled the queue
+        # earlier samples filled the queue and do not measure the feed's speed
         is_full = self.batches > self.skip + in_flight(self.settings)
-        # a queue that does not fill is waited for no longer
+        # a queue that does not fill is not waited for
         if self.points or is_full or at - self._moved >= 0.3:
             self.points.append((at, cpu_s, *work))
 
     def is_known(self, limit_s: float) -> bool:
-        """Whether the window has lasted for ``limit_s``, or three of them with uneven samples."""
+        """Whether the window has lasted ``limit_s``, or three times that with uneven samples."""
         if len(self.points) < 3 or not self.images:
             return False
         factor = 3 if self.rate.half_width > 0.2 else 1
@@ -102,19 +102,19 @@ class Supply:
 
     @property
     def images(self) -> int:
-        """The samples in the window."""
+        """The number of samples in the window."""
         return int(self.points[-1][2] - self.points[0][2])
 
     @property
     def rate(self) -> Rate:
-        """Images/s over the window, with the interval that ten blocks or more give."""
+        """Images/s over the window, with the interval of ten or more blocks."""
         stride = max(1, len(self.points) // _BLOCKS)
         seconds, _, images, *_ = np.diff(self.points[::-stride], axis=0).T
         return Rate.of(-images, -seconds)
 
     @property
     def cost(self) -> SampleCost:
-        """What one sample of the window cost."""
+        """The cost of one sample of the window."""
         each = np.subtract(self.points[-1], self.points[0]) / self.images
         _, receive_s, _, _, wall_s, square_s2, made_s = each.tolist()
         if self.settings.backend != PROCESSES or self.settings.num_workers == 0:
@@ -126,16 +126,16 @@ class Supply:
 
 @dataclass(slots=True)
 class LoaderBenchmark:
-    """Measures settings for one data set and one step.
+    """Measures settings for one dataset and one step.
 
     Attributes:
-        worker_bytes: private memory of a worker, as the last probe has seen it on any rank; before
-            one has, an assumption.
-        batch: a batch of the data set, in memory of its own, once one has been seen.
-        first_s: what first steps took longer than others, which training has to pay anyway.
-        launch_s: of the step, as ``StepRun`` has it.
-        trials: all that was measured or refused, in order.
-        tell: is given a row of a table for each of them.
+        worker_bytes: private memory of a worker, the last probe's maximum over the ranks; assumed
+            until then.
+        batch: a copy of a batch of the dataset, once one has been received.
+        first_s: extra seconds of first steps, which training pays anyway.
+        launch_s: the step's, as in ``StepRun``.
+        trials: all settings measured or refused, in order.
+        tell: called with a table row for each trial.
     """
 
     probes: Probes
@@ -151,15 +151,15 @@ class LoaderBenchmark:
     cpu_now: Clock = time.process_time
 
     def attempt(self, settings: FeedSettings, kind: Kind, limit_s: float = 1.5) -> Trial:
-        """Returns what came of one measurement: the slowest rank's figures.
+        """Returns the result of one measurement on the slowest rank.
 
         Args:
-            settings: the loader's.
-            kind: as in ``Trial``; "passes": loading as the tutorial times it, start-up included.
-            limit_s: how long to measure.
+            settings: the loader's settings.
+            kind: as in ``Trial``; "passes": loading as the tutorial times it, including startup.
+            limit_s: duration of the measurement.
 
         Raises:
-            BadSample: a sample cannot be read: no setting's fault.
+            BadSample: a sample cannot be read, with any setting.
         """
         trial = self.measured(settings, kind, limit_s)
         self.trials.append(trial)
@@ -167,13 +167,13 @@ class LoaderBenchmark:
         return trial
 
     def measured(self, settings: FeedSettings, kind: Kind, limit_s: float) -> Trial:
-        """As ``attempt``, and keeps no trial."""
+        """Like ``attempt``, but does not keep the trial."""
         trial = Trial(settings, "steps" if kind == "steps" else "supply")
         if refused := self.unfit(settings):
             return replace(trial, refused=refused)
         begin = self.now()
         bad: BadSample | None = None
-        # a worker that hangs is refused within a minute, however long the user's runs wait
+        # a hung worker is refused within a minute, even if the user's timeout is longer
         patient = replace(settings, timeout_s=min(settings.timeout_s or 60.0, 60.0))
         measure = {"supply": self._supply, "steps": self._steps, "passes": self._passes}[kind]
         try:
@@ -198,10 +198,10 @@ class LoaderBenchmark:
         limit_s: float,
         rate: Callable[[Sequence[float], Sequence[float]], Rate] = Rate.typical,
     ) -> tuple[Rate, float]:
-        """Returns images/s of the step on the slowest rank, and its processor seconds per image.
+        """Returns images/s of the step on the slowest rank, and its CPU seconds per image.
 
-        By default the rate is the median step's, which a busy machine's slow steps leave alone;
-        ``Rate.of`` counts these as well. A supply probe must have brought a batch.
+        The default rate is the median step's, which slow steps of a busy machine do not affect;
+        ``Rate.of`` includes them. Requires a batch from an earlier supply probe.
         """
         assert self.batch is not None, "a supply probe comes first"
         run = self.trainee.demand(self.batch, limit_s)
@@ -212,7 +212,7 @@ class LoaderBenchmark:
         return slowest
 
     def model(self, demand: float, step_cpu_s: float, trial: Trial) -> Model:
-        """Returns the model of throughput by what a sample cost in ``trial``."""
+        """Returns the throughput model for the cost of a sample in ``trial``."""
         assert trial.cost is not None
         cores = self.limits.cores
         return Model(
@@ -229,22 +229,21 @@ class LoaderBenchmark:
         return accelerator.get(self.trainee.device).now
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
-        """Returns whether page-locked batches fit and reach the device 5 % sooner on every rank."""
+        """Returns whether pinned batches fit and reach the device 5 % sooner on every rank."""
         copies_s = None
-        # the system may have no room for page-locked memory all the same
+        # pinning may still fail for lack of memory
         with suppress(RuntimeError):
             if self.refusal(replace(own, pin_memory=True)) is None:
                 copies_s = self.copies_s()
         return all(self.ranks.gathered(copies_s is not None and copies_s[1] < 0.95 * copies_s[0]))
 
     def copies_s(self) -> tuple[float, float] | None:
-        """Returns the median seconds of a batch's copy, from pageable and from pinned memory.
+        """Returns the median seconds to copy a batch from pageable and from pinned memory.
 
-        They are measured in turn, one copy at a time: the host waits for each. None: a device
-        without streams, or no batch.
+        Copies alternate, and the host waits for each. None: a device without streams, or no batch.
 
         Raises:
-            RuntimeError: there is no room for page-locked memory.
+            RuntimeError: memory cannot be pinned.
         """
         own = accelerator.get(self.trainee.device)
         if not own.has_streams or self.batch is None:
@@ -260,27 +259,27 @@ class LoaderBenchmark:
         return median(taken_s[4::2]), median(taken_s[5::2])
 
     def needs(self, settings: FeedSettings) -> Needs:
-        """Returns what a feed takes before a consumer that stands still.
+        """Returns the resources that a feed uses if its consumer stalls.
 
-        That is private memory of workers, the images that it holds, and the batches in flight,
-        which are then all page-locked; batches of unknown size are left out.
+        That is the workers' private memory, the images it holds, and the batches in flight,
+        all of them pinned by then; batches of unknown size are left out.
         """
         workers = settings.num_workers
         size = self.probes.batch_bytes(settings) or 0
         pinned = labels = 0
         if size and settings.pin_memory:
-            # torch gives images and labels a power of two each; indices stay as they are
+            # torch pins images and labels in a power of two each; indices are not pinned
             labels = 8 * settings.batch_size
             pinned = 1 << (max(1, size - 2 * labels) - 1).bit_length()
             labels = 1 << (labels - 1).bit_length()
             pinned += labels
-        # beside those that are ready: one in the making or on its way, one handed over, one in use
+        # in addition to the queue: one being made or moved, one handed over, one in use
         batches = settings.batches_ahead + 3
         if settings.backend == THREADS:
-            # labels are of the batch before, too
+            # labels of the previous batch, too
             return Needs(memory=batches * (pinned or size) + labels)
         held = workers * self.worker_bytes + self.probes.held_bytes(settings)
-        # a batch has two files for each of images, labels and indices; a worker has pipes, queues
+        # a batch has two files each for images, labels and indices; a worker has pipes and queues
         return Needs(
             shm=batches * size if workers else 0,
             memory=batches * (size + pinned) + held,
@@ -290,23 +289,23 @@ class LoaderBenchmark:
     def refusal(self, settings: FeedSettings, beside: Needs = NONE) -> str | None:
         """Returns why ``settings`` cannot fit on this rank, or None.
 
-        Another feed takes what is ``beside``; the line does not show it.
+        Another feed uses ``beside``, which the text does not show.
         """
         limits = self.limits
         for what, asked, taken, free, kept, told in zip(
-            ("shared memory", "memory", "open files (ulimit -n raises them)"),
+            ("shared memory", "memory", "open files (raise ulimit -n)"),
             self.needs(settings),
             beside,
             (limits.shm_bytes, limits.memory_bytes, limits.open_files - limits.files_open),
-            # for what the reckoning leaves out; of files for logs, checkpoints and libraries
+            # reserve for all that is not counted; of files for logs, checkpoints and libraries
             ((limits.shm_bytes or 0) / 5, limits.memory_bytes / 5, 64),
             (shown, shown, str),
             strict=True,
         ):
             if asked and free is not None and asked > free - kept - taken:
                 return (
-                    f"the feed would take {told(asked)} of {what}, of which {told(free)} are free "
-                    f"({told(kept)} are kept back): not tried"
+                    f"not tried for lack of {what}: {told(asked)} needed, {told(free)} free "
+                    f"({told(kept)} reserved)"
                 )
         return None
 
@@ -322,7 +321,7 @@ class LoaderBenchmark:
         return val
 
     def report(self, before: Trial, after: Trial, **found: Any) -> TuningReport:
-        """Returns what a search found, with all that was measured."""
+        """Returns the report of a search, with all its trials."""
         size = self.ranks.size
         before, after = (
             replace(side, memory_bytes=self.needs(side.settings).memory) for side in (before, after)
@@ -339,18 +338,17 @@ class LoaderBenchmark:
         )
 
     def supplied(self, feed: Backend, limit_s: float, skip: int = 0) -> Supply:
-        """Takes batches as fast as ``feed`` gives them, counts samples in its workers, closes it.
+        """Drains ``feed`` at full speed, counts samples in its workers, and closes it.
 
-        A worker's batches may take seconds each, and come in bursts: counting batches here would
-        say nothing in a short time. The window opens when every worker has moved and the queue is
-        full, after ``skip`` batches. The window closes after ``limit_s``, or after three of them if
-        the interval is over 20 % (uneven samples), and no sooner than a first batch was seen. The
-        clock is read before any worker is ended. All ranks stop together.
+        A worker's batches may take seconds each and arrive in bursts, so counting batches here
+        would need a long time. The window opens after ``skip`` batches, when every worker has made
+        progress and the queue is full. It closes after ``limit_s``, or three times that if the
+        interval exceeds 20 % (uneven samples), but not before the first batch. The clock is
+        read before workers are stopped. All ranks stop together.
 
         Raises:
             BadSample: a sample cannot be read.
-            LoaderError: a worker died, or gave nothing in time, or there is no shared memory to
-                count in.
+            LoaderError: a worker died or timed out, or there is no shared memory for counting.
         """
         looked = self.now()
         supply = Supply(feed.settings, skip)
@@ -372,10 +370,10 @@ class LoaderBenchmark:
                     supply.look(looked, self.cpu_now(), feed.meter.work())
                     is_over = supply.is_known(limit_s) and (self.batch or supply.last) is not None
                 except Exception:
-                    # all ranks are told before it is raised
+                    # notify all ranks before raising
                     self.ranks.smallest(-1.0)
                     raise
-                # every rank comes here equally often, whatever its own feed does
+                # every rank gets here equally often, whatever its own feed does
                 agreed = self.ranks.smallest(float(is_over))
             if agreed < 0:
                 raise LoaderError("refused on another rank")
@@ -383,32 +381,32 @@ class LoaderBenchmark:
                 with suppress(psutil.Error):
                     supply.worker_bytes = psutil.Process(feed.worker_pids[0]).memory_full_info().uss
             if self.batch is None and supply.last is not None:
-                # lent, as its feed has it
+                # the feed only lends its batch
                 images, labels, indices = (tensor.clone() for tensor in supply.last[:3])
                 self.batch = HostBatch(images, labels, indices)
         return supply
 
     def _supply(self, settings: FeedSettings, limit_s: float) -> Trial:
-        # samples that have loaded before: none of them can hang this process, nor is decoded in it
+        # samples that have loaded before: none can hang this process
         cursor = self.probes.cursor
         seen = len(cursor.seen)
         again = settings.num_workers == 0 and seen > 0
         found = self.supplied(self.probes.probe(settings, again=again), limit_s, again * seen)
-        # before a worker has been seen, its memory is assumed
+        # assumed until a worker has been measured
         self.worker_bytes = max(self.ranks.gathered(found.worker_bytes)) or self.worker_bytes
         if found.batches and not again:
             cursor.saw(found.batches)
         return Trial(settings, "supply", found.rate, cost=found.cost)
 
     def _steps(self, settings: FeedSettings, limit_s: float) -> Trial:
-        # without workers on samples that have come from one: none of them can hang this process
+        # without workers, samples that a worker has loaded: none can hang this process
         again = settings.num_workers == 0
         with closing(self.probes.probe(settings, again=again)) as feed:
             run = self.trainee.deliver(feed, in_flight(settings), limit_s)
         count = len(run.images)
         if count == 0:
             raise LoaderError("refused on another rank")
-        # the interval is that of ten blocks, each at least a burst: a batch from each process
+        # an interval of ten blocks, each at least one burst: a batch per process
         burst = settings.num_workers if settings.backend == PROCESSES else 1
         block = max(1, math.ceil(count / _BLOCKS), min(burst, count // 2))
         blocks = range(count % block, count, block)
@@ -416,7 +414,7 @@ class LoaderBenchmark:
         return Trial(settings, "steps", rate, wait_fraction=run.stall_fraction)
 
     def _passes(self, settings: FeedSettings, limit_s: float) -> Trial:
-        """Times a loader as the tutorial does: four passes, each with its start-up."""
+        """Times a loader as the tutorial does: four passes, each with its startup."""
         begin = self.now()
         images = 0
         for _ in range(4):

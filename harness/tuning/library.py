@@ -1,4 +1,4 @@
-"""Tunes the ``DataLoader`` of the user's own loop: ``wellfed.tune``."""
+"""Tunes the ``DataLoader`` of the user's own training loop: ``wellfed.tune``."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ def tune(
     start_method: str | None = None,
     config: TunerConfig | None = None,
 ) -> TuningReport:
-    """Chooses the fewest workers that feed ``step``: ``DataLoader(**report.loader_arguments)``.
+    """Chooses the fewest workers that keep up: ``DataLoader(**report.loader_arguments)``.
 
-    Takes some five seconds before training. Whatever ``state`` names is put back, and so are the
-    random states. Learning rates are 0 meanwhile.
+    Takes about five seconds before training. Everything in ``state`` and the random states are
+    restored afterwards. Learning rates are 0 meanwhile.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__`` or ``__getitems__``.
-        step: takes one batch as the loader gives it, and trains on it.
-        batch_size: samples in a batch.
+        dataset: has ``__len__`` and ``__getitem__`` or ``__getitems__``.
+        step: trains on one batch, as the loader returns it.
+        batch_size: samples per batch.
         state: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``.
-        device: where the step computes; None: where the first network of ``state`` is.
-        collate_fn: as the loader's.
-        worker_init_fn: as the loader's.
-        num_workers: what the loop uses now: the choice is not slower than that.
-        start_method: how workers start; None: as Python does it here.
+        device: the step's device; None: that of the first network in ``state``.
+        collate_fn: as in ``DataLoader``.
+        worker_init_fn: as in ``DataLoader``.
+        num_workers: the loop's current setting; the choice is not slower.
+        start_method: how workers start; None: Python's default.
         config: budget and most workers; None: the defaults.
 
     Raises:
-        BadSample: the data set raised an error.
-        RuntimeError: several ranks have been started.
-        TypeError: the data set is not map-style, or a part of ``state`` cannot be put back.
-        ValueError: the data set has no batch of ``batch_size`` samples, or steps on ``device``
+        BadSample: the dataset raised an error.
+        RuntimeError: several ranks are running.
+        TypeError: the dataset is not map-style, or a part of ``state`` cannot be restored.
+        ValueError: the dataset has fewer than ``batch_size`` samples, or steps on ``device``
             cannot be timed.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -80,7 +80,7 @@ def tune(
         raise ValueError(f"batch_size={batch_size}: choose 1 to {len(dataset)}, all samples")
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError("tune() works in one process; give the answer of one to all ranks")
+        raise RuntimeError("tune() works in one process; broadcast its result to all ranks")
     if device is None:
         weights = (w for part in state if isinstance(part, nn.Module) for w in part.parameters())
         device = next((weight.device for weight in weights), "cpu")
@@ -94,9 +94,9 @@ def tune(
 
 @dataclass
 class _Probes(Probes):
-    """Feeds over a data set of the caller's.
+    """Feeds over the caller's dataset.
 
-    ``last`` is the batch that came last, as ``collate_fn`` made it.
+    ``last`` is the latest batch, as returned by ``collate_fn``.
     """
 
     dataset: Any
@@ -118,7 +118,7 @@ class _Probes(Probes):
 class _Feed(ProcessFeed):
     """The ``processes`` backend with the caller's samples.
 
-    It gives the first tensor of each batch as images.
+    Its images are the first tensor of each batch.
     """
 
     probes: _Probes
@@ -136,14 +136,14 @@ class _Feed(ProcessFeed):
         except Exception as error:
             text = f"{type(error).__name__}: {words(error)}".strip()
             if self.settings.num_workers:
-                # without it torch's own: a worker died, or no batch came in time
+                # without the prefix it is PyTorch's: a worker died or timed out
                 if not words(error).startswith("Caught "):
                     raise
-                # the data set's comes behind its traceback
+                # the dataset's message follows its traceback
                 text = words(error).strip().splitlines()[-1]
             if re.search(_NO_ROOM, text):
                 raise LoaderError(text) from error
-            raise BadSample("the data set", text) from error
+            raise BadSample("the dataset", text) from error
 
     def parts(self) -> dict[str, Any]:
         probes = self.probes
@@ -160,7 +160,7 @@ class _Feed(ProcessFeed):
 
 @dataclass(eq=False)
 class _Timed(Dataset[Any]):
-    """The caller's data set, which tells ``meter`` what its samples took."""
+    """The caller's dataset, with its samples timed by ``meter``."""
 
     dataset: Any
     meter: StageMeter
@@ -168,7 +168,7 @@ class _Timed(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> Any:
         worker = get_worker_info()
         slot = worker.id if worker else 0
-        # a data set that gives whole batches can only be timed by the batch
+        # a dataset that returns whole batches can only be timed per batch
         whole = getattr(self.dataset, "__getitems__", None)
         if whole is not None:
             return self.meter.timed(slot, whole, len(indices))(indices)
@@ -176,7 +176,7 @@ class _Timed(Dataset[Any]):
 
 
 class _LoopBenchmark(StepBenchmark):
-    """The caller's step, which may change its batch."""
+    """The caller's step, which may modify its batch."""
 
     copies = True
 
@@ -203,7 +203,7 @@ class _LoopBenchmark(StepBenchmark):
     def repeated(self, batch: HostBatch) -> Batches:
         own = self._own
         while True:
-            # page-locked where that pays
+            # pinned if the device has a use for it
             copied = tree_map_only(
                 Tensor, lambda tensor: own.pin(tensor.clone()), self._probes.last
             )
@@ -213,7 +213,7 @@ class _LoopBenchmark(StepBenchmark):
         lead = HostLeadLimiter(self._own, clock) if self.overlaps else None
         with contextlib.closing(iter(feed)) as batches:  # type: ignore[type-var]
             while True:
-                # or the time would be over before the device has begun
+                # or the budget would end before the device has begun
                 if lead:
                     lead.hold()
                 labels = next(batches).labels
@@ -224,7 +224,7 @@ class _LoopBenchmark(StepBenchmark):
 
 
 def _enter(then: Callable[[int], None] | None, worker: int) -> None:
-    """Prepares a worker, which must not outlive this process, and then as the caller wants."""
+    """Prepares a worker, which must not outlive this process, then calls ``then``."""
     workers.enter_worker()
     if then is not None:
         then(worker)

@@ -1,6 +1,6 @@
 """Defines tuning's measurements, the throughput model and the tuning report.
 
-The model serves the diagnosis too. Its laws are in ``harness.clock.stages``.
+The diagnosis uses the model, too. Its laws are in ``harness.clock.stages``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..monitor.console import aligned
 from ..monitor.writer import RunWriter, plain, publish
 from ..runtime.limits import Limits
 
-# Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
+# Student's t of a 95 % interval for 1, 2, ... degrees of freedom; nearly constant after the last
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-# of the mean: two rates that are off by 30 % look alike from no waiting to waiting half of the
-# time, as (1 - 0.3) / (1 + 0.3) is 0.54
+# fraction of the mean: with 30 % errors, no waiting and waiting half of the time look alike, as
+# (1 - 0.3) / (1 + 0.3) is 0.54
 _UNEVEN = 0.3
 _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
-# share of the processors above which workers and step are in each other's way
+# fraction of the cores above which workers and step slow each other
 BUSY = 0.8
-# delivered over demand with which there is nothing to gain
+# ratio of delivered to demand above which there is nothing to gain
 FED = 0.95
 
 Kind = Literal["supply", "steps", "passes"]
@@ -48,7 +48,7 @@ class Rate:
         """Returns the mean rate of blocks of ``images`` that took ``seconds``.
 
         The mean is total over total. The interval is Student's over the blocks' residuals (a ratio
-        estimator's); with a single block it is open above.
+        estimator); for a single block it has no upper end.
         """
         count = np.asarray(images, float)
         spent = np.asarray(seconds, float)
@@ -62,14 +62,14 @@ class Rate:
 
     @classmethod
     def exactly(cls, images_per_s: float) -> Rate:
-        """Returns a rate that was computed and has no interval."""
+        """Returns a computed rate, without an interval."""
         return cls(images_per_s, images_per_s, images_per_s)
 
     @classmethod
     def typical(cls, images: ArrayLike, seconds: ArrayLike) -> Rate:
-        """Returns the median block's rate, which a few slow blocks do not change.
+        """Returns the median block's rate, robust to a few slow blocks.
 
-        The interval is that of order statistics.
+        The interval is from order statistics.
         """
         rates = np.divide(images, seconds)
         beyond = min(0.5, 0.98 / math.sqrt(len(rates)))
@@ -78,12 +78,12 @@ class Rate:
 
     @property
     def half_width(self) -> float:
-        """Half of the interval as a fraction of the mean."""
+        """Half of the interval, as a fraction of the mean."""
         return (self.high - self.low) / 2 / self.images_per_s if self.images_per_s else math.inf
 
     @property
     def is_uneven(self) -> bool:
-        """Whether the interval is too wide for the rate to be compared."""
+        """Whether the interval is too wide for comparisons."""
         return self.low < self.high and self.half_width > _UNEVEN
 
     def __str__(self) -> str:
@@ -99,14 +99,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class SampleCost:
-    """What one sample costs.
+    """The cost of one sample.
 
     Attributes:
-        wall_s: seconds inside a worker, or inside this process where there are none.
-        cpu_s: of these, seconds on a processor.
+        wall_s: seconds in a worker, or in this process without workers.
+        cpu_s: CPU seconds of these.
         variation: standard deviation of ``wall_s`` over its mean.
-        receive_s: processor seconds of the process that takes the batches, without those that
-            making samples in it took.
+        receive_s: CPU seconds of the process that takes the batches, excluding those for making
+            samples in it.
     """
 
     wall_s: float
@@ -117,17 +117,17 @@ class SampleCost:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of one setting.
+    """The result for one setting.
 
     Attributes:
-        kind: "supply": the loader with nothing consuming; "steps": what it delivered to real
-            training steps.
-        rate: images/s of one rank, the slowest; None where it was refused.
-        seconds: what the trial cost, the workers' start and end included.
-        wait_fraction: share of the time in which the steps waited for data ("steps" alone).
-        cost: of one sample in a worker.
+        kind: "supply": the loader without a consumer; "steps": the loader with real training
+            steps.
+        rate: images/s of the slowest rank; None if refused.
+        seconds: duration of the trial, including the start and end of workers.
+        wait_fraction: fraction of time that steps waited for data ("steps" only).
+        cost: cost of one sample in a worker.
         refused: why the setting cannot be used, or None.
-        memory_bytes: the workers' private memory and the batches in flight; None: not reckoned.
+        memory_bytes: the workers' private memory and the batches in flight; None: not computed.
     """
 
     settings: FeedSettings
@@ -141,12 +141,12 @@ class Trial:
 
     @property
     def images_per_s(self) -> float:
-        """The mean rate; 0 where the setting was refused."""
+        """The mean rate; 0 if the setting was refused."""
         return self.rate.images_per_s if self.rate else 0.0
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The cells of a table: what was measured, images/s, waiting, seconds, the setting."""
+        """The cells of a table: measurement, images/s, waiting, seconds, setting."""
         waiting = "-" if self.wait_fraction is None else f"{self.wait_fraction:.0%}"
         why = f": {self.refused}" if self.refused else ""
         return (
@@ -160,15 +160,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What one backend can give to the steps.
+    """The throughput of one backend.
 
     Attributes:
-        demand: images/s that the step takes with a preloaded batch.
-        cost: of one sample in a worker that has a processor to itself.
-        cores: processors that one rank may use.
-        step_cpu_s: processor seconds of the step per image.
-        alone_s: seconds per image that a process without workers spends on the step, and cannot
-            load in.
+        demand: images/s of the step on a preloaded batch.
+        cost: cost of one sample in a worker with a core to itself.
+        cores: cores that one rank may use.
+        step_cpu_s: CPU seconds of the step per image.
+        alone_s: seconds per image that a process without workers spends on the step and cannot
+            load.
     """
 
     demand: float
@@ -179,34 +179,34 @@ class Model:
 
     @property
     def roofline(self) -> float:
-        """Images/s at which loading, receiving and step together fill all processors."""
+        """Images/s at which loading, receiving and the step together fill all cores."""
         return roofline(self.cores, self.cost.cpu_s, self.cost.receive_s, self.step_cpu_s)
 
     @property
     def reachable(self) -> float:
-        """The most images/s that any number of workers can give to the steps."""
+        """The most images/s that any number of workers can deliver to the steps."""
         return min(self.demand, self.roofline)
 
     @property
     def is_crowded(self) -> bool:
-        """Whether loading beside the step needs nearly all processors."""
+        """Whether loading beside the step needs nearly all cores."""
         return self.reachable > BUSY * self.roofline
 
     def delivered(self, workers: int) -> float:
-        """Returns the images/s that steps get from that many workers."""
+        """Returns the images/s that ``workers`` deliver to the steps."""
         if workers == 0:
             return min(self.reachable, 1 / (self.alone_s + self.cost.wall_s))
         return min(self.reachable, workers / self.cost.wall_s)
 
     def workers_for(self, images_per_s: float) -> int:
-        """Returns the fewest workers for a rate, at least 1."""
+        """Returns the number of workers needed to reach a rate, at least 1."""
         return workers_for(images_per_s, self.cost.wall_s)
 
 
 def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:
-    """Returns ``cost`` without what busy workers took from each other.
+    """Returns ``cost`` without the time that busy workers took from each other.
 
-    They do that where there are more of them than processors.
+    That happens if there are more workers than cores.
     """
     if workers <= cores or workers * cost.cpu_s / cost.wall_s <= BUSY * cores:
         return cost
@@ -214,66 +214,65 @@ def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:
 
 
 def in_flight(settings: FeedSettings) -> int:
-    """Returns how many batches are made, or in the making, before one is taken.
+    """Returns the number of batches finished or in progress before one is taken.
 
-    Each process makes its own; threads make one together.
+    Each process makes its own batch; threads make one together.
     """
     return settings.batches_ahead + (settings.backend == THREADS and settings.num_workers > 0)
 
 
 class Probes(Protocol):
-    """Makes the feeds that tuning measures; by default of processes alone.
+    """Makes the feeds that tuning measures; by default only of processes.
 
     Attributes:
-        cursor: how far they are; is told what a probe has given, and can be read.
+        cursor: the position in the samples, updated after each probe.
     """
 
     cursor: Cursor
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The names of the backends that can serve the data set."""
+        """The names of the backends that can serve the dataset."""
         return (PROCESSES,)
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
-        """Returns the bytes of one batch's tensors; None if only loading one would tell."""
+        """Returns the bytes of one batch's tensors; None if unknown before one is loaded."""
 
     def held_bytes(self, settings: FeedSettings) -> int:
         """Returns the bytes that feeds of ``settings`` hold in addition to their batches."""
         return 0
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
-        """Returns the validation feed's settings beside a training feed of ``train``."""
+        """Returns the validation feed's settings beside a training feed with ``train``."""
         return train
 
     def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
-        """Returns an endless feed over samples that no probe has asked for.
+        """Returns an endless feed over samples that no probe has requested.
 
-        With ``again`` it goes round the samples that ``cursor`` has seen.
+        With ``again``, it cycles through the samples that ``cursor`` has seen.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningReport:
-    """What a search measured and chose.
+    """The measurements and the choice of a search.
 
     Attributes:
-        search: which one: auto or grid.
+        search: auto or grid.
         before: the user's own settings.
         after: the choice.
         val: the choice for the validation feed.
-        demand: images/s that the step takes, as far as the search has learned; None where it did
-            not look.
+        demand: images/s of the step, as estimated by the search; None if not measured.
         reason: why this choice, in sentences without the last period.
-        complete: False where the budget ended the search.
-        trials: all that was measured or refused, in order.
-        limits: what a rank may use.
-        notes: what else the user should know, a sentence each.
+        complete: False if the budget ended the search.
+        trials: all settings measured or refused, in order.
+        limits: the resources a rank may use.
+        notes: further notes for the user, one sentence each.
         worker_bytes: private memory of one worker.
-        seconds: what tuning cost this run.
-        reused: whether the answer was remembered from an earlier run.
-        others_cores: those that other programs took while it was measured; None where they spoilt
-            nothing.
+        seconds: duration of tuning in this run.
+        reused: whether the result is from an earlier run.
+        others_cores: cores that other programs used during measurements; None if they did not
+            disturb them.
     """
 
     search: str
@@ -298,13 +297,13 @@ class TuningReport:
 
     @property
     def ceiling(self) -> float | None:
-        """The speed-up over ``before`` if loading were free; None where that is not known."""
+        """The speedup over ``before`` if loading were free; None if unknown."""
         before = self.before.images_per_s
         return max(1.0, self.demand.images_per_s / before) if self.demand and before else None
 
     @property
     def sentence(self) -> str:
-        """What the step takes, what settings deliver, and why one was chosen."""
+        """The model's throughput, the throughput of settings, and the reason for the choice."""
         before = self.before
         after = self.after
         if not (self.ceiling and after.rate):
@@ -314,11 +313,11 @@ class TuningReport:
             return f"{rates}, {after.settings} {after.rate}. {self.reason}."
         if FED * self.ceiling <= 1:
             return f"No speedup possible (upper bound {self.ceiling:.1f}x). {rates}. {self.reason}."
-        return f"{rates}, and stays. {self.reason}."
+        return f"{rates}, and is kept. {self.reason}."
 
     @property
     def override(self) -> str:
-        """What to type to get this choice without tuning."""
+        """The command-line arguments that give this choice without tuning."""
         train = self.settings
         names = ["backend", "pin_memory", *_OF_WORKERS]
         if train.backend == ARRAYS:
@@ -326,7 +325,7 @@ class TuningReport:
         if train.backend == THREADS:
             names.remove("persistent_workers")
         words = {name: getattr(train, name) for name in names}
-        # the validation feed's follow from these, unless they had to be less
+        # the validation feed's follow from these, unless they had to be lower
         derived = {
             "batch_size": train.batch_size,
             "num_workers": train.num_workers,
@@ -343,37 +342,37 @@ class TuningReport:
 
     @property
     def loader_arguments(self) -> dict[str, Any]:
-        """The choice as keyword arguments of torch's ``DataLoader``."""
+        """The choice as keyword arguments of ``torch.utils.data.DataLoader``."""
         own = self.settings
         names = ("batch_size", "pin_memory", *_OF_WORKERS)
         found = {name: getattr(own, name) for name in names if getattr(own, name) is not None}
-        # the first is what Python does by itself
+        # the first is Python's default
         if own.num_workers and own.start_method != get_all_start_methods()[0]:
             found["multiprocessing_context"] = own.start_method
         return found
 
     @property
     def dataloader(self) -> str:
-        """The line that gives the same in code; empty: torch's loader has no such backend."""
+        """The equivalent line of code; empty if PyTorch has no such backend."""
         if self.settings.backend != PROCESSES:
             return ""
         arguments = ", ".join(f"{k}={v!r}" for k, v in self.loader_arguments.items())
         return f"DataLoader(dataset, shuffle=True, {arguments})"
 
     def publish(self, writer: RunWriter | None) -> None:
-        """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page by ``writer``."""
+        """Prints the result; ``writer`` writes ``tuning.json`` and TensorBoard's Text page."""
         names = ("settings", "ceiling", "sentence", "override", "dataloader")
         more = {name: getattr(self, name) for name in names}
         publish("tuning", self.lines(), {**self.to_plain(), **more}, writer)
 
     def lines(self) -> list[str]:
-        """Returns the outcome: before and after, why, how to get it again, what was refused."""
+        """Returns the result: before and after, the reason, how to repeat it, and refusals."""
         count = f"{len(self.trials)} measurement" + "s" * (len(self.trials) != 1)
         title = f"tuner={self.search}: {count} in {self.seconds:.1f} s"
         if self.reused:
             title = f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"
         elif not self.complete:
-            title += ", the time was over"
+            title += ", out of time"
         rows = [
             (name, *side.row[1:3], shown(side.memory_bytes), str(side.settings))
             for name, side in (("before", self.before), ("after", self.after))
@@ -395,7 +394,7 @@ class TuningReport:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Returns what ``report.json`` says of tuning."""
+        """Returns the tuning entry of ``report.json``."""
         return {
             "seconds": round(self.seconds, 2),
             "chosen": str(self.settings),
@@ -406,15 +405,15 @@ class TuningReport:
         }
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns everything as JSON can hold it; ``files.from_json`` is the inverse.
+        """Returns everything as plain JSON values; ``files.from_json`` is the inverse.
 
-        An open end of an interval is None.
+        An infinite end of an interval is None.
         """
         return dict(plain(dataclasses.asdict(self)))
 
 
 def shown(count: float | None) -> str:
-    """Returns ``count`` bytes in MB, from a thousand of them on in GB; None: it is not known."""
+    """Returns ``count`` bytes as MB, or as GB from 1000 MB; "-" if None."""
     if count is None:
         return "-"
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""Copies the state of networks and optimizers to the host, and restores it."""
+"""Copies the state of networks and optimizers to the host and restores it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from ..runtime.seeding import random_state, restore_random_state
 class Snapshot:
     """The state of ``parts`` between two updates, and all random states.
 
-    ``restore`` writes values into the tensors that held them: DDP's buckets and compiled graphs
-    know tensors by their address. The copy lies on the host: a step that just fits on the device
-    still fits.
+    ``restore`` writes values in place, because DDP's buckets and compiled graphs reference tensors
+    by address. The copy is in host memory, so a step that just fits on the device still fits.
 
     Args:
-        parts: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``,
-            such as schedules. Gradient scalers too.
-        device: whose random state is kept beside the host's.
+        parts: networks, optimizers, gradient scalers, and other objects with ``state_dict`` and
+            ``load_state_dict``, such as schedules.
+        device: its random state is saved in addition to the host's.
 
     Raises:
         TypeError: a part is none of these.
@@ -34,14 +33,14 @@ class Snapshot:
     def __init__(self, parts: Iterable[Any], device: torch.device) -> None:
         self._device = device
         self._random = random_state(device)
-        # puts back the structure, in order: which tensors are held where, and plain values
+        # restores the structure, in order: which tensors are held where, and plain values
         self._undo: list[Callable[[], object]] = []
         self._tensors: list[Tensor] = []
         for part in parts:
             if isinstance(part, nn.Module):
                 for module in part.modules():
                     self._undo.append(partial(setattr, module, "training", module.training))
-                    # some modules put new buffers in their place
+                    # some modules replace their buffers
                     self._keep(module._buffers)
                 for parameter in part.parameters():
                     self._undo.append(partial(setattr, parameter, "grad", parameter.grad))
@@ -52,26 +51,26 @@ class Snapshot:
                 for held in (part.state, *part.state.values(), *part.param_groups):
                     self._keep(held)
             elif isinstance(part, GradScaler):
-                # not its state_dict: a step may have ended amid an update, out of memory
+                # not its state_dict: a step may have run out of memory during an update
                 self._keep(vars(part))
                 self._keep(part._per_optimizer_states)
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
                 self._undo.append(partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
             else:
                 raise TypeError(
-                    f"{type(part).__name__} has no state_dict and load_state_dict; it cannot be "
-                    "put back"
+                    f"{type(part).__name__} has no state_dict and load_state_dict, so it cannot be "
+                    "restored"
                 )
         self._copies = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
 
     def _keep(self, held: dict[Any, Any]) -> None:
-        """Has ``restore`` put back what ``held`` has now, in place."""
+        """Has ``restore`` restore the present contents of ``held``, in place."""
         self._undo += [held.clear, partial(held.update, dict(held))]
         self._tensors += [value for value in held.values() if isinstance(value, Tensor)]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts everything back; may be called once."""
+        """Restores everything; may be called once."""
         for put_back in self._undo:
             put_back()
         for tensor, copied in zip(self._tensors, self._copies, strict=True):

@@ -1,4 +1,4 @@
-"""Times the steps of any loop, on one preloaded batch and on a feed."""
+"""Times training steps of any loop, on one preloaded batch and on a feed."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from ..feed.base import Backend, HostBatch
 from ..runtime import accelerator, signals
 from ..runtime.distributed import World
 
-# what a step takes, and the labels, one for each image
+# the input of a step, and its labels, one per image
 Batches = Generator[tuple[Any, Tensor], None, None]
-# the first may compile and makes what an update allocates; cuDNN tries its kernels
+# the first may compile and allocates optimizer state; cuDNN benchmarks kernels
 _WARM_UP_STEPS = 5
 
 
 class StepBenchmark(ABC):
-    """Times steps; a loop says how batches reach its step (``repeated``, ``fed``) and makes one.
+    """Times steps; subclasses define a step and how batches reach it (``repeated``, ``fed``).
 
     Every rank makes the same calls in the same order.
 
     Args:
         world: this rank.
-        parts: steps of an update.
+        parts: steps per update.
         now: the clock; None: the device's own.
 
     Raises:
-        ConfigError: nothing tells when the device is at work.
+        ConfigError: the device cannot report when it is busy.
 
     Attributes:
-        device: where the network runs.
-        overlaps: whether the device works on the step while batches are loaded.
-        copies: ``repeated`` gives copies, which are made before a step's time begins.
+        device: the network's device.
+        overlaps: whether the device runs the step while batches are loaded.
+        copies: whether ``repeated`` yields copies, made before a step's time begins.
     """
 
     copies = False
@@ -60,35 +60,36 @@ class StepBenchmark(ABC):
         # even without workers
         self.overlaps = self._own.has_events
         self._parts = parts
-        # steps: says which part of an update the next one is
+        # number of steps, which gives the next one's part of an update
         self._made = 0
-        # where other ranks wait for this one: what its feed raised
+        # the feed's error, raised later if other ranks wait for this one
         self._failed: Exception | None = None
 
     @abstractmethod
     def preserved_state(self) -> AbstractContextManager[None]:
-        """Returns a block at whose end all that steps change is as before.
+        """Returns a context manager that finally restores everything that steps change.
 
         That is weights, buffers, optimizer, counters and random states.
         """
 
     @abstractmethod
     def repeated(self, batch: HostBatch) -> Batches:
-        """Gives ``batch`` to one step after another, and its labels."""
+        """Yields ``batch`` and its labels for one step after another."""
 
     @abstractmethod
     def fed(self, feed: Backend, clock: StepClock) -> Batches:
-        """Gives the batches of ``feed`` and their labels, without end."""
+        """Yields the batches of ``feed`` and their labels, endlessly."""
 
     @abstractmethod
     def train(self, batch: Any, labels: Tensor, *, part: int, parts: int) -> None:
-        """Makes a step: ``part`` of an update of ``parts``."""
+        """Runs a step: ``part`` of an update of ``parts``."""
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """Times some 20 groups of steps on ``batch``, warmed up; at least two.
+        """Times up to 20 groups of steps on ``batch`` after a warm-up; at least two.
 
-        A group has as many steps as last 25 ms. ``limit_s`` counts from the end of the first step,
-        which may compile. Where a step is an update and takes longer, only the second one is timed.
+        A group has as many steps as fit in 25 ms. ``limit_s`` counts from the end of the first
+        step, which may compile. If a step is an update and takes longer, only the second one is
+        timed.
         """
         groups: list[tuple[float, float]] = []
         with closing(self.repeated(batch)) as batches:
@@ -101,12 +102,12 @@ class StepBenchmark(ABC):
                 if step_s > limit_s / _WARM_UP_STEPS:
                     break
             steps = max(1, int(0.025 / step_s))
-            # a device that was waited for idles until the next group's first kernel is launched;
-            # beside three steps longer than the limit that is little
+            # after synchronizing, a device idles until the next group's first launch; this is
+            # little if three steps exceed the limit
             if self.overlaps and 3 * step_s <= limit_s:
                 steps = max(3, steps)
             if self.copies:
-                # they lie in memory
+                # copies need memory
                 steps = min(16, steps)
             self._made = 0
             if steps >= self._parts:
@@ -129,20 +130,20 @@ class StepBenchmark(ABC):
         return StepRun((size * steps,) * len(groups), seconds, 0.0, cpu_s, first_s, launch_s)
 
     def deliver(self, feed: Backend, skip: int, limit_s: float) -> StepRun:
-        """Times steps on the endless ``feed`` for ``limit_s`` seconds and at least two.
+        """Times at least two steps on the endless ``feed``, for ``limit_s`` seconds.
 
-        Left out before them are the first batch, which holds the workers' start, and then ``skip``
-        batches, or as many as come in a third of ``limit_s``. Their seconds are the device's, where
-        it has a clock. Where another rank's feed fails, the result has the steps until then, maybe
-        none. The feed stays open.
+        The first batch, which includes worker startup, is left out, then ``skip`` batches or
+        as many as arrive in a third of ``limit_s``. Times are the device's if it has a clock. If
+        another rank's feed fails, the result has the steps until then, maybe none. The feed stays
+        open.
 
         Raises:
-            Whatever this rank's ``feed`` raises; with several ranks once all have stopped.
+            Whatever this rank's ``feed`` raises; with several ranks, once all have stopped.
         """
         clock = StepClock(self.device, now=self._now)
         self._failed = None
         with closing(self.fed(feed, clock)) as batches:
-            # not counted: the first batch, which holds the workers' start, and those in store
+            # not counted: the first batch, which includes worker startup, and prefetched ones
             self._stretch(batches, clock, 1, 1, 0.0)
             self._stretch(batches, clock, 0, skip, limit_s / 3)
             clock.close_window()
@@ -151,7 +152,7 @@ class StepBenchmark(ABC):
             cpu_s = time.process_time() - cpu_s
             clock.settle()
         failed = self._failed
-        # with its traceback it holds a batch
+        # its traceback holds a batch
         self._failed = None
         if failed is not None:
             raise failed
@@ -168,10 +169,10 @@ class StepBenchmark(ABC):
         most: float,
         limit_s: float,
     ) -> tuple[list[int], list[float]]:
-        """Makes up to ``most`` steps while ``limit_s`` is not over, but ``least``.
+        """Runs ``least`` to ``most`` steps within ``limit_s``.
 
-        Returns the images and the seconds of each; fewer once any rank's feed has failed. The host
-        waits for the device only where it is two steps ahead, or ranks agree.
+        Returns the images and the seconds of each; fewer if any rank's feed has failed. The host
+        waits for the device only when it is two steps ahead, or ranks agree.
         """
         images: list[int] = []
         seconds: list[float] = []
@@ -192,12 +193,12 @@ class StepBenchmark(ABC):
                 images.append(len(labels))
                 seconds.append(self._now() - end)
                 end += seconds[-1]
-            # ranks agree five times a second; the block is at most doubled, for the first batches
-            # may only have been the ones in store
+            # ranks agree five times a second; the block is at most doubled, because the first
+            # batches may have been prefetched
             if self.world.size > 1:
                 step_s = sum(seconds[-block:]) / block
                 block = max(1, int(min(2 * block, 0.2 / step_s, most - len(seconds))))
-        # what a device whose own time is not known has left to do is the last step's
+        # without a device clock, work still queued counts for the last step
         if not self._own.has_streams:
             self._own.synchronize()
             if seconds:
@@ -205,7 +206,7 @@ class StepBenchmark(ABC):
         return images, seconds
 
     def _group(self, batches: Batches, steps: int, parts: int) -> tuple[float, float]:
-        """Returns the seconds of ``steps`` steps, and the host's of the first.
+        """Returns the seconds of ``steps`` steps, and the host's seconds of the first.
 
         An update has ``parts`` steps.
         """
@@ -216,9 +217,9 @@ class StepBenchmark(ABC):
         begin = self._now()
         for batch, labels in given:
             self._one_step(batch, labels, parts)
-            # or two batches would be on the device while the next one is made
+            # or the device would hold two batches while the next one is made
             del batch, labels
-            # of the first step only: before later ones the host may wait for the device
+            # only of the first step: in later ones the host may wait for the device
             launch_s = launch_s or self._now() - begin
         self._own.synchronize()
         return self._now() - begin, launch_s
@@ -226,7 +227,7 @@ class StepBenchmark(ABC):
     def _one_step(self, batch: Any, labels: Tensor, parts: int) -> None:
         self.train(batch, labels, part=self._made % parts, parts=parts)
         self._made += 1
-        # several ranks must stop at one step: the launcher ends them
+        # several ranks must stop at the same step: the launcher ends them
         if self.world.size == 1:
             signals.check()
 
@@ -236,12 +237,11 @@ class StepRun:
     """Consecutive steps, or groups of them.
 
     Attributes:
-        images: of each.
-        seconds: of each, from the end of the one before.
-        stall_fraction: of the time, as ``Window`` has it: by the device's clock, where there is
-            one.
-        cpu_s: processor time of this process, all its threads, over the steps.
-        first_s: what the very first step took longer than the others: compiling, choosing kernels.
+        images: per step or group.
+        seconds: per step or group, from the end of the previous one.
+        stall_fraction: as in ``Window``, by the device's clock if it has one.
+        cpu_s: CPU time of all threads of this process over the steps.
+        first_s: extra time of the very first step: compilation, kernel selection.
         launch_s: host seconds per image in which a loop that loads in its own thread cannot load.
     """
 

@@ -1,4 +1,4 @@
-"""Times the training step of a run for tuning."""
+"""Times a run's training step for tuning."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class TrainingBenchmark(StepBenchmark):
 
     @contextmanager
     def preserved_state(self) -> Iterator[None]:
-        """A block of training mode, before training, at whose end all is as before.
+        """Enters training mode before training; finally restores everything.
 
-        Learning rates are 0 inside: repeated steps on one batch could diverge to NaN, whose timing
-        is not representative; an update costs the same at any rate. The copy of the state lies in
-        host memory. An average of the weights stands still.
+        Learning rates are 0 meanwhile: repeated steps on one batch could diverge to NaN, whose
+        timing is not representative; an update costs the same at any rate. The copy of the state
+        is in host memory. The EMA of the weights is not updated.
         """
         state = self._step.state
         step = state.step
@@ -56,12 +56,12 @@ class TrainingBenchmark(StepBenchmark):
             snapshot.restore()
             state.step = step
             state.average = average
-            # a step that failed may have left figures
+            # a failed step may have left figures
             self._step.forget()
 
     @contextmanager
     def in_bf16(self) -> Iterator[None]:
-        """A block in which steps compute in bfloat16."""
+        """Makes steps compute in bfloat16."""
         own = self._step.autocast
         self._step.autocast = autocast_of(Precision.bf16, self.device)
         try:
@@ -73,15 +73,15 @@ class TrainingBenchmark(StepBenchmark):
         """As in ``StepBenchmark``."""
         run = super().demand(batch, limit_s)
         if self._step.config.loader.device_prefetch:
-            # a thread of its own loads while the host launches
+            # a separate thread loads while the host launches
             run = replace(run, launch_s=0.0)
         return run
 
     def repeated(self, batch: HostBatch) -> Batches:
-        """As in ``StepBenchmark``: the batch's bytes are on the device.
+        """As in ``StepBenchmark``; the batch is on the device as uint8.
 
-        Each step takes them augmented and normalised as in training, for that is the step's work,
-        not the loader's.
+        Each step augments and normalizes it as in training, because that is part of the step, not
+        of the loader.
         """
         images = self._own.copy(batch.images)
         placed = batch._replace(images=images, labels=self._own.copy(batch.labels))
@@ -89,7 +89,7 @@ class TrainingBenchmark(StepBenchmark):
             yield from batches
 
     def fed(self, feed: Backend, clock: StepClock) -> Batches:
-        """As in ``StepBenchmark``; black batches once ``feed`` has failed beside other ranks."""
+        """As in ``StepBenchmark``; with several ranks, black batches once ``feed`` has failed."""
         with closing(self._step.batches(feed, clock)) as batches:
             try:
                 yield from batches
@@ -105,5 +105,5 @@ class TrainingBenchmark(StepBenchmark):
     def train(self, batch: Tensor, labels: Tensor, *, part: int, parts: int) -> None:
         """As in ``StepBenchmark``."""
         self._step(batch, labels, part=part, parts=parts)
-        # losses would take the device's memory
+        # stored losses would use device memory
         self._step.forget()

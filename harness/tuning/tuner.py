@@ -1,16 +1,16 @@
 """Tunes the loader before training, remembers the choice and adjusts threads later.
 
-How many threads load follows the run's own meters. A number of threads is changed in place, which
-changes no batch. Two rules, on the model of the search, as numbered in
+The number of loader threads follows the run's own measurements. It changes in place, which
+changes no batch. Two rules use the search's model, as numbered in
 docs/explanation/how-tuning-works.md:
 
-7. Where steps wait for data, the threads are at work, and the run has processors left, as many
-   threads are tried as the model asks for.
-8. Where a sample takes less than half of what it took when the number was set, fewer are tried: as
-   many as the model asks for, or where that is no fewer, the fewest, for threads may wait for each
-   other.
+7. If steps wait for data, the threads are busy, and cores are free, the number of threads that the
+   model asks for is tried.
+8. If a sample takes less than half its time when the number was set, fewer threads are tried: the
+   number that the model asks for, or if that is no lower, the minimum, because threads may wait for
+   each other.
 
-What a try does not gain is taken back, and more are not tried for a while.
+A change that gains nothing is reverted, and no increase is tried for a while.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ..training.engine import Engine
 
 _MAX_AGE_S = 30 * 24 * 3600.0
-# settings that decide what a sample or a step costs, and what is searched, besides all of augment
+# settings, in addition to all of augment, that affect the cost of a sample or a step, or the search
 _SETTINGS = {
     "data.image_size",
     "data.eval_resize",
@@ -98,20 +98,20 @@ def tune(
     ranks: World,
     images_left: float = math.inf,
 ) -> TuningReport:
-    """Chooses the setting with the fewest workers of those that deliver most training images/s.
+    """Chooses, of the settings that deliver most training images/s, the one with fewest workers.
 
-    All ranks try the same settings at once, and one decision holds for all. No trace stays: what
-    steps change is put back, random states are as before. A setting that does not fit is refused
-    before it runs, one that crashes or hangs is refused with its symptom.
+    All ranks try the same settings at once and use the same choice. There are no side effects:
+    everything that steps change is restored, including random states. Settings that do not fit are
+    refused before they run; those that crash or hang are refused with the symptom.
 
     Args:
-        probes: makes the feeds to be measured.
+        probes: makes the feeds to measure.
         trainee: the training step.
-        own: the user's settings, which the choice may not be slower than.
-        config: which search, its budget, the most workers.
-        limits: what this rank may use.
+        own: the user's settings; the choice is not slower.
+        config: the search, its budget and the most workers.
+        limits: the resources this rank may use.
         ranks: this rank among the others.
-        images_left: that this rank is still to be trained on.
+        images_left: images this rank has yet to train on.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -119,7 +119,7 @@ def tune(
     device = accelerator.get(trainee.device)
     begin = device.now()
     own = ranks.agreed(own)
-    # all ranks must come to the same numbers
+    # all ranks must compute the same numbers
     limits = replace(limits, cores=ranks.smallest(limits.cores))
     lab = LoaderBenchmark(probes, trainee, limits, ranks)
     with trainee.preserved_state():
@@ -138,7 +138,7 @@ def tune(
             report = AutoSearch(lab, own, config, images_left, begin).run()
         others = neighbours.look()
         if others is not None:
-            log.warning("%s; tune again when they have ended", neighbours.warning(others))
+            log.warning("%s; tune again after they end", neighbours.warning(others))
     device.release()
     return replace(report, seconds=device.now() - begin, others_cores=others)
 
@@ -153,8 +153,8 @@ def tuned(
 ) -> Tuned:
     """Returns the settings for this run's feeds, the same on every rank.
 
-    ``step`` updates of the run are done; of the rest each size of training images has the same
-    share. ``tuner.fresh=true`` forgets what was found before.
+    ``step`` updates of the run are done; each training image size has an equal share of the rest.
+    ``tuner.fresh=true`` discards an earlier result.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -172,7 +172,7 @@ def tuned(
             report = _fitting(from_json(TuningReport, answer), own, lab)
     report = world.agreed(report)
     if report is None:
-        # no update is left where a resumed run is done
+        # no update is left if a resumed run is done
         steps = config.trainer.epochs * feeds.steps_per_epoch()
         steps = min(steps, config.trainer.max_steps or steps)
         left = max(0, steps - (step or 0)) * config.trainer.accumulate_steps
@@ -184,12 +184,12 @@ def tuned(
         is_sound = report.complete and report.others_cores is None and report.after.rate
         if world.is_main and is_sound:
             when = time.strftime("%Y-%m-%d %H:%M")
-            note = f"found by a run of {when}; tuner.fresh=true tunes again"
+            note = f"measured by a run on {when}; tuner.fresh=true tunes again"
             memory.keep(replace(report, notes=(note, *report.notes)).to_plain())
     follows = config.tuner.live
     if follows is None:
         follows = not device.has_streams
-    # ranks that wait for each other cannot judge their own tries
+    # ranks that wait for each other cannot judge their own changes
     follows = follows and config.tuner.name is TunerName.auto and world.size == 1
     return Tuned(
         report,
@@ -201,15 +201,15 @@ def tuned(
 
 
 def _fitting(report: TuningReport, own: FeedSettings, lab: LoaderBenchmark) -> TuningReport | None:
-    """Returns a remembered report as it holds for this run; None if it does not fit today.
+    """Returns a remembered report adapted to this run; None if it does not fit now.
 
-    What is never tuned comes from this run's settings, and so does all about the validation feed.
+    Settings that are never tuned and the validation feed's come from this run.
     """
     settings = replace(report.settings, timeout_s=own.timeout_s)
     lab.worker_bytes = report.worker_bytes
     if lab.refusal(settings):
         return None
-    # what was before is that run's, and its row has that run's setting
+    # ``before`` and its row are the earlier run's
     after = replace(report.after, settings=settings)
     val = lab.val_beside(settings)
     return replace(report, after=after, val=val, seconds=0.0, reused=True)
@@ -217,13 +217,13 @@ def _fitting(report: TuningReport, own: FeedSettings, lab: LoaderBenchmark) -> T
 
 @dataclass(slots=True)
 class Tuned:
-    """What the stage found, and what follows it while training.
+    """The tuning result, and its follow-up during training.
 
     Attributes:
-        report: holds the prediction.
-        forget: forgets the answer; called where it did not hold.
-        most: threads that may be tried while training; None where their number stays.
-        val_follows: whether the validation feed is to have as many.
+        report: has the prediction.
+        forget: removes the stored result; called if the prediction was wrong.
+        most: most threads to try while training; None if their number is fixed.
+        val_follows: whether the validation feed gets as many.
         live: changes their number.
         checked: whether the prediction was compared with the run.
     """
@@ -236,7 +236,7 @@ class Tuned:
     checked: bool = False
 
     def follow(self, feed: Backend, val_feed: Backend, step: int) -> None:
-        """Lets threads follow the run, of which ``step`` updates are done."""
+        """Adapts the threads to the run, of which ``step`` updates are done."""
         if self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers:
             feeds = [feed]
             if self.val_follows and isinstance(val_feed, ThreadFeed):
@@ -244,18 +244,18 @@ class Tuned:
             self.live = OnlineTuner(feeds, self.report.limits.cores, self.most, step=step)
 
     def look(self, engine: Engine, clock: StepClock, window: Window) -> None:
-        """Takes in a window of steps of ``engine``, and what came before it."""
+        """Processes a window of steps of ``engine``."""
         if self.live is not None and self.live.feeds[0] is engine.feed:
             self.live.look(window)
         else:
             # the first window of a feed
             self.follow(engine.feed, engine.val_feed, engine.state.step)
-        # another number was predicted for
+        # the prediction holds only for the original number
         if self.live is None or not self.live.changes:
             self.check(clock)
 
     def check(self, clock: StepClock) -> None:
-        """Tells once, after a hundred steps, whether training waits no more than tuning said."""
+        """Warns once, after a hundred steps, if training waits more than tuning predicted."""
         report = self.report
         predicted = report.after.wait_fraction
         total = clock.total(-1)
@@ -263,36 +263,36 @@ class Tuned:
             return
         self.checked = True
         stall = total.stall_fraction or 0.0
-        # five points over the prediction
+        # five percentage points over the prediction
         if stall <= predicted + 0.05:
             return
-        # a step that became faster, or else a slower loader
+        # either the step became faster or the loader slower
         why = (
-            f"The feed delivers {total.images_per_s or 0.0:.0f} images/s a rank and not "
-            f"{report.after.rate}. Other programs, slower storage or costlier samples "
-            "may be why: see host/cpu_fraction and host/disk_read_bytes_per_s"
+            f"The loader delivers {total.images_per_s or 0.0:.0f} images/s per rank, not "
+            f"{report.after.rate}. Possible causes are other programs, slower storage or costlier "
+            "samples: see host/cpu_fraction and host/disk_read_bytes_per_s"
         )
         if report.demand and total.compute_ms:
             was_ms = report.settings.batch_size / report.demand.images_per_s * 1e3
-            # both are what a step takes
+            # both belong to the step
             is_ms = total.compute_ms.median + (total.prepare_ms.median if total.prepare_ms else 0)
             if is_ms < 0.9 * was_ms:
-                why = f"A step takes {is_ms:.1f} ms and not {was_ms:.1f}. Try: tuner.fresh=true"
+                why = f"A step takes {is_ms:.1f} ms, not {was_ms:.1f}. Try tuner.fresh=true"
         log.warning(
             f"Over the first {total.steps} steps, training waited for data {stall:.0%} of the "
-            f"time. Tuning said {predicted:.0%}. {why}."
+            f"time. Tuning predicted {predicted:.0%}. {why}."
         )
         self.forget()
-        say("The remembered answer is forgotten. The next run tunes again.")
+        say("The stored tuning result is discarded. The next run tunes again.")
 
     def summary(self) -> dict[str, Any]:
-        """Returns what ``report.json`` says of tuning."""
+        """Returns the tuning entry of ``report.json``."""
         report = self.report
         found = report.summary()
         if self.live and self.live.changes:
             found["changes"] = self.live.changes
             if (threads := self.live.settled) != report.settings.num_workers:
-                # how to begin with the last number
+                # how to start with the last number
                 settings = replace(report.settings, num_workers=threads)
                 val = replace(report.val, num_workers=threads) if self.val_follows else report.val
                 after = replace(report.after, settings=settings)
@@ -302,15 +302,14 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Some windows together.
+    """Several windows together.
 
     Attributes:
-        images_per_s: that were trained on.
-        stall: share of the time in which the device had nothing to run because data was missing.
-        wall_s: of a sample in a thread.
-        cpu_s: processor seconds of a sample.
-        step_cpu_s: processor seconds per image of everything else in this process; 0 where they
-            are not known yet.
+        images_per_s: training images/s.
+        stall: fraction of time that the device idled for lack of data.
+        wall_s: seconds of a sample in a thread.
+        cpu_s: CPU seconds of a sample.
+        step_cpu_s: CPU seconds per image of everything else in this process; 0 if not yet known.
     """
 
     images_per_s: float
@@ -322,7 +321,7 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A number of threads that was changed after ``step`` updates, and what training got before."""
+    """A change of the number of threads after ``step`` updates; the rate is from before it."""
 
     step: int
     threads: int
@@ -332,17 +331,17 @@ class Change:
 
 
 class OnlineTuner:
-    """Gives feeds as many threads as pays.
+    """Adapts the number of loader threads to the run.
 
     Args:
-        feeds: the training feed, and others that are to have as many threads.
-        cores: processors that this process may use.
-        most: threads that may be tried.
-        step: updates that are done already.
-        cpu_now: processor seconds of this process.
+        feeds: the training feed, and others that get as many threads.
+        cores: cores that this process may use.
+        most: most threads to try.
+        step: updates already done.
+        cpu_now: returns the CPU seconds of this process.
 
     Attributes:
-        changes: what was changed, in order.
+        changes: all changes, in order.
     """
 
     def __init__(
@@ -358,16 +357,16 @@ class OnlineTuner:
         self.feeds = feeds
         self.changes = list[Change]()
         self._cores = cores
-        # no more than samples in the making at once
+        # no more than samples in progress at once
         self._most = min(most, settings.batch_size * (1 + settings.batches_ahead))
         self._fewest = min(settings.num_workers, max(1, int(cores)))
-        # by the period before: one alone may be luck
+        # by the previous period: a single one may be chance
         self._asked = settings.num_workers
         # a sample's time when the number was set
         self._sample_s = 0.0
-        # what there was before a try that is not judged
+        # the state before a change that is not judged yet
         self._tried: tuple[int, Period] | None = None
-        # periods without a try of more, and how many follow the next vain one
+        # periods left without an increase, and how many follow the next vain one
         self._rest = 0
         self._next_rest = 30
         self._step = step
@@ -377,16 +376,16 @@ class OnlineTuner:
 
     @property
     def threads(self) -> int:
-        """The number for now."""
+        """The present number."""
         return self.feeds[0].settings.num_workers
 
     @property
     def settled(self) -> int:
-        """The number that is known to be good: of a try that is not judged, the one before."""
+        """The number known to be good: before a change that is not judged yet."""
         return self._tried[0] if self._tried else self.threads
 
     def _begin(self) -> None:
-        # seconds, stalled seconds, images, steps, windows that hold more than steps
+        # seconds, stalled seconds, images, steps, windows that include more than steps
         self._sums = np.zeros(5)
         self._worked = self._work()
         self._began_cpu_s = self._cpu_now()
@@ -397,20 +396,20 @@ class OnlineTuner:
         return meter.read()
 
     def look(self, window: Window) -> None:
-        """Takes in a window of steps, and judges once there are enough."""
+        """Adds a window of steps; judges once there are enough."""
         self._step += window.steps + window.first_steps
         stalled_s = window.elapsed_s * (window.stall_fraction or 0.0)
         odd = bool(window.first_steps or window.pauses_s)
         self._sums += window.elapsed_s, stalled_s, window.images, window.steps, odd
         seconds, stalled_s, images, steps, mixed = self._sums.tolist()
-        # a shorter period tells nothing
+        # too short to judge
         if seconds < 1.0 or steps < 8:
             return
         worked = self._work().since(self._worked)
         if worked.samples and images:
             cpu_s = sum(cost.cpu_s for cost in worked.stages.values())
             if not mixed:
-                # the processor time is the steps' and the threads' alone
+                # the CPU time is only that of steps and threads
                 spent_s = self._cpu_now() - self._began_cpu_s
                 self._step_cpu_s = max(0.0, spent_s - cpu_s) / images
             wall_s = worked.busy_s / worked.samples
@@ -420,7 +419,7 @@ class OnlineTuner:
         self._begin()
 
     def judge(self, period: Period) -> None:
-        """Changes the number of threads where ``period`` says so."""
+        """Changes the number of threads if ``period`` calls for it."""
         threads = self.threads
         self._rest = max(0, self._rest - 1)
         self._sample_s = self._sample_s or period.wall_s
@@ -445,7 +444,7 @@ class OnlineTuner:
             self._change(wanted, period, period.wall_s, reason)
 
     def _wanted(self, period: Period) -> tuple[int, str]:
-        """Returns a number of threads that is worth a try, and why."""
+        """Returns a number of threads worth trying, and why."""
         threads = self.threads
         now = f"A sample takes {rounded(period.wall_s * 1e3)} ms"
         cost = SampleCost(period.wall_s, period.cpu_s, 0.0)
@@ -461,7 +460,7 @@ class OnlineTuner:
         if 2 * period.wall_s < self._sample_s:
             fewer = max(wanted, self._fewest) if wanted < threads else self._fewest
             return min(threads, fewer), f"{now} instead of {rounded(self._sample_s * 1e3)}"
-        # rule 7: threads that rest are not what steps wait for
+        # rule 7: steps do not wait for idle threads
         at_work = period.images_per_s * period.wall_s >= 0.8 * threads
         full = period.images_per_s >= BUSY * model.roofline
         if period.stall > 1 - FED and at_work and not full and not self._rest:
@@ -474,18 +473,18 @@ class OnlineTuner:
         for feed in self.feeds:
             feed.resize(threads)
         if self.threads != threads:
-            # the system has no more
+            # the system allows no more
             self._most = self.threads
         self._asked = threads
         self._sample_s = sample_s
         if self.threads == before:
             return
         self.changes.append(Change(self._step, self.threads, before, period.images_per_s, reason))
-        say(f"Step {self._step}: {self.threads} threads load instead of {before}. {reason}.")
+        say(f"Step {self._step}: {self.threads} loader threads instead of {before}. {reason}.")
 
 
 class TuningCache:
-    """The answer to one fingerprint, in a file of its own in ``folder``, else in the cache."""
+    """The stored result for one fingerprint, as a file in ``folder``, else in the cache."""
 
     def __init__(self, fingerprint: Mapping[str, Any], folder: Path | None = None) -> None:
         self._key = json.dumps(fingerprint, sort_keys=True).encode()
@@ -493,21 +492,21 @@ class TuningCache:
         self.path = (folder or cache_root() / "tuning") / f"{name}.json"
 
     def recall(self) -> Any:
-        """Returns what was kept last; None for nothing, or over 30 days old."""
+        """Returns the stored result; None if there is none or it is over 30 days old."""
         answer = read_kept(self.path, self._key)
-        # another run may just now forget it
+        # another run may remove it now
         with suppress(FileNotFoundError):
-            # from the future too: a clock was wrong
+            # nor from the future: a clock was wrong
             if answer and abs(time.time() - self.path.stat().st_mtime) < _MAX_AGE_S:
                 return json.loads(answer)
         return None
 
     def keep(self, answer: Mapping[str, Any]) -> None:
-        """Remembers ``answer``, which holds what JSON can, in place of any before it."""
+        """Stores ``answer``, plain JSON values, replacing any earlier one."""
         write_kept(self.path, self._key, json.dumps(answer).encode())
 
     def forget(self) -> None:
-        """Removes the answer, if there is one and it can be removed."""
+        """Removes the stored result, if it exists and can be removed."""
         with suppress(OSError):
             quarantine(self.path)
 
@@ -515,24 +514,24 @@ class TuningCache:
 def fingerprint(
     config: Config, data: Mapping[str, Any], limits: Limits, world: World, device_name: str
 ) -> dict[str, Any]:
-    """Returns all that decides which loader settings are best, as plain values.
+    """Returns everything that determines the best loader settings, as plain values.
 
-    Free memory is not in it, since it changes by the minute: whether an answer still fits is for
-    who recalls it to reckon.
+    Free memory is excluded because it changes constantly; the caller checks whether a recalled
+    result still fits.
 
     Args:
-        config: the run's settings; the loader's own, which are searched, do not count.
+        config: the run's settings; the loader settings under search do not count.
         data: identity of the training set.
-        limits: what this rank may use.
+        limits: the resources this rank may use.
         world: the ranks, in all and on this node.
-        device_name: where the network runs, such as the GPU's name.
+        device_name: name of the network's device, such as the GPU's.
     """
     settings = {
         path: shown(value)
         for path, value, _ in walk(config)
         if path in _SETTINGS or path.startswith("augment.")
     }
-    # the code that decides what a sample costs, and what is chosen
+    # the code that determines the cost of a sample, and the choice
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
     for room in ("data", "feed", "tuning"):

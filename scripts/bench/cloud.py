@@ -1,7 +1,7 @@
-"""Measures reading from an object store: a server on loopback that delays each answer.
+"""Measures reading from an object store: a server on loopback that delays each response.
 
-The consumer sleeps in place of a step, so that it takes 300 images/s. Faults are planted in the
-server. Two other readers get the same images from the same server.
+The consumer sleeps instead of training and takes 300 images/s. Faults are injected in the server.
+Two other readers get the same images from the same server.
 
     uv run --extra cloud python -m scripts.bench.cloud [--other PYTHON]
 
@@ -48,14 +48,14 @@ EACH = 800
 SIDE = 128
 SECRET = "hunter2hunter2"
 SHORT = 200
-# of a short process
+# program of a short process
 READ = (
     "from harness.data.remote import open_remote; from harness.data.ahead import Ahead; "
     "from harness.config import DataConfig; s = open_remote('s3://b/d'); n = s.names(); "
     "a = Ahead(s, DataConfig()); p = [(n[0], 512 * i, 9000) for i in range(40)]; "
     "a.expect(p); [a.read(*each) for each in p[:20]]"
 )
-# prints the seconds until the first batch, the share of waiting and the images
+# prints seconds to the first batch, fraction of time waiting, and images
 CONSUME = f"""
 import itertools, json, sys, time
 def consumed(batches, size):
@@ -104,7 +104,7 @@ consumed(iter(loader), {BATCH})
 
 
 def packed() -> dict[str, bytes]:
-    """Returns shards of noisy JPEGs by the objects' names."""
+    """Returns shards of noisy JPEGs by object name."""
     rng = np.random.default_rng(0)
     objects = {}
     for shard in range(SHARDS):
@@ -124,7 +124,7 @@ def packed() -> dict[str, bytes]:
 
 
 def consume(root: str, resumed: bool) -> None:
-    """Reads an epoch, or its second half, at the consumer's pace; prints figures in JSON."""
+    """Reads an epoch, or its second half, at the consumer's pace; prints results as JSON."""
     begin = time.perf_counter()
     how = ("data=shards", f"data.root={root}", "data.split_fraction=0.1", "data.image_size=112")
     with feeds(*how, f"loader.batch_size={BATCH}") as (made, settings):
@@ -153,7 +153,7 @@ def consume(root: str, resumed: bool) -> None:
 
 
 def ran(bucket: Bucket, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command that finds the server."""
+    """Runs a command configured for the server."""
     env = {**os.environ, **bucket.env, "AWS_SECRET_ACCESS_KEY": SECRET, **env}
     return subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False
@@ -161,7 +161,7 @@ def ran(bucket: Bucket, *command: str, **env: str) -> subprocess.CompletedProces
 
 
 def paced(bucket: Bucket, root: str, resumed: bool) -> dict[str, Any]:
-    """Returns the figures of a consumer in a process of its own."""
+    """Returns the results of a consumer in a separate process."""
     done = ran(bucket, sys.executable, "-m", "scripts.bench.cloud", "consume", root, str(resumed))
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -170,7 +170,7 @@ def paced(bucket: Bucket, root: str, resumed: bool) -> dict[str, Any]:
 
 
 def speeds(bucket: Bucket, folder: str, other: str | None) -> Iterator[dict[str, object]]:
-    """Iterates over the rows of the table of waiting."""
+    """Yields the rows of the speed table."""
     for delay_s in (None, 0.02, 0.05):
         bucket.delay_s = delay_s or 0.0
         for resumed in (False, True):
@@ -215,7 +215,7 @@ def row(
 
 
 def faults(bucket: Bucket, folder: Path) -> Iterator[dict[str, object]]:
-    """Iterates over the rows of the table of faults, each a run of ``train.py``."""
+    """Yields the rows of the fault table, each a run of ``train.py``."""
     chance = random.Random(0)
     cut = iter(["short"])
     seen: list[str] = []
@@ -286,14 +286,14 @@ def main() -> None:
     text = f"""# Reading from an object store
 
 `uv run --extra cloud python -m scripts.bench.cloud`, {machine_line(machine())};
-obstore {version("obstore")}; load average {load:.1f} at the end. One run a row. {SHARDS} shards
+obstore {version("obstore")}; load average {load:.1f} at the end. One run per row. {SHARDS} shards
 of {EACH} JPEGs of {SIDE}x{SIDE}, {mean / 1e3:.0f} kB each, on a server in another process on
-loopback. The consumer takes {IMAGES_PER_S} images/s in batches of {BATCH} and sleeps in place of a
-step.
+loopback. The consumer takes {IMAGES_PER_S} images/s in batches of {BATCH} and sleeps instead of
+training.
 
 {markdown(fast)}
 
-A resumed row reads the second half of the epoch. The peak is of the whole process, torch among it.
+A resumed row reads the second half of the epoch. The peak is of the whole process, including torch.
 
 ## Faults
 

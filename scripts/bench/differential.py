@@ -1,10 +1,8 @@
 """Compares the step clock's stall with the differential method.
 
-It repeats the same steps on preloaded batches.
-
-The fraction of time spent on loading is then ``1 - t_cached / t_real`` (Mohan et al., VLDB 2021).
-This needs a second run but no events, so it is independent of the clock. Loads are sleeps, to avoid
-contention.
+The method repeats the same steps on preloaded batches. The fraction of time spent on loading is
+then ``1 - t_cached / t_real`` (Mohan et al., VLDB 2021). This needs a second run but no events, so
+it is independent of the clock. Loads are sleeps, to avoid contention.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ LOADS = (
     (0.5, 0.0), (0.9, 0.0), (1.1, 0.0), (1.25, 0.0), (1.5, 0.0), (2.0, 0.0), (3.3, 0.0),
     (10.0, 0.0), (0.0, 1.5), (0.5, 0.5), (0.5, 1.5), (1.5, 0.3),
 )  # fmt: skip
-"""What a load asks beside each step, in steps: of the loader for a batch, and of the loop."""
-# of which the median counts
+"""Loads, relative to a step's time: of the loader per batch, and of the loop per step."""
+# the median counts
 _ROUNDS = 5
-# steps after which training reads its loss, for which the host waits for the device
+# steps between two readings of the loss, for which the host waits for the device
 _WINDOW = 20
 
 Row = dict[str, Any]
@@ -43,11 +41,11 @@ class Rig:
 
     Attributes:
         clock: makes a clock for the device.
-        batches: gives a number of batches, each so many seconds in the making, and tells the clock
-            of their copies.
+        batches: yields a number of batches, each taking the given seconds, and reports their
+            copies to the clock.
         launch: starts a step.
         wait: waits for the steps so far.
-        sleep: sleeps for so many seconds.
+        sleep: sleeps, in seconds.
         now: a clock in seconds.
     """
 
@@ -60,7 +58,7 @@ class Rig:
 
 
 def timed_epoch(rig: Rig, load_s: float, work_s: float, steps: int) -> tuple[float, Window]:
-    """Returns the host's seconds a step and the clock's figures, without the first step."""
+    """Returns the host's seconds per step and the clock's figures, without the first step."""
     clock = rig.clock()
     batches = rig.batches(load_s, steps + 1, clock)
     clock.start_epoch()
@@ -85,14 +83,14 @@ def timed_epoch(rig: Rig, load_s: float, work_s: float, steps: int) -> tuple[flo
 
 
 def compare(rig: Rig, steps: int, tolerance: float) -> Generator[Row, None, str]:
-    """Yields what both methods say of every load, and ``{"wrong": ...}`` where they differ.
+    """Yields both methods' results for every load, and ``{"wrong": ...}`` if they differ.
 
     Args:
         rig: the steps.
-        steps: how many of them an epoch has.
-        tolerance: how far the two may differ, in shares of the time.
+        steps: steps per epoch.
+        tolerance: allowed difference, as a fraction of time.
     """
-    # kernels are chosen, the network is compiled
+    # warm-up: kernel selection, compilation
     timed_epoch(rig, 0.0, 0.0, 5)
     step_s = timed_epoch(rig, 0.0, 0.0, steps)[0]
     worst = 0.0
@@ -117,7 +115,7 @@ def compare(rig: Rig, steps: int, tolerance: float) -> Generator[Row, None, str]
 
 
 def _both(rig: Rig, load_s: float, work_s: float, steps: int) -> dict[str, float]:
-    """What the clock says of an epoch with loading, and what an epoch without says of it."""
+    """Returns the stall of an epoch with loading by the clock and by an epoch without."""
     cached_s, _ = timed_epoch(rig, 0.0, work_s, steps)
     real_s, window = timed_epoch(rig, load_s, work_s, steps)
     assert (
@@ -132,7 +130,7 @@ def _both(rig: Rig, load_s: float, work_s: float, steps: int) -> dict[str, float
 
 
 class Emulated(Accelerator):
-    """An accelerator whose events and streams are given; its tensors lie on the CPU."""
+    """An accelerator with the given events and streams; its tensors are on the CPU."""
 
     has_events = True
     has_streams = True
@@ -148,15 +146,15 @@ class Emulated(Accelerator):
         self._given = event, stream, idle, delay
 
     def event(self, *, timed: bool = False) -> Any:
-        """A new event."""
+        """Returns a new event."""
         return self._given[0]()
 
     def stream(self) -> Any:
-        """The stream that the network runs on."""
+        """Returns the network's stream."""
         return self._given[1]()
 
     def idle_stream(self) -> Any:
-        """A stream that nothing runs on."""
+        """Returns an idle stream."""
         return self._given[2]
 
     def delay(self, seconds: float) -> None:
@@ -165,21 +163,21 @@ class Emulated(Accelerator):
 
 
 class EmulatedStream:
-    """A stream that is a thread: it works off sleeps and events in order.
+    """A stream emulated by a thread that executes sleeps and events in order.
 
-    An order begins when it was given or when the one before it has ended, whichever is later, and a
-    sleep ends on time even if the thread is woken late: what a busy machine does to the thread does
-    not add up over the steps.
+    An operation begins when it is enqueued or when the previous one ends, whichever is later. A
+    sleep ends on time even if the thread wakes late, so delays of a busy machine do not accumulate
+    over the steps.
     """
 
     def __init__(self, name: str) -> None:
         self._orders: queue.SimpleQueue[tuple[float, Callable[[], object]]] = queue.SimpleQueue()
-        # how far it has got, in seconds of the host's clock
+        # its progress, in seconds of the host's clock
         self._at = 0.0
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def sleep(self, seconds: float) -> None:
-        """Order a sleep."""
+        """Enqueues a sleep."""
 
         def until() -> None:
             self._at += seconds
@@ -188,7 +186,7 @@ class EmulatedStream:
         self._order(until)
 
     def wait_for(self, event: EmulatedEvent) -> None:
-        """Order a wait until another stream has passed an event that is recorded already."""
+        """Enqueues a wait for an event already recorded on another stream."""
         passed = event.passed
 
         def until() -> None:
@@ -198,7 +196,7 @@ class EmulatedStream:
         self._order(until)
 
     def mark(self, event: EmulatedEvent) -> None:
-        """Order that an event be passed."""
+        """Enqueues the completion of an event."""
         passed = event.passed
 
         def until() -> None:
@@ -218,36 +216,36 @@ class EmulatedStream:
 
 
 class EmulatedEvent:
-    """What is used of ``torch.cuda.Event``, for an ``EmulatedStream``."""
+    """The subset of ``torch.cuda.Event`` in use, for an ``EmulatedStream``."""
 
     def __init__(self) -> None:
         self.passed = threading.Event()
         self.at = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Marks the point that a stream has reached, in place of an earlier one."""
+        """Marks a stream's present position, replacing an earlier one."""
         self.passed = threading.Event()
         stream.mark(self)
 
     def query(self) -> bool:
-        """Whether the point is passed."""
+        """Returns whether the stream has passed the position."""
         return self.passed.is_set()
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Waits until it has."""
         self.passed.wait()
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds to another event."""
+        """Returns milliseconds to another event."""
         return 1e3 * float(end_event.at - self.at)
 
 
 def emulated_rig(step_s: float = 0.01, copy_s: float = 0.001) -> Rig:
     """Returns a device whose steps and copies are sleeps of threads.
 
-    Its loader is one batch ahead, as the prefetcher is.
+    Its loader is one batch ahead, like the prefetcher.
 
-    A batch that takes no loading lies on the device and is not copied.
+    A batch without load time is already on the device and is not copied.
     """
     compute, copy, idle = (
         EmulatedStream(f"emulated-{name}") for name in ("compute", "copy", "idle")

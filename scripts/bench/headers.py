@@ -1,9 +1,9 @@
-"""Measures the processor time that reading the headers of a tar shard takes.
+"""Measures the CPU time of reading the headers of a tar shard.
 
     uv run python scripts/bench/headers.py [MEMBERS]
 
 Writes one shard of empty images with labels, which stays in the page cache, and prints
-microseconds a header and what 2.56 million of them take.
+microseconds per header and the time for 2.56 million of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
             deque(members(partial(store.read, "0.tar"), size, (b".cls", b".json")), 0)
             taken.append((time.process_time() - begin) / count)
         each = sorted(taken)[2]
-        print(f"{each * 1e6:.2f} us a header, {each * HUB_HEADERS:.1f} s for {HUB_HEADERS:,}")
+        print(f"{each * 1e6:.2f} us per header, {each * HUB_HEADERS:.1f} s for {HUB_HEADERS:,}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Simulates how much an epoch reads from shards in blocks, by the order of its images.
+"""Simulates the number of block reads from shards in an epoch, by the order of its images.
 
     uv run python -m scripts.bench.lanes
 
-Nothing is read: orders are made as training makes them. Each rank has room for its share of the
-blocks that the windows of all lanes have. It knows the order: a block that is no longer needed,
-or needed last of all, makes room for another one.
+Nothing is read; orders are made as in training. Each rank caches its share of the blocks in the
+windows of all lanes. It knows the order and evicts a block that is no longer needed, or needed
+last of all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts.bench.tables import markdown, parser
 
 
 def blocks_of(count: int, image_bytes: int, *, packed: bool) -> np.ndarray:
-    """Returns the blocks of images that are numbered by class, packed so or in a permutation."""
+    """Returns the blocks of images numbered by class, packed in that order or permuted."""
     place = np.arange(count)
     if packed:
         place = np.random.default_rng(0).permutation(count)
@@ -32,7 +32,7 @@ def blocks_of(count: int, image_bytes: int, *, packed: bool) -> np.ndarray:
 
 
 def reads(blocks: np.ndarray, room: int) -> int:
-    """Returns how often a block is read for images of these ``blocks``, one after the other."""
+    """Returns the number of block reads for consecutive images of these ``blocks``."""
     never = len(blocks)
     by_block = np.argsort(blocks, kind="stable")
     same = np.diff(blocks[by_block]) == 0
@@ -50,20 +50,20 @@ def reads(blocks: np.ndarray, room: int) -> int:
         heapq.heappush(latest, (-coming, block))
         while len(held) > room:
             use, other = heapq.heappop(latest)
-            # an older use of a block says nothing any more
+            # skip outdated uses of a block
             if held.get(other) == -use:
                 del held[other]
     return found
 
 
 def epoch_reads(order: Order, blocks: np.ndarray, room: int) -> int:
-    """Returns how often all ranks of ``order`` together read a block in an epoch."""
+    """Returns the number of block reads in an epoch by all ranks of ``order``."""
     ranks = (replace(order, rank=rank) for rank in range(order.world_size))
     return sum(reads(blocks[np.concatenate([*rank.batches(0)])], room) for rank in ranks)
 
 
 def volumes(given: argparse.Namespace) -> list[dict[str, object]]:
-    """Returns a row for each order and number of ranks: bytes and requests of an epoch."""
+    """Returns a row per order and number of ranks: bytes and requests of an epoch."""
     blocks = blocks_of(given.images, given.image_bytes, packed=True)
     rows: list[dict[str, object]] = []
     for window_mb in given.window_mb:
@@ -90,7 +90,7 @@ def volumes(given: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def batches(given: argparse.Namespace) -> list[dict[str, object]]:
-    """Returns a row for each order and way to pack: the classes of an epoch's batches."""
+    """Returns a row per order and packing: the classes in an epoch's batches."""
     labels = np.arange(given.images) * given.classes // given.images
     rows: list[dict[str, object]] = []
     for packed in (False, True):
@@ -101,7 +101,7 @@ def batches(given: argparse.Namespace) -> list[dict[str, object]]:
                 window = max(1, (window_mb << 20) // (given.lanes * BLOCK_BYTES))
                 lanes = Lanes(blocks, given.lanes, window)
             elif packed:
-                # as of the others: it does not know the blocks
+                # same as for the other packing: it ignores the blocks
                 continue
             order = Order(given.images, given.narrow, drop_last=True, lanes=lanes)
             began_s = time.process_time()
@@ -126,17 +126,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables."""
     wanted = parser(__doc__ or "", json=False)
     for name, default, text in (
-        ("images", 1_280_000, "images of the data set"),
-        ("classes", 1000, "classes, of as many images each"),
-        ("image-bytes", 110_000, "bytes of an image"),
+        ("images", 1_280_000, "images in the dataset"),
+        ("classes", 1000, "classes, of equal size"),
+        ("image-bytes", 110_000, "bytes per image"),
         ("lanes", 64, "lanes"),
-        ("batch", 4096, "images of a batch of all ranks"),
-        ("narrow", 1024, "images of a batch whose classes are counted"),
+        ("batch", 4096, "global batch size"),
+        ("narrow", 1024, "size of the batches whose classes are counted"),
     ):
         wanted.add_argument(f"--{name}", type=int, default=default, help=text)
     for name, several, text in (
         ("ranks", [1, 8, 64], "numbers of ranks"),
-        ("window-mb", [1024, 8192], "what all lanes shuffle together, MiB"),
+        ("window-mb", [1024, 8192], "shuffle windows of all lanes together, MiB"),
     ):
         wanted.add_argument(f"--{name}", type=int, nargs="+", default=several, help=text)
     given = wanted.parse_args(arguments)
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{given.images} images of {given.image_bytes} bytes in {given.classes} classes, "
         f"blocks of {BLOCK_BYTES >> 20} MiB, {given.lanes} lanes; Python "
         f"{sys.version.split()[0]}, numpy {np.__version__}\n\n"
-        f"An epoch read by blocks, batches of {given.batch} of all ranks:\n\n"
+        f"An epoch read by blocks, global batch size {given.batch}:\n\n"
         f"{markdown(volumes(given))}\n\n"
         f"Classes in a batch of {given.narrow}:\n\n{markdown(batches(given))}"
     )

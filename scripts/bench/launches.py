@@ -1,13 +1,11 @@
 """Measures the cost of loader threads for the step: time holding and waiting for the GIL.
 
-1. ``held``: how often a sample releases the GIL, and how long it holds it. A small C library,
-preloaded by the dynamic linker, wraps two Python functions (``cc`` and a
-   Python with a shared library are needed).
-2. ``beside``: a step of 500 launches of some microseconds each, like a network's GPU step, while
-threads or processes load. 3. ``many``: the same with 16 threads that sleep instead of decoding.
-They hold the GIL as often and as long, but need few cores. A model of a queue (M/G/1) predicts
-their
-   delay from the first part.
+1. ``held``: how often a sample releases the GIL, and how long it holds it. A small preloaded C
+   library wraps Python's functions for this (needs ``cc`` and a Python with a shared library).
+2. ``beside``: a step of 500 launches of a few microseconds each, like a network's GPU step, while
+   threads or processes load.
+3. ``many``: the same with 16 threads that sleep instead of decoding. They hold the GIL as often
+   and as long, but need few cores. An M/G/1 queue model predicts their delay from part 1.
 
     uv run python -m scripts.bench.launches
 """
@@ -56,11 +54,11 @@ _LOADERS = ((THREADS, 1), (THREADS, 2), (THREADS, 4), (PROCESSES, 1), (PROCESSES
 BATCH = 64
 MANY = 16
 RATES = (500, 1000, 1500, 2000, 3000)
-# how long a look for a batch takes; torch's loader waits for ever without a limit
+# polling time for a batch; without a limit torch's loader waits forever
 _POLL_S = 1e-4
-# a device's time for a step, in which nothing is launched
+# device time of a step, without launches
 PAUSE_S = 0.01
-# the resize as torch.ops calls it, and as torch's own functions do
+# the resize as called by torch.ops and by torch's own functions
 KERNELS = {
     "torch.ops": torch.ops.aten._upsample_bilinear2d_aa.out,
     "torch._C._nn": torch._C._nn._upsample_bilinear2d_aa,
@@ -100,7 +98,7 @@ double *gil_held(void) { return held; }
 
 
 def images(folder: Path, name: str) -> str:
-    """Makes 64 JPEGs of ``FILES``, drawn and noisy; returns their root."""
+    """Writes 64 noisy drawings as JPEGs of ``FILES``; returns their root."""
     root = folder / name / "a"
     root.mkdir(parents=True)
     width, height, quality = FILES[name]
@@ -113,20 +111,20 @@ def images(folder: Path, name: str) -> str:
 
 
 def dataset(root: str, side: int = 224) -> ImageDataset:
-    """Returns the images with random crops decoded, as in the second epoch."""
+    """Returns the images with decoded random crops, as in the second epoch."""
     options = DataConfig(image_size=side)
     return ImageDataset(
         FolderSource(root), CropTransform(side), options, side, 0, whole=Whole(None)
     )
 
 
-# 1. How long the lock is held
+# 1. GIL hold times
 
 
 def held(root: str, library: Path) -> dict[str, dict[str, float]]:
-    """Returns the crossings and the held lock of a sample by each of ``KERNELS``.
+    """Measures a sample's GIL acquisitions and hold times with each of ``KERNELS``.
 
-    In a process of its own.
+    Runs in a separate process.
     """
     told = [sys.executable, "-m", "scripts.bench.launches", "--held", root, str(library)]
     env = {**os.environ, "LD_PRELOAD": str(library)}
@@ -142,7 +140,7 @@ def _held(root: str, library: str) -> dict[str, dict[str, float]]:
     counter.gil_held.restype = ctypes.POINTER(ctypes.c_double)
     samples = dataset(root)
     out = np.empty((224, 224, 3), np.uint8).transpose(2, 0, 1)
-    # a segment has one reading of the clock in it
+    # each segment includes one clock reading
     took_us = []
     for call in (counter.gil_count, counter.gil_now) * 200:
         begin = counter.gil_now()
@@ -170,8 +168,8 @@ def _held(root: str, library: str) -> dict[str, dict[str, float]]:
 def waited_us(rate: float, found: Mapping[str, float], wake_us: float) -> float:
     """Returns the mean wait of a launch for the GIL, at ``rate`` images/s of all threads.
 
-    Pollaczek and Khinchine's formula. A thread that takes the lock over holds it from the moment it
-    is woken: a segment lasts ``wake_us`` longer. A launch that finds the lock taken is woken too.
+    By the Pollaczek-Khinchine formula. A thread that takes the lock over holds it while it wakes,
+    so a segment lasts ``wake_us`` longer. A launch that finds the lock taken must wake, too.
     """
     each = rate / 1e6 * found["crossings"]
     mean_us = found["held_us"] / found["crossings"]
@@ -223,14 +221,14 @@ class Launcher:
     def window(
         self, feed: Backend | None, batches: Any, seconds: float, launches: int = LAUNCHES
     ) -> Window:
-        """Returns a launch in the median step, and what the feed does meanwhile."""
+        """Returns a launch's time in the median step, and the feed's rate meanwhile."""
         add = self.values.add_
         steps: list[float] = []
         begin = time.perf_counter()
         until = begin + seconds
         samples = 0
         cpu_s = 0.0
-        # the queue of a feed that has rested is full
+        # an idle feed's queue is full at first
         warm = begin + 0.25 * seconds
         while (now := time.perf_counter()) < until:
             for _ in range(launches):
@@ -262,7 +260,7 @@ def feed_of(samples: ImageDataset, backend: str, workers: int) -> Backend:
 
 
 def in_turns(sides: Mapping[str, Callable[[], Window]], turns: int) -> dict[str, list[Window]]:
-    """Returns the windows of each side, there and back."""
+    """Returns the windows of each side, in alternating order."""
     found: dict[str, list[Window]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in sides if turn % 2 == 0 else [*sides][::-1]:
@@ -272,7 +270,7 @@ def in_turns(sides: Mapping[str, Callable[[], Window]], turns: int) -> dict[str,
 
 
 def beside(root: str, turns: int, seconds: float, pause_s: float) -> list[dict[str, object]]:
-    """Returns rows of a launch beside threads and processes that decode."""
+    """Returns rows on launches beside threads and processes that decode."""
     launcher = Launcher(pause_s)
     samples = dataset(root)
     with ExitStack() as stack:
@@ -291,7 +289,7 @@ def beside(root: str, turns: int, seconds: float, pause_s: float) -> list[dict[s
 
 
 def many(root: str, turns: int, seconds: float, pause_s: float) -> dict[str, list[Window]]:
-    """Returns the windows of a launch beside ``MANY`` threads that sleep in place of decoding."""
+    """Returns windows of launches beside ``MANY`` threads that sleep instead of decoding."""
     turbo = libraries._turbojpeg()
     assert turbo is not None, "the package turbojpeg is needed"
     sleep = ctypes.CDLL(None).usleep
@@ -322,11 +320,11 @@ def many(root: str, turns: int, seconds: float, pause_s: float) -> dict[str, lis
         turbo.Decompress8 = decode
 
 
-# 4. Fewer crossings
+# 4. Fewer GIL releases
 
 
 def fewer(root: str, turns: int, seconds: float) -> list[dict[str, object]]:
-    """Returns rows of two threads that load by each of ``KERNELS``, and by the first again."""
+    """Returns rows on two threads loading with each of ``KERNELS``, and with the first again."""
     with closing(feed_of(dataset(root), THREADS, 2)) as feed:
         batches = iter(feed)
 
@@ -388,9 +386,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser("Measure the GIL's effect on a step that launches kernels.")
     add = options.add_argument
     add("--turns", type=int, default=20, help="windows per side")
-    add("--seconds", type=float, default=0.5, help="of a window")
+    add("--seconds", type=float, default=0.5, help="length of a window")
     add("--pause", type=float, default=PAUSE_S, help="seconds without launches after each step")
-    add("--held", nargs=2, help="a part of the measurement itself: ROOT LIBRARY")
+    add("--held", nargs=2, help="internal, used by the measurement: ROOT LIBRARY")
     a = options.parse_args(argv)
     if a.held:
         print(json.dumps(_held(*a.held)))

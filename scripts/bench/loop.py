@@ -1,11 +1,11 @@
 """Measures the harness's overhead over a hand-written PyTorch loop on the same cached batches.
 
 Two identical networks train on the same batches, one through ``harness.training.engine.Engine`` as
-``train.py`` wires it (clock, TensorBoard, ``metrics.jsonl``, host sampler), one in a loop written
-by hand that only reads its loss as often as the harness does. Their epochs alternate, and so does
-which goes first. Beside them the hand-written loop runs against a twin of itself: how far that
-ratio strays from 1 is what this machine cannot resolve. At the end the weights are compared, so
-that both are known to have done the same work.
+``train.py`` wires it (clock, TensorBoard, ``metrics.jsonl``, host sampler), one in a hand-written
+loop that only reads its loss as often as the harness does. Their epochs alternate, and so does
+the order. As a control, the hand-written loop also runs against a copy of itself; that ratio's
+deviation from 1 is the noise of this machine. At the end the weights are compared, to confirm that
+both did the same work.
 
     uv run python -m scripts.bench.loop
 """
@@ -52,14 +52,14 @@ from scripts.bench.paired import Estimate
 from scripts.bench.tables import Sample, machine, machine_line, markdown, parser, write
 
 CLASSES = 10
-# the interval of harness / hand-written may not lie below
+# harness / hand-written: the interval must not be entirely below
 FLOOR = 0.98
 
 Epoch = Callable[[], object]
 
 
 class CachedFeed(Backend):
-    """A feed whose batches lie ready in memory."""
+    """A feed with preloaded batches."""
 
     def __init__(self, batches: Sequence[HostBatch], settings: FeedSettings) -> None:
         super().__init__(Order(len(batches) * settings.batch_size, settings.batch_size), settings)
@@ -76,7 +76,7 @@ class CachedFeed(Backend):
 
 
 class HandWritten:
-    """The loop that a careful person writes: as little as can be around the same training."""
+    """A careful hand-written loop: the least code around the same training."""
 
     def __init__(self, config: Config, batches: Sequence[HostBatch], device: torch.device) -> None:
         seeding.seed_everything(config.seed)
@@ -109,7 +109,7 @@ class HandWritten:
         self.window = config.watch.window_steps
 
     def epoch(self) -> None:
-        """Train on every batch once."""
+        """Trains on every batch once."""
         self.network.train()
         for done, batch in enumerate(self.batches, 1):
             images = batch.images.to(self.device, non_blocking=True).sub(self.mean).mul_(self.scale)
@@ -126,7 +126,7 @@ class HandWritten:
 def harness_engine(
     config: Config, batches: Sequence[HostBatch], world: World, place: Path
 ) -> Iterator[Engine]:
-    """An engine on cached batches, made and watched as ``train.py`` does it."""
+    """Yields an engine on cached batches, built and monitored as in ``train.py``."""
     with folder.logging_to(place):
         seeding.seed_everything(config.seed)
         splits = Splits(FakeDataset(1, 1, CLASSES), FakeDataset(1, 1, CLASSES), (), "fake", "")
@@ -153,12 +153,12 @@ def harness_engine(
 def in_turns(
     pairs: int, harness: Epoch, loops: Sequence[Epoch], device: torch.device
 ) -> dict[str, list[float]]:
-    """Returns seconds of each epoch of the four sides, run in pairs by turns."""
+    """Returns the seconds of each epoch of the four sides, run in alternating pairs."""
     sides = dict(
         zip(("harness", "hand_written", "control_a", "control_b"), (harness, *loops), strict=True)
     )
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    # kernels are chosen, memory is reserved
+    # warm-up: kernel selection, memory allocation
     for run in sides.values():
         run()
     for pair in range(pairs):
@@ -166,7 +166,7 @@ def in_turns(
             print(f"pair {pair + 1} of {pairs}", file=sys.stderr)
         for couple in (("harness", "hand_written"), ("control_a", "control_b")):
             for name in couple if pair % 2 == 0 else reversed(couple):
-                # or one side would clear up after another
+                # or one side would collect another's garbage
                 gc.collect()
                 begin = time.perf_counter()
                 sides[name]()
@@ -177,22 +177,22 @@ def in_turns(
 
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
-    """Returns the largest absolute difference of weights and buffers; 0.0: bitwise the same."""
+    """Returns the largest absolute difference of weights and buffers; 0.0: bitwise identical."""
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
 def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
-    """Run the comparison and give all of its figures."""
+    """Runs the comparison; returns all results."""
     with distributed.joined(0, config) as world, tempfile.TemporaryDirectory() as place:
         batches = make_batches(
             steps, config.loader.batch_size, config.data.image_size, pin=world.device.type == "cuda"
         )
         loops = [HandWritten(config, batches, world.device) for _ in range(3)]
         with harness_engine(config, batches, world, Path(place)) as engine:
-            # fit() would add the evaluation and the checkpoint; the claim is about the epoch alone
+            # fit() would add evaluation and checkpoint; the claim is only about the epoch
             epoch = lambda: engine._train_epoch(engine.state.epoch)
-            # its lines of progress are written, but nobody wants to read them
+            # progress lines are written but discarded
             with redirect_stdout(io.StringIO()):
                 seconds = in_turns(pairs, epoch, [loop.epoch for loop in loops], world.device)
             difference = largest_difference(engine.state.network, loops[0].network)
@@ -211,7 +211,7 @@ def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
 
 
 def make_batches(count: int, batch_size: int, image_size: int, pin: bool) -> list[HostBatch]:
-    """``count`` different batches of noise, page-locked where ``pin``."""
+    """Returns ``count`` different batches of noise, pinned if ``pin``."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(count):
@@ -226,10 +226,10 @@ def make_batches(count: int, batch_size: int, image_size: int, pin: bool) -> lis
 
 
 def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
-    """The comparison as text: two tables, how they were made, and what becomes of the claim."""
+    """Returns the comparison as text: two tables, the method, and the result of the claim."""
     batch_size = config.loader.batch_size
     held = verdict(found["ratio"])
-    weights = "bitwise the same on both sides"
+    weights = "bitwise identical on both sides"
     if apart := found["largest_weight_difference"]:
         weights = f"differ by up to {apart:.3g}"
     # one table of steps, one of ratios
@@ -259,11 +259,11 @@ epochs of {steps} steps in turns, loss read every {config.watch.window_steps} st
 
 Steps: median (quartiles). Ratios: median of the pairs [95 % interval, of order statistics].
 Weights after all epochs: {weights}.
-Claim, the interval of harness / hand written does not lie below {FLOOR}: {held}."""
+Claim: the interval of harness / hand written is not entirely below {FLOOR}: {held}."""
 
 
 def verdict(ratio: Estimate) -> str:
-    """Returns what the interval says of the claim."""
+    """Returns the interval's verdict on the claim."""
     if ratio.low >= FLOOR:
         return "holds, the whole interval is above"
     if ratio.high < FLOOR:

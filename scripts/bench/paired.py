@@ -1,6 +1,6 @@
-"""Measures what something costs: a loop with it and without it in turns.
+"""Measures the cost of something: a loop with and without it, alternating.
 
-And without it against itself, which shows the noise.
+As a control, the loop without it also runs against itself, which shows the noise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from scripts.bench.tables import Sample
 
-# does so many steps, or the one thing that it is for
+# runs a number of steps, or its single task
 Work = Callable[[int], object]
 
 
@@ -23,13 +23,12 @@ class Plan:
     """How a cost is measured.
 
     Attributes:
-        runs: of each side, in turns.
-        steps: in a run.
-        before: done before each run, untimed.
-        now: the clock in seconds; the thread's processor time where runs are long enough to be
+        runs: alternating runs of each side.
+        steps: steps per run.
+        before: called before each run, untimed.
+        now: the clock in seconds; the thread's CPU time if runs are long enough to be
             interrupted.
-        kind: of the run that the watched side did in this turn, where not all of its runs do the
-            same.
+        kind: returns the kind of the watched side's latest run, if its runs differ.
     """
 
     runs: int
@@ -41,7 +40,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with its 95 % interval."""
+    """A value with its 95 % interval."""
 
     value: float
     low: float
@@ -51,7 +50,7 @@ class Estimate:
     def of(cls, values: Sequence[float]) -> Estimate:
         """Returns the median with its interval of order statistics."""
         ordered = np.sort(np.asarray(values, float))
-        # values on each side outside of the interval
+        # values outside the interval on each side
         beyond = max(0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2))
         return cls(float(np.median(ordered)), float(ordered[beyond]), float(ordered[-1 - beyond]))
 
@@ -65,20 +64,20 @@ class Estimate:
 
     @classmethod
     def mean(cls, values: Mapping[Hashable, Sequence[float]]) -> Estimate:
-        """What runs of several kinds take on average: the median of each, by how often it came."""
+        """Returns the mean over kinds of runs: the median of each, weighted by its frequency."""
         count = sum(map(len, values.values()))
         parts = [cls.of(those) * (len(those) / count) for those in values.values()]
         return sum(parts, cls(0.0, 0.0, 0.0))
 
     def __add__(self, other: Estimate) -> Estimate:
-        """The sum; its interval is the widest that the two allow."""
+        """Returns the sum, with the widest interval that the two allow."""
         return Estimate(self.value + other.value, self.low + other.low, self.high + other.high)
 
     def __mul__(self, factor: float) -> Estimate:
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
     def judged(self, most: float) -> str:
-        """Returns whether the figure is ``most`` at most, as words."""
+        """Returns whether the value is at most ``most``, in words."""
         if self.high <= most:
             return "holds"
         return "does not hold" if self.low > most else "not resolved"
@@ -86,13 +85,13 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What something costs, in microseconds each time.
+    """The cost of something, in microseconds.
 
     Attributes:
-        us: of the loop with it, less the loop without.
-        control_us: of the loop without, less the same again.
-        bare_us: of the loop without.
-        mean_us: the same on average, over kinds of runs: the median of ``us`` where there is one.
+        us: the loop with it minus the loop without.
+        control_us: the loop without it minus itself.
+        bare_us: the loop without it.
+        mean_us: mean of ``us`` over kinds of runs; its median if there is one kind.
     """
 
     us: Sample
@@ -102,7 +101,7 @@ class Cost:
 
     @classmethod
     def of(cls, watched: Work, bare: Work, plan: Plan) -> Cost:
-        """Of what ``watched`` does beyond ``bare``."""
+        """Returns the cost of ``watched`` over ``bare``."""
         sides = {"watched": watched, "bare": bare, "control": bare}
         us: dict[str, list[float]] = {name: [] for name in sides}
         kinds: dict[Hashable, list[float]] = {}

@@ -1,6 +1,6 @@
-"""Pre-empts a job of a real Slurm at random moments, and compares its weights with a whole run's.
+"""Preempts a job of a real Slurm at random moments, and compares its weights with a whole run's.
 
-The job is the script of docs/how-to/clusters.md on one rank; a time limit stops it once, before.
+The job is the script of docs/how-to/clusters.md on one rank; first, a time limit stops it once.
 The exit code is 1 if a requirement is not met. Needs root and slurm-wlm.
 
     uv run python -m scripts.bench.preempted --write
@@ -40,7 +40,7 @@ from tests.support.run_state import digest, lines, wrong_lines
 from tests.support.slurm import Slurm, script, until
 
 PAGE = PAGES / "preempted.md"
-# evaluations and saves that last long enough to be met
+# evaluations and saves last long enough to be hit
 _MODEL = """
 from torch import nn
 
@@ -61,7 +61,7 @@ _SIGNAL = "Received 15 death signal"
 
 @dataclass
 class Job:
-    """The job, whose output is read from where its present life begins."""
+    """The job; its output is read from the start of its current attempt."""
 
     slurm: Slurm
     number: str
@@ -75,11 +75,11 @@ class Job:
         return self.slurm.work / f"outputs/job-{self.number}"
 
     def said(self) -> str:
-        """What this life has printed."""
+        """Returns the output of this attempt."""
         return self.slurm.said(self.number)[self.from_byte :]
 
     def phase(self) -> str:
-        """What the run does, or did when the signal came."""
+        """Returns the run's phase, or its phase when the signal came."""
         told = self.said().split(_SIGNAL)[0]
         if "training:" not in told:
             return "start"
@@ -107,7 +107,7 @@ class Job:
             until(lambda: self.look().phase() == aim, aim, 120)
 
     def preempt(self) -> float:
-        """Pre-empts the job; returns the seconds until the node was free."""
+        """Preempts the job; returns the seconds until the node was free."""
         began_s = time.monotonic()
         other = self.slurm.submit(
             "#!/bin/bash\ntrue\n", options=("--partition=high", "--output=/dev/null")
@@ -116,7 +116,7 @@ class Job:
         while _SIGNAL not in self.said():
             self.look()
             time.sleep(0.002)
-            # torchrun may not have been there yet
+            # torchrun may not have started yet
             if next(looks) % 100 == 0 and self.slurm.fact(other, "JobState") != "PENDING":
                 break
         self.met.append(self.phase())
@@ -124,13 +124,13 @@ class Job:
         return time.monotonic() - began_s
 
     def start_again(self, restarts: int) -> None:
-        """Starts the next life."""
+        """Starts the next attempt."""
         self.slurm.start_again(self.number, restarts)
         self.from_byte = len(self.slurm.said(self.number))
 
 
 def measure(base: Path, n: int, seed: int, epochs: int) -> dict[str, object]:
-    """Runs the job and the whole run in ``base``; returns the row of the table."""
+    """Runs the job and an uninterrupted run in ``base``; returns the table's row."""
     moments = random.Random(seed)
     aims = [*_AIMS, *[None] * (n - len(_AIMS))]
     moments.shuffle(aims)
@@ -144,7 +144,7 @@ def measure(base: Path, n: int, seed: int, epochs: int) -> dict[str, object]:
             cwd=base,
             stdout=subprocess.DEVNULL,
         )
-        # one of them generates the images
+        # only one run generates the images
         until(lambda: (base / "outputs/whole/metrics.jsonl").exists(), "images", 300)
         job = Job(slurm, slurm.submit(script(), *settings))
         # Slurm looks at time limits every 30 s
@@ -159,7 +159,7 @@ def measure(base: Path, n: int, seed: int, epochs: int) -> dict[str, object]:
         for i, aim in enumerate(aims):
             job.wait_for(aim, moments)
             freed_s.append(job.preempt())
-            tell(f"{i + 1} of {n}: aimed at {aim}, met {job.met[-1]}, {freed_s[-1]:.1f} s")
+            tell(f"{i + 1} of {n}: aimed at {aim}, hit {job.met[-1]}, {freed_s[-1]:.1f} s")
             job.start_again(i + 2)
         state = slurm.end(job.number, 900)
         wrong = [] if state == "COMPLETED" else [f"the job ended as {state}"]
@@ -172,8 +172,8 @@ def measure(base: Path, n: int, seed: int, epochs: int) -> dict[str, object]:
     found = [f"{times} in {phase}" for phase, times in sorted(counts.items())]
     return {
         "n": n,
-        "required": "completed; weights, optimizer and random states of the run that nothing "
-        "stopped, bitwise; TensorBoard equal to metrics.jsonl; each phase met",
+        "required": "completed; weights, optimizer and random states bitwise identical to the "
+        "uninterrupted run's; TensorBoard equal to metrics.jsonl; each phase hit",
         "pre-empted": ", ".join(found),
         "resumed from a checkpoint": resumed,
         "seconds until the node was free, median (quartiles)": Sample.of(freed_s),
@@ -185,9 +185,9 @@ def measure(base: Path, n: int, seed: int, epochs: int) -> dict[str, object]:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser(str(__doc__).splitlines()[0], PAGE, json=False)
     add = options.add_argument
-    add("--n", type=int, default=20, help="pre-emptions")
-    add("--seed", type=int, default=0, help="of the moments")
-    add("--epochs", type=int, default=50, help="of the run; enough for all of them")
+    add("--n", type=int, default=20, help="preemptions")
+    add("--seed", type=int, default=0, help="seed of the moments")
+    add("--epochs", type=int, default=50, help="epochs of the run; enough for all preemptions")
     a = options.parse_args(argv)
     if missing := Slurm.missing():
         options.error(missing)
@@ -199,12 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).stdout.strip()
     command = shlex.join(["uv", "run", "python", "-m", "scripts.bench.preempted", *sys.argv[1:]])
     text = (
-        "# A job that Slurm pre-empts\n\n"
+        "# A job that Slurm preempts\n\n"
         f"{machine_line(machine())}; {version}\n\n`{command}`, {datetime.now(UTC):%d %B %Y}.\n\n"
         "The script of [clusters.md](../../../docs/how-to/clusters.md) runs under a real Slurm "
-        "of one node, on one rank. A job of a partition with a higher priority takes the node "
-        "away at seeded random moments; three of them are aimed at the start, an evaluation and a "
-        "save. A time limit stops the run once, before.\n\n"
+        "of one node, on one rank. A job in a higher-priority partition takes the node "
+        "at seeded random moments; three of them are aimed at the start, an evaluation and a "
+        "save. First, a time limit stops the run once.\n\n"
         f"{markdown([{'': key, 'value': value} for key, value in row.items()])}\n"
     )
     print(text)

@@ -1,7 +1,7 @@
 """Compares the rates and losses of the recipes in ``conf/experiment`` with their sources'.
 
-The sources run in place, with their parsers, optimizers and schedules; only their data and their
-steps are left out. What they import and do not need is made up.
+The sources run in place, with their parsers, optimizers and schedules, but without data and steps.
+Imports that they do not need are stubbed.
 
     uv run python -m scripts.bench.recipes FOLDER
 
@@ -34,7 +34,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# updates of an epoch: rates are compared at each of them
+# updates per epoch: rates are compared at each of them
 STEPS = 7
 CLASSES = 1000
 # as published: torchvision's blog, README.md of its references; "ResNet strikes back", table 2;
@@ -71,11 +71,11 @@ PROCEDURE = (
 
 @dataclass
 class Course:
-    """What a recipe does to each parameter.
+    """A recipe's treatment of each parameter.
 
     Attributes:
-        parameters: in the order of torchvision's or timm's network.
-        network: whose parameters they are.
+        parameters: in the order of the network of torchvision or timm.
+        network: the network that owns them.
         rows: learning rate and weight decay of each parameter at each update.
         loss: of logits ``[N, classes]``, labels ``[N]`` and mixed labels ``[N, classes]``.
         more: other settings by name.
@@ -88,7 +88,7 @@ class Course:
     more: dict[str, Any] = field(default_factory=dict)
 
     def look(self, optimizer: Optimizer) -> None:
-        """Notes the rates of the next update."""
+        """Records the rates of the next update."""
         groups = optimizer.param_groups
         self.rows.append([(float(group["lr"]), group["weight_decay"]) for group in groups])
         self.more |= {
@@ -195,7 +195,7 @@ def image_models(name: str, folder: Path) -> Course:
 
 
 def ffcv(name: str, folder: Path) -> Course:
-    """Runs the trainer of FFCV's train_imagenet.py on a network of one number."""
+    """Runs the trainer of FFCV's train_imagenet.py on a network with one parameter."""
     absent = " .pipeline.operation .loader .transforms .fields.rgb_image .fields.basics"
     sys.modules.update({f"ffcv{part}": MagicMock() for part in absent.split(" ")})
     sys.modules["torchmetrics"] = MagicMock()
@@ -221,7 +221,7 @@ def ffcv(name: str, folder: Path) -> Course:
 
 
 def convnext(name: str, folder: Path) -> Course:
-    """Runs ConvNeXt's optimizer, schedule and engine on a network of one number."""
+    """Runs ConvNeXt's optimizer, schedule and engine on a network with one parameter."""
     import timm.optim  # noqa: F401
 
     for absent in ("novograd", "nadam", "radam", "rmsprop_tf", "nvnovograd"):
@@ -250,7 +250,7 @@ def convnext(name: str, folder: Path) -> Course:
     decays = utils.cosine_scheduler(args.weight_decay, args.weight_decay, args.epochs, STEPS)
 
     def key(named: tuple[str, nn.Parameter]) -> tuple[int, int, int]:
-        """The place of a parameter in torchvision's network."""
+        """Returns a parameter's position in the torchvision network."""
         name, _ = named
         found = [int(number) for number in re.findall(r"\d+", name.replace("pwconv", "conv"))]
         stage = 2 * found[0] + name.startswith("stages") if found else 9 + name.startswith("head")
@@ -274,7 +274,7 @@ def convnext(name: str, folder: Path) -> Course:
 
 
 def vision_transformer(name: str, folder: Path) -> Course:
-    """Runs the schedule of vit_jax/utils.py by NumPy; the rest is read from its configuration."""
+    """Runs the schedule of vit_jax/utils.py in NumPy; the rest comes from its configuration."""
     tree = ast.parse((folder / "vision_transformer/vit_jax/utils.py").read_text())
     kept = [
         node for node in tree.body if getattr(node, "name", "") == "create_learning_rate_schedule"
@@ -285,7 +285,7 @@ def vision_transformer(name: str, folder: Path) -> Course:
     network = torchvision.models.vit_b_16(num_classes=CLASSES)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.03, momentum=0.9)
     course = Course(network, [*network.parameters()])
-    # its CIFAR-10 has 500 of 10,000 updates of warm-up
+    # for CIFAR-10 it warms up for 500 of 10,000 updates
     rate = space["create_learning_rate_schedule"](epochs * STEPS, 0.03, "cosine", STEPS)
     for step in range(epochs * STEPS):
         # optax counts updates from 0
@@ -342,7 +342,7 @@ def compared(name: str, folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Prints the differences of all recipes, each in a process of its own."""
+    """Prints the differences of all recipes, each in a separate process."""
     folder = Path(sys.argv[1]).resolve()
     names = sys.argv[2:] or list(SOURCES)
     # sources have modules of the same names

@@ -1,9 +1,9 @@
-"""Compares training on a folder of JPEG files with training on copies that ``wellfed shrink`` made.
+"""Compares training on a folder of JPEG files with training on copies made by ``wellfed shrink``.
 
     uv run python -m scripts.bench.shrunk --windows 20 --seeds 5
 
-The files are generated, 500 x 375 pixels of quality 90. Loading is timed for crops of 224 pixels
-by two threads, in windows in turn, after a first epoch; the top-1 is that of a small network.
+The files are generated, 500 x 375 pixels, quality 90. Loading of 224-pixel crops by two threads is
+timed in alternating windows, after a first epoch; the top-1 is that of a small network.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def train(place: Path, *settings: str) -> float:
 
 
 def loaded(places: dict[str, Path], images: int, windows: int, seconds: float) -> None:
-    """Prints processor time for each image, and images/s, of windows in turn."""
+    """Prints CPU time per image, and images/s, of alternating windows."""
     times, rates = defaultdict(list), defaultdict(list)
     with ExitStack() as stack:
         feeds = {}
@@ -77,7 +77,7 @@ def loaded(places: dict[str, Path], images: int, windows: int, seconds: float) -
                 rates[name].append(count / (time.perf_counter() - began))
                 idle_s = 1.0
                 while idle_s > 0.01:
-                    # until its threads have filled their queue
+                    # until the threads have filled their queue
                     before = time.process_time()
                     time.sleep(0.1)
                     idle_s = time.process_time() - before

@@ -2,8 +2,8 @@
 
     uv run python -m scripts.bench.sizes --runs 5
 
-The step sleeps in proportion to the pixels, in place of a GPU. Each kind of run writes the table of
-its sizes from its ``report.json``; one more run is stopped within the second size and resumed.
+The step sleeps in proportion to the pixels, in place of a GPU. The table has rows for each kind
+of run, from ``report.json``; one more run is stopped within the second size and resumed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 class Slept(nn.Module):
-    """A linear layer on the mean color whose forward pass sleeps for each pixel."""
+    """A linear layer on the mean color; its forward pass sleeps for each pixel."""
 
     def __init__(self, classes: int, image_s: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Slept(nn.Module):
 
 
 def build(num_classes: int, image_s: float) -> nn.Module:
-    """Returns a network whose step takes ``image_s`` seconds for an image of the largest size."""
+    """Returns a network whose step takes ``image_s`` seconds per image of the largest size."""
     return Slept(num_classes, image_s)
 
 
@@ -71,7 +71,7 @@ def run(place: Path, root: Path, *settings: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints a row for each kind of run and size, and whether a resumed run has equal weights."""
+    """Prints a row per kind of run and size, and whether a resumed run has equal weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--image-s", type=float, default=1.25e-3)
@@ -105,7 +105,7 @@ def main() -> None:
         run(stopped, root, network, "trainer.max_steps=75")
         run(stopped, root, network, "resume=auto", "trainer.max_steps=null")
         found = [digest(place) for place in (stopped, base / "defaults 0")]
-        print("resumed in the second size, bitwise the same:", found[0] == found[1])
+        print("resumed in the second size, bitwise identical:", found[0] == found[1])
 
 
 if __name__ == "__main__":

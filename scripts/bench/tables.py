@@ -1,4 +1,4 @@
-"""What every benchmark says of itself: machine, versions, figures with their spread."""
+"""Formats the results of benchmarks: machine, versions, figures with their spread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sample:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Sample:
-        """The sample that ``values`` make; at least one."""
+        """Returns the sample of one or more ``values``."""
         low, median, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
         return cls(len(values), median, low, high)
 
@@ -57,30 +57,30 @@ class Results:
             self.path.write_text(whole + "\n" * bool(whole), encoding="utf-8")
 
     def add(self, **line: Any) -> None:
-        """Append one line."""
+        """Appends one line."""
         self.lines.append(line)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def has(self, **facts: Any) -> bool:
-        """Whether there is a line with these values."""
+        """Returns whether there is a line with these values."""
         return any(facts.items() <= line.items() for line in self.lines)
 
 
 def tell(text: str) -> None:
-    """Prints ``text`` on standard error."""
+    """Prints ``text`` to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, Any]:
-    """Hardware and versions, the GPU among them where torch can use one, and torch's threads."""
+    """Returns hardware, versions and the number of torch threads, with the GPU if available."""
     gpu = accelerator.get("cuda").name if accelerator.count() else None
     return environment(gpu) | {"torch_threads": torch.get_num_threads()}
 
 
 def machine_line(found: Mapping[str, Any]) -> str:
-    """``machine()`` in one line; says so where there is no GPU."""
+    """Returns ``machine()`` as one line; states if there is no GPU."""
     cuda = ""
     if "cuda" in found:
         cuda = f" (CUDA {found['cuda']}, driver {found.get('driver', 'none')})"
@@ -93,7 +93,7 @@ def machine_line(found: Mapping[str, Any]) -> str:
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """Returns a Markdown table that reads well as plain text, or "" of no rows.
+    """Returns a Markdown table that reads well as plain text, or "" without rows.
 
     The first row's keys are the columns.
     """
@@ -116,7 +116,7 @@ def markdown(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def write(path: Path, value: Mapping[str, Any] | str) -> None:
-    """Writes a text, or figures as JSON, whole or not at all."""
+    """Writes a text, or figures as JSON, atomically."""
     text = value if isinstance(value, str) else json.dumps(plain(value), indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -128,7 +128,7 @@ def write(path: Path, value: Mapping[str, Any] | str) -> None:
 
 
 def parser(text: str, page: Path | None = None, *, json: bool = True) -> argparse.ArgumentParser:
-    """Returns a benchmark's parser, with --json, and with --write if there is a page."""
+    """Returns a benchmark's parser with --json, and with --write if there is a page."""
     made = argparse.ArgumentParser(
         description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -142,17 +142,15 @@ def parser(text: str, page: Path | None = None, *, json: bool = True) -> argpars
 def listed(
     parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]
 ) -> tuple[str, ...]:
-    """Returns the names ``given`` to an option, with commas between, or all ``known``."""
+    """Returns the comma-separated names ``given`` to an option, or all ``known``."""
     names = tuple(known) if given is None else tuple(given.split(","))
     if unknown := set(names) - set(known):
-        parser.error(
-            f"{option}: unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}"
-        )
+        parser.error(f"{option}: unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     return names
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON can hold it, samples as objects."""
+    """Returns ``value`` as plain JSON values, samples as objects."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The architecture page, drawn from ``harness/``: rooms, files, the user's own parts, ways.
+"""Generates the architecture page from ``harness/``: rooms, files, the user's own parts, ways.
 
 The ways come from a traced run, which takes half a minute::
 
@@ -94,7 +94,7 @@ def layers() -> list[list[str]]:
 
 
 def task(file: str, function: str = "") -> str:
-    """Returns the docstring's first sentence, of a file of ``harness/`` or a function in it.
+    """Returns the first docstring sentence of a file of ``harness/`` or a function in it.
 
     A special method without a docstring has that of its class, any other function "".
     """
@@ -114,7 +114,7 @@ def task(file: str, function: str = "") -> str:
 
 
 def rooms() -> Iterator[str]:
-    """Yields a row for each room, with the rooms that it may import."""
+    """Yields a row per room, with the rooms that it may import."""
     lines = layers()
     for i, (names, below) in enumerate(zip(lines, [*lines[1:], []], strict=True)):
         lower = " and below" if i + 2 < len(lines) else ""
@@ -137,7 +137,7 @@ def files() -> Iterator[str]:
 
 
 def doors() -> Iterator[str]:
-    """Yields a row for each of the user's parts; raises if its name or receiver is gone."""
+    """Yields a row per user part; raises if its name or receiver is gone."""
     settings = {name for name, *_ in walk(Config())}
     page = ""
     for line in DOORS.strip().splitlines():
@@ -148,7 +148,7 @@ def doors() -> Iterator[str]:
         module, function = receiver.split(":")
         file = f"{module.replace('.', '/')}.py"
         task(file, function)
-        # the callbacks need a package that is no part of the tools
+        # the callbacks need a package that is not in the dev tools
         if name != f"wellfed.{module}":
             found = getattr(import_module(f"harness.{module}"), function)
             place, _, own = name.partition(".")

@@ -1,10 +1,10 @@
 """Draws the pictures of the README: a run that waits for data beside the same run, tuned.
 
-Both runs are real. Their step sleeps for 50 ms in place of a GPU's, and every file comes 5 ms late.
+Both runs are real. Their step sleeps for 50 ms in place of a GPU, and every file is 5 ms late.
 Needs chromium and chromium-driver.
 
     uv run python -m scripts.docs.screenshots
-    uv run python -m scripts.docs.screenshots --folder outputs/pictures  # draws runs that are there
+    uv run python -m scripts.docs.screenshots --folder outputs/pictures  # draws existing runs
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
 )
-# of each page, in CSS pixels
+# page width, in CSS pixels
 WIDTH = 540
 HEIGHT = 1600
-# picture's pixels to one of these
+# picture pixels per CSS pixel
 SCALE = 1.5
-# between the two pages, in the picture's pixels
+# between the two pages, in picture pixels
 GAP = 24
-# of WebP, 0..100
+# WebP quality, 0..100
 QUALITY = 70
 # the top and the bottom of each part: heading and verdict; the bar of a step's time and its table
 BOUNDS = """
@@ -65,7 +65,7 @@ WAIT_S = 30
 
 
 def train(folder: Path) -> None:
-    """Runs both, each in a folder of its own below ``folder``."""
+    """Runs both, each in its own folder below ``folder``."""
     env = os.environ | {
         STEP: "50",
         READ: "5",
@@ -86,7 +86,7 @@ def train(folder: Path) -> None:
 
 @contextmanager
 def browser() -> Iterator[webdriver.Chrome]:
-    """Gives a headless Chromium."""
+    """Yields a headless Chromium."""
     options = webdriver.ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
     for flag in FLAGS:
@@ -101,7 +101,7 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 
 def parts(driver: webdriver.Chrome, page: Path, scheme: str) -> list[Image.Image]:
-    """Returns two pictures of ``page``: its verdict, and where a step's time went.
+    """Returns two pictures of ``page``: its verdict, and the breakdown of a step's time.
 
     ``scheme`` is light or dark.
     """
@@ -119,7 +119,7 @@ def parts(driver: webdriver.Chrome, page: Path, scheme: str) -> list[Image.Image
 
 
 def beside(left: Sequence[Image.Image], right: Sequence[Image.Image]) -> Image.Image:
-    """Returns the parts of two pages in one picture: each page a column, each part a row."""
+    """Returns one picture of two pages' parts: a column per page, a row per part."""
     heights = [max(pair.height for pair in row) for row in zip(left, right, strict=True)]
     width = left[0].width
     whole = Image.new("RGB", (2 * width + GAP, sum(heights)), left[0].getpixel((0, 0)))
@@ -141,11 +141,9 @@ def draw(folder: Path) -> None:
 
 
 def main() -> int:
-    """Trains both runs where they are not there yet, and draws them."""
+    """Trains both runs unless they exist, and draws them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--folder", type=Path, help="where the runs are, or go; by default a temporary folder"
-    )
+    parser.add_argument("--folder", type=Path, help="folder of the runs (default: temporary)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()

@@ -1,6 +1,6 @@
-"""The page of settings, made from the schema in ``harness/config.py`` and the values in ``conf/``.
+"""Generates the settings page from the schema in ``harness/config.py`` and the values in ``conf/``.
 
-The values are those that Hydra composes where nothing is typed::
+The values are those that Hydra composes without overrides::
 
     uv run python -m scripts.docs.settings_page
 """
@@ -37,7 +37,7 @@ SIGNS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"
 
 
 def composed() -> tuple[schema.Config, Mapping[str, str | None]]:
-    """Returns the settings where nothing is typed, and the choice of each group by its name."""
+    """Returns the settings without overrides, and the choice of each group by name."""
     register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "", replace=True)
@@ -47,7 +47,7 @@ def composed() -> tuple[schema.Config, Mapping[str, str | None]]:
 
 
 def choices(chosen: Mapping[str, str | None]) -> Iterator[str]:
-    """Yields a row for each group in ``conf/`` with more than one choice."""
+    """Yields a row per group in ``conf/`` with more than one choice."""
     for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
         names = [f"`{path.stem}`{_comment(path)}" for path in sorted(folder.glob("*.yaml"))]
         if len(names) > 1:

@@ -1,4 +1,4 @@
-"""Measures what ``pin_memory`` and ``non_blocking`` do to a copy from host to GPU.
+"""Measures the effect of ``pin_memory`` and ``non_blocking`` on host-to-GPU copies.
 
 One tensor at a time, copied alone, so that only the rate of the copy itself can differ; and work
 that does not need ``x`` beside the copy of ``x``. Work on one stream runs in order, whether it
@@ -43,7 +43,7 @@ class Timing:
 
 
 def timed(own: Accelerator, call: Call) -> Timing:
-    """``call`` on an idle device; what it returns lives until the device is done."""
+    """Times ``call`` on an idle device; its result lives until the device is done."""
     start = own.event(timed=True)
     end = own.event(timed=True)
     own.synchronize()
@@ -61,9 +61,9 @@ def timed(own: Accelerator, call: Call) -> Timing:
 def in_turns(
     calls: Mapping[str, Call], n: int, measure: Callable[[Call], Any]
 ) -> dict[str, list[Any]]:
-    """Returns ``n`` measurements of each call, in rounds that begin with another each.
+    """Returns ``n`` measurements of each call, in rounds that each start with a different call.
 
-    Two rounds before them warm up.
+    Two warm-up rounds come first.
     """
     names = list(calls)
     found: dict[str, list[Any]] = {name: [] for name in names}
@@ -77,7 +77,7 @@ def in_turns(
 
 
 class Work:
-    """GPU work of about ``ms`` milliseconds that needs no batch: bf16 matrix products."""
+    """GPU work of about ``ms`` milliseconds, independent of any batch: bf16 matrix products."""
 
     def __init__(self, device: torch.device, ms: float) -> None:
         self._a = torch.randn(WORK_SIDE, WORK_SIDE, device=device, dtype=torch.bfloat16)
@@ -87,13 +87,13 @@ class Work:
         self._count = max(1, math.ceil(ms / unit_ms))
 
     def __call__(self) -> None:
-        """Launch it on the current stream."""
+        """Launches it on the current stream."""
         for _ in range(self._count):
             torch.mm(self._a, self._a, out=self._out)
 
 
 def plain_copies(device: torch.device, sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
-    """One tensor, copied alone, for each size and way."""
+    """Returns rows on copies of one tensor, for each size and way."""
     own = accelerator.get(device)
     rows = []
     for mib in sizes_mib:
@@ -126,7 +126,7 @@ def _pin_and_copy(own: Accelerator, x: Tensor) -> Tensor:
 
 
 def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
-    """A copy and work that does not need it, on one stream and two."""
+    """Returns rows on a copy and independent work, on one stream and two."""
     pageable = torch.ones(mib * MIB, dtype=torch.uint8)
     own = accelerator.get(device)
     pinned = own.pin(pageable)
@@ -164,7 +164,7 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
         way: Sample.of([t.total_ms for t in timings])
         for way, timings in in_turns(ways, n, partial(timed, own)).items()
     }
-    # what of the shorter of the two is hidden by the longer
+    # fraction of the shorter of the two that the longer hides
     rows = []
     for way, total in totals.items():
         row: dict[str, Any] = {"way": way, "done after ms": total, "hidden": ""}
@@ -176,7 +176,7 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
 
 
 def host_copies(sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
-    """Returns what a machine without a GPU can show: copies within pageable memory."""
+    """Returns rows for a machine without a GPU: copies within pageable memory."""
     rows = []
     for mib in sizes_mib:
         source = torch.ones(mib * MIB, dtype=torch.uint8)

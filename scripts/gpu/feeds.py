@@ -44,16 +44,15 @@ from scripts.gpu.loaders import NONE
 from scripts.gpu.options import Options, Row
 
 CORES = (1, 2, 4, 6, 8, 16)
-# of the rate of a run that loads nothing
+# fraction of the rate of a run without loading
 FED = 0.99
-# step time with decoding threads over that without, at most
+# largest ratio of step time with decoding threads to that without
 BESIDE = 1.02
 THREADS = 16
-# of one run, at most; left before one
+# time limit of one run, which must be left to start one
 LIMIT_S = 120
 LEAST_S = 90
-# until threads that are no longer needed have filled what they may, and others have been given what
-# lay ready
+# until idle threads have filled their queue, and others have consumed prefetched batches
 _SETTLE_S = 0.2
 
 # a loader, cores
@@ -61,7 +60,7 @@ Run = Callable[[str, int], Row]
 
 
 def shapes(scratch: Path, images: int) -> DataConfig:
-    """So many JPEGs as large as ImageNet's, in a folder of their own."""
+    """Returns the data settings for ``images`` JPEGs of ImageNet's size, in their own folder."""
     classes = min(100, images // 8)
     val_images = min(256, images // 4)
     numbers = GenerateConfig(
@@ -87,15 +86,15 @@ def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[st
 def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> Iterator[Row]:
     """Yields images/s with each of ``feeds`` on ever fewer cores, while there is time.
 
-    A run that fails is a row that says why.
+    A failed run is a row with the reason.
 
     Args:
         feeds: loaders of ``loaders.py``.
-        run: the answer of ``loaders.py`` for one of them on so many cores.
-        left_s: the time that is left.
+        run: returns the output of ``loaders.py`` for one of them on a number of cores.
+        left_s: returns the time left.
     """
     have = len(os.sched_getaffinity(0))
-    # what the network takes where nothing is loaded
+    # the network's rate without loading
     ready = run(NONE, have)["images_per_s"]
     for count in (n for n in CORES[::-1] if n <= have):
         for feed in feeds:
@@ -109,7 +108,7 @@ def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> Iterat
                 "by": "",
                 "failed": "",
             }
-            # a run that fails is a row that says why
+            # a failed run is a row with the reason
             try:
                 found = run(feed, count)
                 rate = found["images_per_s"]
@@ -137,12 +136,12 @@ def fewest(rows: Sequence[Row]) -> str:
 
 
 def least(cores: Sequence[int]) -> str:
-    """Returns the fewest of some numbers of cores, in words."""
+    """Returns the lowest of the numbers of cores, in words."""
     return f"{min(cores)} cores" if cores else "none of these"
 
 
 def launches(o: Options, compiled: bool) -> Iterator[Row]:
-    """Yields step time alone and beside threads that decode, on ever fewer cores."""
+    """Yields step time alone and beside decoding threads, on ever fewer cores."""
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
     world, (size, side, steps) = World(0, 1, 0, 1, o.device), o.scaled((256, 224, 20), (8, 64, 2))
     config = Config(
@@ -158,7 +157,7 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
         labels.to(o.device),
     )
     feeds = Feeds(datasets.load(config.data, config.augment, config.seed), config, world)
-    # compiles and chooses kernels
+    # compiles and selects kernels
     _step_ms(step, batch, o.device, 1)
     with Decoding(feeds.train(feeds.settings(limits.measure()))) as decoding:
         allowed = os.sched_getaffinity(0)
@@ -182,15 +181,15 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
 
 
 def _confine(cores: Iterable[int]) -> None:
-    """Leaves these cores alone to all threads of this process, and to later ones."""
+    """Restricts all present and future threads of this process to these cores."""
     for thread in os.listdir("/proc/self/task"):
-        # it has ended meanwhile
+        # the thread has ended
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)
 
 
 class Decoding:
-    """A feed whose batches are taken, and not used, while something else is measured."""
+    """Drains a feed while something else is measured."""
 
     def __init__(self, feed: Backend) -> None:
         self._feed = feed
@@ -211,12 +210,12 @@ class Decoding:
         self._feed.close()
 
     def beside(self, measured: Callable[[], float], busy: bool) -> tuple[float, float]:
-        """Returns what ``measured`` gives, and the images/s that were taken beside it.
+        """Returns the result of ``measured``, and the images/s drained meanwhile.
 
-        None are taken if not ``busy``.
+        None are drained if not ``busy``.
 
         Raises:
-            RuntimeError: none came though they were to; with the feed's error, where it has one.
+            RuntimeError: no images arrived although ``busy``; with the feed's error, if any.
         """
         (self._go.set if busy else self._go.clear)()
         time.sleep(_SETTLE_S)

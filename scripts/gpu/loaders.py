@@ -1,11 +1,11 @@
-"""Feeds ResNet-50 by one loader: a run of ``gpu_check.py`` in a process of its own.
+"""Feeds ResNet-50 with one loader: a run of ``gpu_check.py`` in a separate process.
 
     uv run python -m scripts.gpu.loaders threads FOLDER 8 --seconds 6
 
 prints its images/s as JSON. The loop is the same for all: the network is warm, the loader starts
-with nothing in store, its batches go to the device through this project's prefetcher, and uint8
-ones are normalised there. The other projects' loaders are described in ``bench/loader/peers.py``;
-only nvJPEG is defined here.
+empty, its batches go to the device through wellfed's prefetcher, and uint8 ones are normalized
+there. The other projects' loaders are described in ``bench/loader/peers.py``; only nvJPEG is
+defined here.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ NVJPEG = "nvJPEG"
 OURS = ("threads", "processes")
 _SIDE = 224
 _CLASSES = 100
-# steps before the loader is made: cuDNN tries its kernels, the network is compiled
+# steps before the loader is made: cuDNN benchmarks kernels, the network is compiled
 _WARM = 10
 # between two readings of the loss, as in training
 _READ_STEPS = 10
 
-# of images [N, 3, 224, 224], uint8 or normalised, and labels
+# images [N, 3, 224, 224], uint8 or normalized, and labels
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a loader is asked for: batches of JPEGs, made by some threads or processes."""
+    """A loader's task: batches of JPEGs, made by a number of threads or processes."""
 
     root: Path
     num_workers: int
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def pinned(self) -> bool:
-        """Whether batches are to lie in page-locked memory."""
+        """Whether batches should be in pinned memory."""
         return accelerator.get(self.device).has_streams
 
 
@@ -110,7 +110,7 @@ def _examples(job: Job) -> AbstractContextManager[Iterable[Batch]]:
 
 
 def _dali(job: Job) -> AbstractContextManager[Iterable[Batch]]:
-    # copies: DALI uses its tensors' memory again
+    # copies, because DALI reuses its tensors' memory
     made = map(np.array, dali(job.root, job.num_workers, job.batch_size))
     return closing(_labelled(made, job.pinned))
 
@@ -137,12 +137,12 @@ def _labelled(made: Iterable[Any], pinned: bool) -> Generator[Batch]:
 def _decoded_on_device(job: Job) -> Generator[Batch]:
     """Yields batches that the device decodes, crops, resizes and flips.
 
-    On the side stream, which is waited for: decoders write where the current stream has freed
-    memory, without asking it.
+    This runs on the side stream and is waited for, because decoders write to memory freed on the
+    current stream without synchronizing with it.
     """
     decode = decoder()[1]
     crop = v2.RandomResizedCrop(_SIDE, antialias=True)
-    # arrays: a worker hands over each tensor in a file of its own
+    # arrays, because workers hand over each tensor in a separate file
     files = ImageFolder(str(job.root / "train"), loader=_read)
     own = accelerator.get(job.device)
     for samples in endless(files, job.num_workers, list, job.batch_size):
@@ -160,14 +160,14 @@ def _read(path: str) -> Any:
 
 
 def decoder() -> tuple[str, Callable[[list[Tensor], torch.device], list[Tensor]]]:
-    """Returns the name and the function of what decodes JPEGs on a device.
+    """Returns the name and the function of a JPEG decoder for a device.
 
-    TorchCodec, or torchvision where TorchCodec does not.
+    It is TorchCodec's, or torchvision's if TorchCodec fails.
     """
     try:
         torchcodec: Any = import_module("torchcodec.decoders")
     except (ImportError, OSError, RuntimeError):
-        # missing, or made for another torch
+        # missing, or built for another torch
         torchcodec = None
     if hasattr(torchcodec, "decode_jpeg"):
         return "TorchCodec", lambda files, device: torchcodec.decode_jpeg(
@@ -186,7 +186,7 @@ LOADERS: dict[str, Make] = {
 
 
 def peers() -> list[str]:
-    """The importable loaders of other projects."""
+    """Returns the importable loaders of other projects."""
     return [
         name
         for name in LOADERS
@@ -195,7 +195,7 @@ def peers() -> list[str]:
 
 
 class Training:
-    """The warm network of ``config`` on ``device``."""
+    """Trains the warm network of ``config`` on ``device``."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
@@ -207,10 +207,10 @@ class Training:
     def images_per_s(
         self, name: str, job: Job, seconds: float, now: Callable[[], float] = time.perf_counter
     ) -> float:
-        """Of steps on what the loader ``name`` makes, for at least ``seconds``.
+        """Returns images/s of steps on batches of the loader ``name``, for at least ``seconds``.
 
-        Its first batches do not count, and steps are whole rounds of its workers, whose batches
-        come in bursts.
+        The first batches do not count, and steps are whole rounds of workers, whose batches
+        arrive in bursts.
         """
         with LOADERS[NONE](job) as batches, closing(self._on_device(NONE, batches)) as warm:
             for _ in range(_WARM):
@@ -238,7 +238,7 @@ class Training:
     def _on_device(self, name: str, batches: Iterable[Any]) -> DataPrefetcher:
         data = self._config.data
         how: dict[str, Any] = {}
-        # theirs are normalised
+        # these are already normalized
         if name != EXAMPLES:
             how = {"mean": data.mean, "std": data.std}
         return DataPrefetcher(
@@ -252,12 +252,12 @@ class Training:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Train a network, ResNet-50 if not said otherwise, on what one loader gives."
+        description="Train a network (default: ResNet-50) on batches of one loader."
     )
     parser.add_argument("loader", choices=LOADERS)
     parser.add_argument("root", type=Path, help="folder whose train/CLASS/*.jpg are the images")
     parser.add_argument("num_workers", type=int, help="worker processes or threads of the loader")
-    parser.add_argument("--seconds", type=float, default=6.0, help="least length of what counts")
+    parser.add_argument("--seconds", type=float, default=6.0, help="least measurement length")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--compile", action="store_true", help="with torch.compile")
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=a.compile)
     config = Config(model=ModelConfig(name=a.model), trainer=trainer)
     device = accelerator.get(a.device).device
-    # cuDNN tries its kernels, as in train.py
+    # cuDNN benchmarks kernels, as in train.py
     seeding.seed_everything(config.seed)
     job = Job(a.root, a.num_workers, a.batch_size, device)
     rate = Training(config, device).images_per_s(a.loader, job, a.seconds)

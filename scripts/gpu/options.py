@@ -1,4 +1,4 @@
-"""What every part of ``gpu_check.py`` is given, and how it answers."""
+"""Defines the options and the output of every part of ``gpu_check.py``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from harness.runtime import accelerator
 T = TypeVar("T")
 Row = dict[str, Any]
 Said = Generator[Row, None, str]
-"""Rows as they are measured, ``{"wrong": ...}`` for what is wrong, and at the end one line."""
+"""Rows as they are measured, ``{"wrong": ...}`` for faults, and finally a summary line."""
 
 
 class SkippedError(Exception):
-    """A part that this machine cannot run; the text says why."""
+    """This machine cannot run a part; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a part may use: a device, a folder that is thrown away, and how long."""
+    """The resources of a part: a device, a temporary folder and a time limit."""
 
     device: torch.device
     quick: bool
@@ -39,33 +39,33 @@ class Options:
         return accelerator.get(self.device).has_streams
 
     def scaled(self, full: T, little: T) -> T:
-        """Returns how much a part does: ``full`` on a GPU, ``little`` on a CPU."""
+        """Returns ``full`` on a GPU, ``little`` on a CPU."""
         return full if self.on_gpu else little
 
     @property
     def images(self) -> int:
-        """How many JPEGs a part may generate."""
+        """The number of JPEGs a part may generate."""
         return self.scaled(1280 if self.quick else 2560, 64)
 
     @property
     def turns(self) -> int:
-        """How often something is measured."""
+        """The number of repetitions of a measurement."""
         return 3 if self.quick or not self.on_gpu else 9
 
     def need_gpu(self, why: str) -> None:
-        """Does nothing where there is a CUDA device.
+        """Requires a CUDA device.
 
         Raises:
-            SkippedError: there is none; with ``why`` the part needs one.
+            SkippedError: there is none; the text includes ``why``.
         """
         if not self.on_gpu:
             raise SkippedError(f"no CUDA device: {why}")
 
     def need_compiler(self) -> None:
-        """Does nothing where a network can be compiled: on a GPU, beside a compiler of C.
+        """Requires a GPU and a C compiler, to compile a network.
 
         Raises:
-            SkippedError: there is none, or Python's headers are missing.
+            SkippedError: one of them or Python's headers are missing.
         """
         self.need_gpu("the emulated device has no network to compile")
         header = Path(sysconfig.get_path("include"), "Python.h")
@@ -73,7 +73,7 @@ class Options:
             raise SkippedError(f"Triton needs gcc and {header}: apt-get install gcc python3-dev")
 
     def left_s(self) -> float:
-        """Seconds until the part has to be done."""
+        """Returns the seconds until the part must end."""
         return self.deadline - time.monotonic()
 
 

@@ -1,4 +1,4 @@
-"""Checks that the prefetcher hides the copy and gives right values in haste."""
+"""Checks that the prefetcher hides copies and yields correct values under load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERED = 24
 
 
 class Slow:
-    """A loader of ``count`` ready batches that takes ``sleep_s`` over each."""
+    """A loader of ``count`` preloaded batches that sleeps ``sleep_s`` for each."""
 
     def __init__(self, batches: Sequence[Any], sleep_s: float = 0.0, count: int = 0) -> None:
         self.batches = batches
@@ -32,7 +32,7 @@ class Slow:
 
 
 def step_ms(batches: Iterable[Any], work: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a step that takes a batch and does ``work``; the first one does not count."""
+    """Returns milliseconds per step of a batch and ``work``, without the first step."""
     begin = 0.0
     steps = -1
     for _ in batches:
@@ -46,9 +46,9 @@ def step_ms(batches: Iterable[Any], work: Callable[[], object], device: torch.de
 
 
 def wait(device: torch.device) -> None:
-    """Waits until the current stream and the prefetcher's own are through.
+    """Waits for the current stream and the prefetcher's own.
 
-    ``synchronize`` waits for the current one alone.
+    ``synchronize`` only waits for the current one.
     """
     own = accelerator.get(device)
     if own.has_streams:
@@ -57,16 +57,16 @@ def wait(device: torch.device) -> None:
 
 
 def _hold_up(device: torch.device) -> None:
-    """Hold the current stream up for some milliseconds; without one, the thread."""
+    """Delays the current stream, or without one the thread, for some milliseconds."""
     own = accelerator.get(device)
     own.delay(0.005) if own.has_streams else time.sleep(0.002)
 
 
 def wrong_values(device: torch.device, slow: str) -> list[str]:
-    """Returns what is wrong with numbered batches when a copy or a step is held up.
+    """Returns the faults of numbered batches when a copy or a step is delayed.
 
-    Each is made anew and dropped at once, so that memory goes round on both sides as fast as the
-    allocators let it.
+    Each is allocated anew and dropped at once, so that both allocators reuse memory as fast as
+    possible.
     """
     own = accelerator.get(device)
 
@@ -76,7 +76,7 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
             labels = torch.full((64,), i)
             images = own.pin(images)
             labels = own.pin(labels)
-            # on the side stream, on which the prefetcher takes its batches
+            # on the side stream, where the prefetcher takes its batches
             if slow == "copy":
                 _hold_up(device)
             yield HostBatch(images, labels, labels)
@@ -93,4 +93,4 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
     right = torch.arange(_NUMBERED).float().view(-1, 1).expand(-1, 4)
     if torch.equal(torch.stack(seen).cpu(), right):
         return []
-    return [f"wrong values where the {slow} is slow"]
+    return [f"wrong values if the {slow} is slow"]

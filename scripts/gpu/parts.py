@@ -1,7 +1,6 @@
 """Runs one part of ``gpu_check.py`` in a separate process, which reports its results.
 
-Lines of JSON on standard output: ``machine``, then each ``row`` and what is ``wrong``, then how it
-ended.
+It prints JSON lines: ``machine``, then each ``row`` and each fault as ``wrong``, then the outcome.
 """
 
 from __future__ import annotations
@@ -48,27 +47,27 @@ ROOT = Path(__file__).resolve().parents[2]
 HIDDEN_FLOOR = 0.7
 # tolerance between the clock's stall and the differential method's, as fractions of time
 STALL_TOLERANCE = 0.03
-# how far the tuner's demand may be from what a run without loading reaches
+# tolerance between the tuner's demand and the rate of a run without loading
 DEMAND_TOLERANCE = 0.05
 CUDA = "cuda_order or cuda_values"
 CONFORMANCE = ("tests/runtime/test_accelerator.py", "tests/runtime/test_accelerator_memory.py")
-# of one run of train.py, at most
+# time limit of one run of train.py
 _RUN_S = 120.0
-_ON_CPU = "; no CUDA device: this shows that the part runs, and nothing of a GPU"
+_ON_CPU = "; no CUDA device: this shows only that the part runs"
 
 
 def check_conformance(o: Options) -> Said:
-    """What is known of an asynchronous device, on this one."""
+    """Checks this device against the known behavior of an asynchronous one."""
     return (yield from _tested(*CONFORMANCE))
 
 
 def check_pytest(o: Options) -> Said:
-    """The tests that are marked for CUDA, each as it ends."""
+    """Runs the tests marked for CUDA; yields each as it ends."""
     return (yield from _tested(*cuda_tests()))
 
 
 def cuda_tests() -> list[str]:
-    """Returns the files with tests for CUDA; others may need packages that are not here."""
+    """Returns the files with CUDA tests; others may need packages that are missing here."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in files if "mark.cuda_" in path.read_text()]
 
@@ -91,7 +90,7 @@ def _tested(*files: str) -> Said:
 
 
 def check_prefetcher(o: Options) -> Said:
-    """Checks that the prefetcher hides the copy and gives right values."""
+    """Checks that the prefetcher hides the copy and yields correct values."""
     device = o.device
     # batches of ImageNet's size, and work that takes twice as long as their copy
     if o.on_gpu:
@@ -147,7 +146,7 @@ def resnet_rig(device: torch.device, compiled: bool) -> Rig:
 
 
 def check_stall(o: Options, compiled: bool = False) -> Said:
-    """The clock's stall against the differential method; without a GPU on an emulated device."""
+    """Compares the clock's stall with the differential method's; emulated without a GPU."""
     if compiled:
         o.need_compiler()
     steps = 10 if o.quick else 20
@@ -158,12 +157,12 @@ def check_stall(o: Options, compiled: bool = False) -> Said:
 def check_copies(o: Options) -> Said:
     """Measures pinned and pageable copies, alone and beside unrelated work.
 
-    Without a GPU from host to host.
+    Without a GPU, copies are from host to host.
     """
     n = 5 if o.quick else 20
     if not o.on_gpu:
         yield from host_copies([36], n)
-        return "the host's own memory, which bounds both ways of a copy"
+        return "host memory, which bounds copies in both directions"
     # 36 MiB: 256 uint8 images of 224 pixels
     rows = plain_copies(o.device, [36], n) + overlap(o.device, 256, n)
     yield from (
@@ -180,9 +179,9 @@ def check_copies(o: Options) -> Said:
 
 
 def check_demand(o: Options) -> Said:
-    """Measures the tuner's demand for ResNet-50 against a run without loading.
+    """Compares the tuner's demand for ResNet-50 with a run without loading.
 
-    And training on JPEGs, untuned and tuned.
+    Also trains on JPEGs, untuned and tuned.
     """
     common, files = gpu_feeds.resnet50(o.scratch, o.images, 100 if o.on_gpu and not o.quick else 25)
     if not o.on_gpu:
@@ -197,7 +196,7 @@ def check_demand(o: Options) -> Said:
     rates = dict[str, list[float]]()
     for turn in range(1 if o.quick or not o.on_gpu else 2):
         for name in runs:
-            # the second turn is for the spread; the first one is owed
+            # the second turn is optional and shows the spread
             if turn and o.left_s() < _RUN_S / 2:
                 break
             row = train(
@@ -214,7 +213,7 @@ def check_demand(o: Options) -> Said:
 
 
 def check_launches(o: Options, compiled: bool = False) -> Said:
-    """Step time of ResNet-50 with 16 decoding threads beside it, on ever fewer cores."""
+    """Measures step time of ResNet-50 beside 16 decoding threads, on ever fewer cores."""
     if compiled:
         o.need_compiler()
     ratios: dict[int, float] = {}
@@ -226,14 +225,14 @@ def check_launches(o: Options, compiled: bool = False) -> Said:
 
 
 def check_feeds(o: Options, compiled: bool = False) -> Said:
-    """ResNet-50 fed by threads and by processes, on ever fewer cores, against no loading."""
+    """Compares ResNet-50 fed by threads and processes with no loading, on ever fewer cores."""
     if compiled:
         o.need_compiler()
     return (yield from _fed(o, gpu_loaders.OURS, *["--compile"] * compiled))
 
 
 def check_peers(o: Options) -> Said:
-    """The same fed by the loaders of other projects that can be imported here."""
+    """Runs the same with importable loaders of other projects."""
     names = [name for name in gpu_loaders.peers() if o.on_gpu or name != gpu_loaders.NVJPEG]
     return (yield from _fed(o, names))
 
@@ -270,7 +269,7 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
     """Returns the figures of a run of ``train.py``; "demand" is 0 if nothing was tuned.
 
     Raises:
-        RuntimeError: it failed, with its last words, or took longer than ``limit_s``.
+        RuntimeError: it failed, with the end of its output, or exceeded ``limit_s``.
     """
     try:
         done = _run([str(ROOT / "train.py"), *overrides, f"hydra.run.dir={run_folder}"], limit_s)
@@ -298,10 +297,10 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
 def _run(
     arguments: Sequence[str], limit_s: float, cores: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Python with ``arguments`` in the project's folder, on the first ``cores`` of this thread's.
+    """Runs Python in the project's folder, on the first ``cores`` cores of this thread's.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer than ``limit_s``.
+        subprocess.TimeoutExpired: it exceeded ``limit_s``.
     """
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:cores])
@@ -341,7 +340,7 @@ PARTS: dict[str, Part] = {
 
 
 def answer_for(name: str, o: Options, answer: Callable[[Row], None]) -> None:
-    """Run a part, and say what it says and how it ended, whatever it raised."""
+    """Runs a part; sends its output and its outcome, whatever it raises."""
     said = PARTS[name](o)
     try:
         while True:
@@ -357,7 +356,7 @@ def answer_for(name: str, o: Options, answer: Callable[[Row], None]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Kill this process and all that it has started once the other end of ``parent`` is closed."""
+    """Kills this process and its children when the other end of ``parent`` closes."""
     os.read(parent, 1)
     os.killpg(0, signal.SIGKILL)
 
@@ -365,14 +364,14 @@ def _end_with(parent: int) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Run one part of gpu_check.py.")
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("limit_s", type=float, help="seconds until it is to be done")
-    parser.add_argument("scratch", type=Path, help="folder that is thrown away")
+    parser.add_argument("limit_s", type=float, help="time limit, in seconds")
+    parser.add_argument("scratch", type=Path, help="temporary folder")
     parser.add_argument("--quick", action="store_true")
     a = parser.parse_args(argv)
     deadline = time.monotonic() + a.limit_s
     answers = os.dup(1)
     threading.Thread(target=_end_with, args=(os.dup(0),), daemon=True).start()
-    # what libraries print is no answer
+    # keep library output out of the results
     os.dup2(2, 1)
 
     def answer(said: Any) -> None:

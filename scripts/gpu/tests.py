@@ -1,8 +1,6 @@
-"""Runs pytest, and prints what became of each test in a line of JSON.
+"""Runs pytest and prints each test's outcome as a JSON line.
 
-A part of ``gpu_check.py``.
-
-It imports nothing but pytest, whose plugins want to be first.
+A part of ``gpu_check.py``. It imports only pytest, whose plugins must come first.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import pytest
 
 
 class Told:
-    """A plugin of pytest that writes each test's outcome to a file descriptor."""
+    """A pytest plugin that writes each test's outcome to a file descriptor."""
 
     def __init__(self, answers: int) -> None:
         self._answers = answers
@@ -40,7 +38,7 @@ class Told:
 def main(argv: Sequence[str]) -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
-    # what cannot be imported here keeps no other file from running
+    # files that cannot be imported do not stop others
     how = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     return pytest.main([*how, *argv], plugins=[Told(answers)])
 

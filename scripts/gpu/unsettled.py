@@ -1,4 +1,4 @@
-"""Measures what torch's and the driver's documents do not settle, each thing alone.
+"""Measures behavior that the documentation of torch and the driver leaves open.
 
 Parts of ``gpu_check.py``.
 """
@@ -33,12 +33,12 @@ _MIB = 2**20
 # between two readings of the clock
 _CALLS = 200
 _LAUNCHES = 20_000
-# until workers that were killed must be noticed
+# limit to detect killed workers
 _PASSES_S = 20.0
 
 
 def events(o: Options) -> Said:
-    """Microseconds of the host for what the step clock and the prefetcher do with events."""
+    """Measures host microseconds of event calls in the step clock and the prefetcher."""
     o.need_gpu("events are a GPU's")
     own = accelerator.get(o.device)
     start, again, end = (own.event(timed=True) for _ in range(3))
@@ -56,7 +56,7 @@ def events(o: Options) -> Said:
             taken_us = []
             for _ in range(o.turns):
                 own.synchronize()
-                # an idle device answers at once, one at work has events pending
+                # an idle device answers at once, a busy one has pending events
                 if device == "at work":
                     own.delay(5 * BUSY_S)
                 begin = time.perf_counter()
@@ -72,9 +72,9 @@ def events(o: Options) -> Said:
 
 
 def finish(o: Options) -> Said:
-    """Measures the share of a core that waiting for the device takes.
+    """Measures the fraction of a core used to wait for the device.
 
-    As the step clock waits, and with a blocking event.
+    It waits like the step clock, and with a blocking event.
     """
     # on a CPU the device is emulated by threads
     rig = emulated_rig(step_s=0.05)
@@ -107,7 +107,7 @@ def finish(o: Options) -> Said:
 
 
 def staging(o: Options) -> Said:
-    """Measures launches while another thread copies pageable or page-locked memory."""
+    """Measures launches while another thread copies pageable or pinned memory."""
     o.need_gpu("nothing is staged")
     pageable = torch.ones(256 * _MIB, dtype=torch.uint8)
     page_locked = accelerator.get(o.device).pin(pageable)
@@ -134,7 +134,7 @@ def staging(o: Options) -> Said:
 
 
 def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
-    """Returns microseconds of launches beside eight copies of ``source``, or of many."""
+    """Returns launch times in microseconds, beside eight copies of ``source`` if given."""
     done = threading.Event()
     value = torch.zeros(1, device=o.device)
     taken_us = [0.0]
@@ -158,13 +158,13 @@ def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
 
 
 def pinning(o: Options) -> Said:
-    """Measures how feeds with a page-locking thread end: closed, and with killed workers."""
+    """Measures how feeds with a pinning thread end: closed, and with killed workers."""
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])
     data = shapes(o.scratch, 64)
     before = set(threading.enumerate())
     slowest_s = 0.0
     datasets.load(data, AugmentConfig(), 0)
-    # passes that are given up after three batches
+    # passes abandoned after three batches
     for end in ("closed", "workers killed"):
         for _ in range(1 if o.quick else 3):
             job = Job(Path(str(data.root)), 2, 16, o.device)
@@ -190,11 +190,11 @@ def pinning(o: Options) -> Said:
                 yield {"wrong": f"no LoaderError within {_PASSES_S:g} s of the workers' death"}
             if left:
                 yield {"wrong": f"{end}: threads are left: {left}"}
-    return f"passes that end half-way do so within {slowest_s:.1f} s"
+    return f"abandoned passes end within {slowest_s:.1f} s"
 
 
 def _left(before: set[threading.Thread]) -> str:
-    """Returns the names of threads that were not there ``before`` and stay."""
+    """Returns the names of remaining threads that were not there ``before``."""
     until = time.monotonic() + 3.0
     while (left := set(threading.enumerate()) - before) and time.monotonic() < until:
         time.sleep(0.05)
@@ -202,7 +202,7 @@ def _left(before: set[threading.Thread]) -> str:
 
 
 def _killed(pids: tuple[int, ...], batches: Iterator[object]) -> str:
-    """Kill the workers; the error that the feed then gives, empty if none comes in time."""
+    """Kills the workers; returns the feed's error, empty if none comes in time."""
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + _PASSES_S

@@ -236,6 +236,7 @@ def test_two_runs_at_once_make_it_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tree"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_worker_and_no_tree(tmp_path: Path) -> None:
     """After SIGKILL no process is left, and the next run makes the tree."""
     root = tmp_path / "tree"

@@ -298,7 +298,7 @@ def test_other_transforms_are_refused(root: Path, transform: Any) -> None:
 def test_a_loader_of_ones_own_is_refused(root: Path) -> None:
     """Who opens images otherwise wants that."""
     transform = T.Compose([T.RandomResizedCrop(48), T.ToTensor()])
-    with pytest.raises(ValueError, match="with its own loader"):
+    with pytest.raises(ValueError, match="with its default loader"):
         faster(ImageFolder(str(root), transform, loader=Image.open))
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from scripts.bench.watch.watched import CASES, SUPPORT, judged
 
 
+@pytest.mark.slow
 def test_the_report_names_what_was_planted() -> None:
     """A change of the loader comes with it, as arguments of the script's own DataLoader."""
     case = next(case for case in CASES if case.plant == "slow_disk")

@@ -59,7 +59,7 @@ def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
         (["dist.timeout_s=1e300"], "dist.timeout_s=1e+300: must be <= "),
         (["--run", "-m"], "Only one of --run, --multirun"),
         (["-sc"], "the settings cannot be read"),
-        (["---"], "---: settings are written NAME=VALUE, without dashes; see --help"),
+        (["---"], "---: write settings as NAME=VALUE, without dashes; see --help"),
         (["--info=bogus"], "argument --info/-i: invalid choice: 'bogus'"),
         (
             ["hydra.run.dir=/dev/null/x"],

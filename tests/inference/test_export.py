@@ -107,8 +107,8 @@ def test_a_program_gives_the_networks_logits(
     monkeypatch.setattr("harness.training.models.build", lambda *_, **__: network)
     path = exported(config, network, tmp_path / "run", "cat", os.fsdecode(b"\xff"))
     printed = capsys.readouterr().out
-    assert "in fp32: uint8 [N, 3, 32, 32], 0..255, RGB; normalisation is inside" in printed
-    assert "on 16 images of noise, logits differ by" in printed
+    assert "in fp32: uint8 [N, 3, 32, 32], 0..255, RGB; normalization is included" in printed
+    assert "on 16 noise images: logits differ by" in printed
     facts = {
         "classes": ["cat", os.fsdecode(b"\xff")],
         "mean": [0.1, 0.2, 0.3],
@@ -153,7 +153,7 @@ def test_a_network_of_one_batch_size_is_refused(
     """In one line that says why, and no file is written."""
     monkeypatch.setattr("harness.training.models.build", lambda *_, **__: network)
     config = composed("mode=export", "resume=x.pt", "data=fake")
-    with pytest.raises(ConfigError, match="^model.name=small: torch.export can make no program"):
+    with pytest.raises(ConfigError, match="^model.name=small: torch.export cannot export"):
         exported(config, network, tmp_path / "run", "a", "b")
     assert not [*(tmp_path / "run").iterdir()]
 
@@ -177,7 +177,7 @@ def test_a_file_with_other_logits_gets_no_name(
 
     monkeypatch.setattr(module, "_pt2", wrong)
     config = composed("mode=export", "resume=x.pt")
-    with pytest.raises(ConfigError, match="^export.format=pt2: on 16 images of noise the logits"):
+    with pytest.raises(ConfigError, match="^export.format=pt2: on 16 noise images the logits"):
         exported(config, network, tmp_path / "run", "a", "b")
     assert not [*(tmp_path / "run").iterdir()]
 
@@ -213,7 +213,7 @@ def test_a_fresh_process_runs_the_file(tmp_path: Path, images: Path, form: str) 
         typed = ("mode=export", f"model.weights={run}", f"export.format={form}")
         done = trained(tmp_path, *typed, f"run.name={name}-file")
         assert done.returncode == 0 and done.stderr == "", done.stderr
-        assert "on 16 images of noise, logits differ by" in done.stdout
+        assert "on 16 noise images: logits differ by" in done.stdout
         code = textwrap.dedent(ALONE[form])
         file = f"outputs/{name}-file/model.{form}"
         done = ran(sys.executable, "-P", "-c", code, file, cwd=tmp_path)

@@ -279,7 +279,7 @@ def test_ranks_that_see_different_files_are_told(
         World, "gathered", lambda self, value: [value, *[b"another"] * isinstance(value, bytes)]
     )
     typed = ("mode=predict", f"resume={first[0]}", f"data.root={tree}")
-    with pytest.raises(DataError, match=f"^data.root={tree}: the ranks see different files there"):
+    with pytest.raises(DataError, match=f"^data.root={tree}: ranks see different files"):
         run(composed(*typed), tmp_path / "run", *typed)
 
 

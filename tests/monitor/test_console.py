@@ -156,16 +156,18 @@ def test_long_work_in_a_pipe_says_a_few_lines(
 
 
 def test_what_work_shows_so_far_stands_after_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """The bar of an epoch has its loss and speed; its last line has the time that it took."""
+    """A window's loss and speed are printed once; the last line has the time that it took."""
     hand = Hand()
-    with console.progress("epoch 1/5", 4, "steps", now=hand) as bar:
-        for loss in (0.9, 0.8, 0.7, 0.6):
+    with console.progress("epoch 1/5", 8, "steps", now=hand) as bar:
+        for loss in (0.9, 0.8, 0.7, None, None, None, None, None):
             hand.now += 6
             bar.advance()
-            bar.note(f"loss {loss}")
+            if loss:
+                bar.note(f"loss {loss}")
     assert capsys.readouterr().out.splitlines() == [
-        "epoch 1/5: 1 of 4 steps", "epoch 1/5: 2 of 4 steps, loss 0.9",
-        "epoch 1/5: 4 of 4 steps, loss 0.7", "epoch 1/5: 4 of 4 steps in 24 s",
+        "epoch 1/5: 1 of 8 steps", "epoch 1/5: 2 of 8 steps, loss 0.9",
+        "epoch 1/5: 4 of 8 steps, loss 0.7", "epoch 1/5: 8 of 8 steps",
+        "epoch 1/5: 8 of 8 steps in 48 s",
     ]  # fmt: skip
 
 

@@ -84,7 +84,9 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
     window = clock.total()
     with RunWriter(folder, tensorboard=False, now=lambda: 0.0) as writer:
         writer.scalars(40, by_tag(window), epoch=1)
-        report = Reporter((), None, 2.0, SimpleNamespace(cache=None, root="")).figures(engine)
+        report = Reporter(
+            (), None, 2.0, SimpleNamespace(cache=None, root="", fetched=None)
+        ).figures(engine)
         for name in ("environment", "verdict", "loader", "run", "decoded_without_pillow"):
             # of the machine, of other rooms
             report.pop(name)

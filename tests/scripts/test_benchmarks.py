@@ -59,7 +59,7 @@ def test_a_benchmark_gives_its_table(
 def test_a_loop_is_compared_with_the_same_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """Both sides of the loop's benchmark train to bitwise the same weights."""
     importlib.import_module("scripts.bench.loop").main(SMALLEST["loop"].split())
-    assert "bitwise the same" in capsys.readouterr().out
+    assert "bitwise identical" in capsys.readouterr().out
 
 
 # the statistics that the pages quote

@@ -209,7 +209,7 @@ def broken(change: Callable[[dict[str, Any]], None]) -> tuple[TrainState, dict[s
     ("change", "text"),
     [
         (lambda s: s.update(ema=5), "n_averaged is missing"),
-        (lambda s: s["ema"].update(n_averaged=1), "n_averaged is no dense tensor"),
+        (lambda s: s["ema"].update(n_averaged=1), "n_averaged is not a dense CPU tensor"),
         (lambda s: s["ema"].pop("n_averaged"), "n_averaged is missing"),
         (lambda s: s["ema"].pop("module.0.weight"), "module.0.weight is missing"),
     ],

@@ -352,9 +352,9 @@ def test_a_newer_record_is_not_deleted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
-        ("sparse", "w is no dense tensor"),
-        ("meta", "w is no dense tensor"),
-        ("beyond its storage", "w is no dense tensor"),
+        ("sparse", "w is not a dense CPU tensor"),
+        ("meta", "w is not a dense CPU tensor"),
+        ("beyond its storage", "w is not a dense CPU tensor"),
     ],
 )
 def test_weights_that_are_no_plain_tensors_are_refused(

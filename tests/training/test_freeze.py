@@ -176,11 +176,11 @@ def test_trials_leave_what_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("freeze", "text"),
     [
-        ("layer9", "means no parameter of model.name=small, among 0.weight, 1.bias"),
-        (".", "means every parameter of model.name=small, among 0.weight"),
-        ("", "means every parameter"),
-        ("layer(", "no regular expression"),
-        (r"1\.running_mean", "means no parameter"),
+        ("layer9", "matches no parameter of model.name=small, among 0.weight, 1.bias"),
+        (".", "matches every parameter of model.name=small, among 0.weight"),
+        ("", "matches every parameter"),
+        ("layer(", "not a regular expression"),
+        (r"1\.running_mean", "matches no parameter"),
     ],
 )
 def test_what_freezes_nothing_or_all_is_refused(freeze: str, text: str) -> None:
@@ -191,7 +191,7 @@ def test_what_freezes_nothing_or_all_is_refused(freeze: str, text: str) -> None:
 
 def test_a_network_of_a_head_alone_cannot_freeze_the_rest() -> None:
     """There is none."""
-    with pytest.raises(ConfigError, match="means no parameter"):
+    with pytest.raises(ConfigError, match="matches no parameter"):
         make(settled(), nn.Sequential(nn.Flatten(), nn.Linear(432, 5)))
 
 

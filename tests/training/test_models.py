@@ -149,7 +149,7 @@ def test_published_weights_are_taken_over_with_a_new_head(
     for key, value in network.state_dict().items():
         assert key in head or torch.equal(value, published[key]), key
     assert {network.state_dict()[key].shape[0] for key in head} == {7}
-    assert "model.weights=DEFAULT: the head is new, for 7 classes" in capsys.readouterr().out
+    assert "model.weights=DEFAULT: new head for 7 classes" in capsys.readouterr().out
 
 
 def test_the_published_head_is_taken_where_it_fits(
@@ -275,15 +275,15 @@ def test_a_network_of_the_users_own(write_module: Callable[[str, str], None]) ->
     ("name", "error"),
     [
         ("keyed", "returned dict, not a torch.nn.Module"),
-        ("eight", r"the network gives torch.float32 \[2, 8\] for 2 images; .* \[2, 7\], .*"),
-        ("Two", r"the network gives tuple for 2 images; .*"),
+        ("eight", r"the network returns torch.float32 \[2, 8\] for 2 images; .* \[2, 7\], .*"),
+        ("Two", r"the network returns tuple for 2 images; .*"),
         (
             "narrow",
             "for data.image_size=8 it failed with RuntimeError: .*mat1 and mat2 shapes .*",
         ),
         ("empty", "the network has no parameters to train"),
-        ("kept", "1._extra_state of its state_dict is no dense tensor, .*"),
-        ("unused", "0.spare.weight of its state_dict is no dense tensor, .*"),
+        ("kept", "1._extra_state of its state_dict is not a dense tensor, .*"),
+        ("unused", "0.spare.weight of its state_dict is not a dense tensor, .*"),
     ],
 )
 def test_a_network_that_cannot_be_trained_is_one_line(

@@ -160,7 +160,7 @@ def test_the_rate_may_be_for_a_number_of_images(capsys: pytest.CaptureFixture[st
     assert state.schedule.base_lrs == pytest.approx([0.2, 0.2])
     assert config.optim.lr == 0.1
     said = capsys.readouterr().out
-    assert "learning rate 0.2: an update has 512 images" in said
+    assert "learning rate 0.2: effective batch size 512" in said
 
 
 def test_a_network_that_trains_nothing_has_empty_groups() -> None:

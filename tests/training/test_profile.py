@@ -117,7 +117,7 @@ def test_a_run_too_short_for_the_trace_says_so(
     go(trace, 1, 3)
     trace.close()
     assert [record.getMessage() for record in logged.records] == [
-        "profile.steps=10-20: none of these steps was trained, there is no trace"
+        "profile.steps=10-20: none of these steps ran, so there is no trace"
     ]
 
 

@@ -299,7 +299,7 @@ def test_other_classes_name_both(state: TrainState, composed: Composed, mode: st
     """The error has the checkpoint's classes, the data set's, and the way out."""
     saved = Saved("best.pt", {"model": {}, "classes": ["x\x1b[31m", "y"]})
     state.config = composed(f"mode={mode}", "resume=x")
-    text = r"x\\x1b\[31m, y, not ant, bee; choose its data set with data= and data.root=$"
+    text = r"x\\x1b\[31m, y, not ant, bee; choose its dataset with data= and data.root=$"
     with pytest.raises(CheckpointError, match=text):
         resume.take_over(state, saved, CLASSES, 0)
 
@@ -407,7 +407,7 @@ def test_another_number_of_ranks_keeps_the_update(
     else:
         assert printed == (
             f"checkpoint: {ranks} ranks, now {now}: loader.batch_size={batch} "
-            f"trainer.accumulate_steps={parts}: an update has {batch * parts * now} images, before "
+            f"trainer.accumulate_steps={parts}: effective batch size {batch * parts * now}, before "
             f"{64 * ranks}\n"
         )
 
@@ -437,7 +437,7 @@ def test_the_rest_of_the_epoch_is_found(composed: Composed) -> None:
             1,
             1000,
             {"settings": {"seed": 3}},
-            "its seed is 3, this run's 0: the rest of the epoch would be of other samples",
+            "its seed is 3, this run's 0: the rest of the epoch would have other samples",
         ),
         (3, 1000, {"samples": 958}, "epoch 1: 3 ranks cannot share samples 958 to 960"),
     ],

@@ -123,7 +123,7 @@ def test_outputs_that_cannot_be_trained_on(change: Callable[..., Any], given: st
     """They are refused in one line, which names the network."""
     step = make(Config(), Odd(change))
     with pytest.raises(
-        ConfigError, match=f"^model.name=small: the network gives {given} for 16 ima"
+        ConfigError, match=f"^model.name=small: the network returns {given} for 16 ima"
     ):
         step(*next(batches(1)))
 

@@ -158,7 +158,7 @@ def test_weights_that_cannot_be_had(hub: Path) -> None:
         ConfigError,
         match=r"^model\.weights=DEFAULT: cannot be loaded for timm/test_resnet\.r160_in1k: .*; "
         r"use null, or fetch https://huggingface\.co/timm/test_resnet\.r160_in1k/resolve/main/"
-        r"model\.safetensors and name that file$",
+        r"model\.safetensors and pass that file$",
     ):
         models.build(ModelConfig(name=SMALL, weights="DEFAULT"), 7, image_size=96)
 
@@ -235,7 +235,7 @@ def test_a_run_and_its_evaluation(tmp_path: Path, weights: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert "data.eval_resize=101 data.mean=[0.5,0.5,0.5] data.std=[0.5,0.5,0.5]" in run.stdout
-    assert "the head is new, for 10 classes" in run.stdout
+    assert "new head for 10 classes" in run.stdout
     later = trained(tmp_path, "mode=evaluate", "resume=outputs/a", *small)
     assert later.returncode == 0, later.stderr
     assert f"model.name={SMALL}" in later.stdout and "data.eval_resize=101" in later.stdout

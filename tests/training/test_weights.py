@@ -163,7 +163,7 @@ OTHERS = {
     "HDF5": b"\x89HDF\r\n\x1a\n",
     "empty": b"",
     "Entry not found": b"Entry not found",
-    "without its end": b"PK\x03\x04cut",
+    "truncated zip archive": b"PK\x03\x04cut",
 }
 
 

@@ -97,7 +97,7 @@ def test_images_that_are_held_are_memory() -> None:
     assert sums(room(10, 1000, 500).needs(arrays)) == (0, 530, 0)
     small = replace(ROOMY, memory_bytes=200 * MB)
     said = room(MB, 0, 180 * MB, small).refusal(arrays) or ""
-    assert "183.0 MB of memory" in said and "200.0 MB" in said
+    assert "memory: 183.0 MB needed" in said and "200.0 MB" in said
 
 
 def test_threads_need_no_shared_memory() -> None:
@@ -105,7 +105,7 @@ def test_threads_need_no_shared_memory() -> None:
     threads = settings(4, None, backend="threads")
     without = replace(ROOMY, shm_bytes=0, open_files=64)
     assert room(MB, 10**12, limits=without).refusal(threads) is None
-    assert "the feed would take 5.0 MB of memory" in (
+    assert "memory: 5.0 MB needed" in (
         room(MB, limits=replace(ROOMY, memory_bytes=5 * MB)).refusal(threads) or ""
     )
 
@@ -113,15 +113,15 @@ def test_threads_need_no_shared_memory() -> None:
 @pytest.mark.parametrize(
     ("what", "limits", "asked", "free"),
     [
-        (settings(4, 8), {"shm_bytes": 64 * MB}, "675.5 MB of shared memory", "64.0 MB"),
+        (settings(4, 8), {"shm_bytes": 64 * MB}, "shared memory: 675.5 MB", "64.0 MB"),
         (
             settings(4, 8, pin_memory=True),
             {"memory_bytes": 1500 * MB},
-            "2.6 GB of memory",
+            "memory: 2.6 GB",
             "1.5 GB",
         ),
-        (settings(0), {"memory_bytes": 40 * MB}, "57.9 MB of memory", "40.0 MB"),
-        (settings(4, 8), {"open_files": 300, "files_open": 10}, "232 of open files", "290"),
+        (settings(0), {"memory_bytes": 40 * MB}, "memory: 57.9 MB", "40.0 MB"),
+        (settings(4, 8), {"open_files": 300, "files_open": 10}, "ulimit -n): 232", "290"),
     ],
     ids=["shared memory", "memory", "memory without workers", "open files"],
 )
@@ -131,7 +131,7 @@ def test_a_refusal_shows_the_sum(
     """The line says what the settings take, and what is free."""
     small = replace(ROOMY, **limits)
     said = room(19_300_000, 200 * MB, limits=small).refusal(what) or ""
-    assert asked in said and f"of which {free} are free" in said
+    assert f"{asked} needed, {free} free" in said
 
 
 @pytest.mark.parametrize("kind", ["shm", "memory", "open_files"])

@@ -70,7 +70,7 @@ def test_a_stall_over_the_prediction_is_told_once(
 
 @pytest.mark.parametrize(
     ("compute_s", "cause"),
-    [(0.010, "A step takes 10.0 ms and not 20.0"), (0.020, "The feed delivers")],
+    [(0.010, "A step takes 10.0 ms, not 20.0"), (0.020, "The loader delivers")],
     ids=["faster step", "slower loader"],
 )
 def test_what_changed_is_named(
@@ -81,7 +81,7 @@ def test_what_changed_is_named(
     loop.steps(STEPS + 2, 0.015, compute_s)
     with caplog.at_level(logging.WARNING, LOGGER):
         follow(loop, predicted())
-    assert cause in caplog.text and "Tuning said 5%" in caplog.text
+    assert cause in caplog.text and "Tuning predicted 5%" in caplog.text
 
 
 def test_without_a_prediction_nothing_is_checked(caplog: pytest.LogCaptureFixture) -> None:

@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused_before_it_runs() -> None:
     """With the arithmetic as the reason, and no feed made."""
     small = lab(limits=dataclasses.replace(PLENTY, shm_bytes=4 * 10**6))
     trial = small.attempt(OWN, "supply")
-    assert trial.rate is None and "take 7.0 MB of shared memory, of which 4.0 MB are free" in (
+    assert trial.rate is None and "lack of shared memory: 7.0 MB needed, 4.0 MB free" in (
         trial.refused or ""
     )
     assert asked(small) == []

@@ -1,1 +1,1 @@
-"""``wellfed compare`` sets runs side by side."""
+"""``wellfed compare`` shows runs side by side."""

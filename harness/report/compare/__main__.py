@@ -1,14 +1,14 @@
 """Compares the figures of runs, and lists the settings that differ.
 
-The first run is the reference. A sweep's folder stands for its jobs, and any other folder for the
-runs in it. A run that was interrupted or failed is listed and not compared.
+The first run is the reference. A sweep folder stands for its jobs, any other folder for the runs in
+it. Interrupted and failed runs are listed but not compared.
 
     wellfed compare outputs/before outputs/after
     wellfed compare multirun/2026-05-04/10-20-30 --json
     wellfed compare outputs/main outputs/change --fail-beyond speed=0.95 stall=+0.05 top1=-0.01
 
-Limits are on speed (images/s), step (ms, median), p95 (ms, of steps), stall, goodput and top1.
-Exit codes: 0; 1: a run lies beyond a limit; 2: a folder or a figure is missing or damaged.
+Limits apply to speed (images/s), step (ms, median), p95 (ms, of steps), stall, goodput and top1.
+Exit codes: 0; 1: a run exceeds a limit; 2: a folder or figure is missing or damaged.
 """
 
 from __future__ import annotations
@@ -24,42 +24,37 @@ from ...config import ConfigError
 from ...runtime.errors import printable, tell
 from .folders import FIGURES, Run, find, settings_that_differ, text
 
-# as it was typed, the figure's key, and how far it may be from the first run's
+# the text typed, the figure's key, and the allowed change from the first run's
 Limit = tuple[str, str, float]
 
 
 def limit(typed: str) -> Limit:
-    """Returns the limit that was typed.
-
-    It is a ratio as in ``speed=0.95``, or a difference of fractions as in ``stall=+0.05``.
-    """
+    """Parses a ratio such as ``speed=0.95`` or a difference such as ``stall=+0.05``."""
     name, _, value = typed.partition("=")
     keys = {figure.name: key for key, figure in FIGURES.items()}
     if name not in keys:
         raise argparse.ArgumentTypeError(
-            f"{printable(typed)}: not a limit; write NAME=LIMIT, where the names are "
+            f"{printable(typed)}: not a limit; write NAME=LIMIT with one of the names "
             f"{', '.join(keys)}"
         )
-    # a percentage, or an absolute value, is not meant
+    # rejects percentages and absolute values
     fraction = FIGURES[keys[name]].is_fraction
     pattern = r"[+-](0?\.\d+|0|1|1\.0+)" if fraction else r"\d?\.\d+|\d"
     if not re.fullmatch(pattern, value):
         raise argparse.ArgumentTypeError(
-            f"{printable(typed)}: write the allowed ratio, such as step=1.05, or of stall, goodput "
-            "and top1 the signed difference, such as top1=-0.01"
+            f"{printable(typed)}: write the allowed ratio, such as step=1.05, or for stall, "
+            "goodput and top1 the signed difference, such as top1=-0.01"
         )
     return typed, keys[name], float(value)
 
 
 def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list[str]]:
-    """Returns what lies beyond the limits, and what could not be judged, a line each."""
+    """Returns the exceeded limits and those that cannot be judged, a line each."""
     first, *others = runs
     beyond = []
     untold = []
     if limits and not others:
-        untold.append(
-            f"--fail-beyond: {first.run} is the only run; name another one to compare it with"
-        )
+        untold.append(f"--fail-beyond: {first.run} is the only run; pass another one to compare")
     for run in others:
         changes = run.changes(first)
         for typed, key, bound in limits:
@@ -69,7 +64,7 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
                 untold.append(f"{run.run}: {typed} cannot be judged against {first.run}: {needs}")
                 continue
             excess = (changes[key] - bound) * (-1 if figure.higher_is_better else 1)
-            # on the limit is within, whatever the subtraction of two decimals leaves
+            # a value on the limit passes despite rounding
             if excess > 1e-9:
                 beyond.append(
                     f"{run.run}: {figure.title} {figure.shown(run.figures[key])} against "
@@ -80,7 +75,7 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
 
 
 def rows(runs: Sequence[Run]) -> Iterator[dict[str, str]]:
-    """Iterates over the rows of the table: a run's figures with their changes."""
+    """Yields the rows of the table: a run's figures with their changes."""
     for run in runs:
         row = {"run": run.run, "status": run.status, "steps": run.steps}
         changes = run.changes(runs[0]) if run is not runs[0] else {}
@@ -92,7 +87,7 @@ def rows(runs: Sequence[Run]) -> Iterator[dict[str, str]]:
 
 
 def table(listed: Sequence[Mapping[str, str]]) -> str:
-    """Returns a Markdown table that reads well as text; columns are the first row's keys."""
+    """Returns a Markdown table that is readable as text; columns are the first row's keys."""
     lines = [
         [printable(cell).replace("|", "/") for cell in line]
         for line in (listed[0], *(row.values() for row in listed))
@@ -115,7 +110,7 @@ def show(runs: Sequence[Run], told: Sequence[str]) -> str:
 def as_json(
     runs: Sequence[Run], told: Sequence[str], beyond: Sequence[str], untold: Sequence[str]
 ) -> str:
-    """Returns the comparison for programs; a figure that a run lacks is no key."""
+    """Returns the comparison as JSON, without figures that a run lacks."""
     differ = settings_that_differ(runs)
     listed = [
         {
@@ -141,9 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="+",
         type=Path,
         metavar="FOLDER",
-        help="a run's folder, or a sweep's for all of its jobs",
+        help="run folder, or sweep folder for all its jobs",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--fail-beyond",
         nargs="+",
@@ -151,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[],
         type=limit,
         metavar="NAME=LIMIT",
-        help="how far a run may be from the first one: a ratio, as in speed=0.95 and step=1.05, or "
-        "a difference of fractions, as in stall=+0.05 and top1=-0.01",
+        help="allowed change from the first run: a ratio such as speed=0.95 or step=1.05, or "
+        "a difference of fractions such as stall=+0.05 or top1=-0.01",
     )
     options = parser.parse_args(argv)
     try:

@@ -13,16 +13,16 @@ from ...runtime.files import natural, number, read_inside, read_written
 
 
 class Figure(NamedTuple):
-    """One figure of a report, and how two of them are compared.
+    """A figure of a report, and how to compare two of them.
 
     Attributes:
-        name: what a limit calls it.
-        title: its column, with the unit.
-        path: where ``report.json`` holds it.
+        name: its name in limits.
+        title: its column title, with the unit.
+        path: its dotted key in ``report.json``.
         higher_is_better: otherwise lower is.
         is_fraction: 0..1 and compared by difference; other figures are compared by ratio.
-        is_clocked: rests on the clock that ``stall_basis`` names, and is compared with figures of
-            the same clock alone.
+        is_clocked: measured by the clock ``stall_basis``, and only compared with figures of the
+            same clock.
     """
 
     name: str
@@ -33,17 +33,17 @@ class Figure(NamedTuple):
     is_clocked: bool = False
 
     def shown(self, value: float) -> str:
-        """Returns ``value`` as people read it."""
+        """Returns ``value`` as text."""
         if self.is_fraction:
             return f"{value:.1%}"
         return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
     def shown_change(self, change: float) -> str:
-        """Returns a change as people read it."""
+        """Returns a change as text."""
         return f"{100 * change:+.1f} points" if self.is_fraction else f"{change:.3g}x"
 
 
-# by the key in JSON, which carries the unit
+# by the key in JSON, which includes the unit
 FIGURES: Mapping[str, Figure] = {
     figure.path.replace(".", "_"): figure
     for figure in (
@@ -58,16 +58,16 @@ FIGURES: Mapping[str, Figure] = {
 
 
 class Run(NamedTuple):
-    """What a run's folder says.
+    """The contents of a run's folder.
 
     Attributes:
-        run: the folder, as short as tells it from the others.
-        status: completed, interrupted or failed, as the report has it; unreadable without a report.
-        error: why it did not complete, where that is known.
+        run: the folder, relative to the runs' common parent.
+        status: completed, interrupted or failed, from the report; unreadable without a report.
+        error: why it did not complete, if known.
         steps: as text.
-        figures: those of ``FIGURES`` that the report has, by their keys.
-        verdict: as the report has it.
-        settings: the run's settings by dotted name; ``used.*``, what its loader ran with;
+        figures: the ``FIGURES`` in the report, by key.
+        verdict: from the report.
+        settings: the run's settings by dotted name; ``used.*``, the loader's actual settings;
             ``environment.*``, versions and hardware; ``stall_basis``, the clock of its stalls.
     """
 
@@ -99,22 +99,22 @@ class Run(NamedTuple):
 def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """Returns the runs in ``folders``, in the order given, and a note for each that trains nothing.
 
-    Those of one folder are in the order of their names.
+    Runs of one folder are sorted by name.
 
     Raises:
-        FileNotFoundError: a folder is not there or holds no run; says the way out.
+        FileNotFoundError: a folder is missing or holds no run.
     """
     places: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder}: no such folder; name a run's folder, or a sweep's")
+            raise FileNotFoundError(f"{folder}: no such folder; pass a run or sweep folder")
         inside = [folder]
         if not _is_run(folder):
             inside = sorted(filter(_is_run, folder.iterdir()), key=lambda run: natural(run.name))
         if not inside:
             raise FileNotFoundError(
-                f"{folder}: no run found here or below; name a folder with a "
-                "report.json, or one above it"
+                f"{folder}: no run found here or below; pass a folder with a "
+                "report.json, or its parent"
             )
         places += [Path(os.path.abspath(place)) for place in inside]
     runs: list[Run] = []
@@ -128,7 +128,7 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
         else:
             runs.append(run)
     if not runs:
-        raise FileNotFoundError(f"{passed[0]}; name a run's folder, or a sweep's")
+        raise FileNotFoundError(f"{passed[0]}; pass a run or sweep folder")
     return runs, passed
 
 
@@ -137,13 +137,13 @@ def _is_run(folder: Path) -> bool:
 
 
 def _read(folder: Path, name: str) -> Run:
-    """Returns the run in ``folder``; one that cannot be read says why."""
+    """Returns the run in ``folder``; an unreadable one has an error."""
     path = folder / ".hydra" / "config.yaml"
     settings: dict[str, Any] = {}
     try:
         if path.exists():
             settings = config.saved(read_inside(folder, ".hydra/config.yaml"))
-            # every run has its own
+            # unique to each run
             settings.get("run", {}).pop("name", None)
         path = folder / "report.json"
         report = read_written(path)
@@ -166,7 +166,7 @@ def _read(folder: Path, name: str) -> Run:
             dict(config.leaves(settings)),
         )
     except FileNotFoundError:
-        why = "not there; wait for the run's end, or look into its train.log"
+        why = "missing; wait for the run to end, or see its train.log"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         why = f"damaged: {reason}; leave the run out"
@@ -175,15 +175,15 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def text(tree: Mapping[str, Any], key: str) -> str:
-    """Returns a value as people read it; ``-``: there is none."""
+    """Returns a value as text; ``-`` if there is none."""
     value = tree.get(key, "-")
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def settings_that_differ(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
-    """Returns each setting that tells some of ``runs`` from others, by run.
+    """Returns each setting that differs among ``runs``, by run.
 
-    ``used.*`` is there only where it says more than ``loader.*``.
+    ``used.*`` is included only if it differs from ``loader.*``.
     """
     readable = [run for run in runs if run.status != "unreadable"]
     keys = dict.fromkeys(key for run in readable for key in run.settings)

@@ -1,7 +1,6 @@
-"""Shows one page in two places: ``report.html``, and a tab in TensorBoard.
+"""Shows one page in two places: ``report.html`` and a TensorBoard tab.
 
-Both show what the run's own files say (``report.json``, ``metrics.jsonl``, ``tuning.json``) with
-the same scripts, which lie beside this file. A page for a whole sweep: ``wellfed page
-multirun/DATE/TIME``. The standard library alone, so that TensorBoard starts as fast with it as
-without.
+Both render the run's files (``report.json``, ``metrics.jsonl``, ``tuning.json``) with the scripts
+in this folder. ``wellfed page multirun/DATE/TIME`` writes a page for a whole sweep. Only the
+standard library is imported, so as not to slow TensorBoard's start.
 """

@@ -1,10 +1,10 @@
-// Bars: one whole in parts (a step, the wall time), and what each stage of the workers costs.
+// Bars: one whole in parts (a step, the wall time), and the cost of each worker stage.
 import { fitted, h, label, s, steered, table } from "./dom.js";
 import { share, together } from "./format.js";
 import { paint, swatch } from "./marks.js";
 
 const HEIGHT = 44;
-// under a figure, so that it is read on any pattern
+// behind a figure, to be legible on any pattern
 const PLATE = { width: 52, height: 20, y: 12, rx: 4, class: "plate" };
 
 // `segments` are {name, value, fill, cells, meaning}; the table under the bar has a row for each,
@@ -55,13 +55,12 @@ function drawn({ spoken, segments, shares, columns }, width) {
   });
 }
 
-// What a sample costs in each stage: processor time solid, the rest of the wall time (waiting)
-// hatched.
+// The cost of a sample per stage: CPU time solid, the rest of the wall time (waiting) hatched.
 export function stageBars(stages, caption) {
   const show = together(stages.map((stage) => stage.wall_ms));
   const most = Math.max(...stages.map((stage) => stage.wall_ms)) || 1;
   const rows = stages.map(({ name, group, wall_ms: wall, cpu_ms }) => {
-    const cpu = Math.min(cpu_ms, wall); // two clocks may differ by a trifle
+    const cpu = Math.min(cpu_ms, wall); // two clocks may differ slightly
     const bar = (width) =>
       s("svg", { width, height: 18 },
         s("rect", { width: (cpu / most) * width, height: 18, fill: paint("compute") }),

@@ -4,8 +4,8 @@ import { count, known, many, ms, ticks, unitOf, words } from "./format.js";
 import { keys, paint, partKeys, PARTS, stroke, swatch } from "./marks.js";
 import { areaPath, axis, epochLines, grid, heightOf, LEFT, linePath, TOP } from "./plot.js";
 
-const ROOM = 1.15; // above what is usual, so that a top edge is seen to be one
-const LABEL_PX = 64; // two labels nearer than this would overlap
+const ROOM = 1.15; // headroom, to make clipping visible
+const LABEL_PX = 64; // closer labels would overlap
 const LABEL_ROWS = 2, LABEL_ROW = 16; // above the chart that names its spikes
 const LISTED = 12; // spikes told in words
 
@@ -23,8 +23,7 @@ function layers(course) {
   });
 }
 
-// The height that shows every usual step: single ones that stand out go through the top edge unless
-// `whole`.
+// The height that shows every usual step; outliers exceed it unless `whole`.
 export function usualHeight(course, whole) {
   const p95 = (most(course, "time/step_ms/p95") ?? []).filter((value) => value !== null)
     .toSorted((a, b) => a - b);
@@ -53,8 +52,8 @@ function told(spike) {
   return `${ms(spike.ms)} in ${where}${spike.cause ? `, mostly ${words(spike.cause)}` : ""}`;
 }
 
-// Each step that stands out: a bar to its height or through the top edge, a triangle, and its
-// length where there is room.
+// Each outlier step: a bar to its height or through the top edge, a triangle, and its length if
+// there is room.
 function spikeMarks(course, ax, y, height, rows) {
   const taken = Array.from({ length: rows }, () => []);
   const longer = []; // the bars so far: the longest spike comes first
@@ -75,7 +74,7 @@ function spikeMarks(course, ax, y, height, rows) {
   });
 }
 
-// One cursor for all charts of a run; each tells what it shows at that point, by `rows` of index.
+// One cursor for all charts of a run; `rows` of index give each chart's values there.
 function cursorOf(course) {
   const lines = new Set();
   const choose = (index) => {
@@ -91,7 +90,7 @@ function cursorOf(course) {
   return (svg, { ax, height, name, rows }) => {
     const line = s("path", { d: `M0,${ax.top}V${height}`, class: "cursor", hidden: true });
     svg.append(line);
-    // drawn again at another width
+    // redrawn at another width
     for (const old of lines) if (!old[0].isConnected) lines.delete(old);
     lines.add([line, ax]);
     const read = (index) => [title(index), ...rows.flatMap((row) => row(index))];
@@ -100,7 +99,7 @@ function cursorOf(course) {
   };
 }
 
-// A row of the tooltip: none where a group of windows has no figure.
+// A row of the tooltip: none if a group of windows has no figure.
 function rowOf(values, name, show, mark) {
   return (index) => ((values?.[index] ?? null) === null ? [] : [[name, show(values[index]), mark]]);
 }
@@ -111,14 +110,14 @@ function rangeOf(values, name, show) {
 }
 
 function standOut(course) {
-  return course.spike_count === 1 ? "1 window holds a step that stands out"
-    : `${count(course.spike_count)} windows hold a step that stands out`;
+  return course.spike_count === 1 ? "1 window has an outlier step"
+    : `${count(course.spike_count)} windows have an outlier step`;
 }
 
 function stepRows(course) {
   const cause = (index) => {
     const spike = course.spikes.find((one) => one.at === index);
-    return spike?.cause ? [["which was mostly", words(spike.cause), swatch(spike.cause)]] : [];
+    return spike?.cause ? [["mostly", words(spike.cause), swatch(spike.cause)]] : [];
   };
   return [
     ...PARTS.map((part) =>
@@ -173,7 +172,7 @@ function stepChart(course, basis, join) {
 
 function spikeList(course, toggle) {
   const listed = course.spikes.slice(0, LISTED);
-  if (!listed.length) return note("No single step stands out.");
+  if (!listed.length) return note("No outlier steps.");
   const marked = course.spike_count > course.spikes.length
     ? "; the longest of each group is marked" : "";
   const rest = course.spikes.length > listed.length
@@ -185,17 +184,16 @@ function spikeList(course, toggle) {
 }
 
 const WHY = { // by where a figure comes from
-  gpu: "no NVIDIA GPU gave it",
-  host: "the system does not say",
-  stages: "no worker said",
+  gpu: "no NVIDIA GPU reported it",
+  host: "the system does not report it",
+  stages: "no worker reported it",
   loader: "no worker made batches",
 };
 
 const paintOf = (tag, place, count) =>
   (tag.startsWith("stall/") || (count > 1 && place === count - 1) ? "strong" : "plain");
 
-// A chart of figures over the run, as `declared` by the harness; none where the run has none of
-// them.
+// A chart of figures over the run, as `declared` by the harness, if the run has any.
 function companion(course, { title, unit, series: all }, join) {
   const series = all.map((one, place) => ({ ...one, kind: paintOf(one.tag, place, all.length) }))
     .filter(({ tag }) => mean(course, tag));
@@ -227,7 +225,7 @@ function companion(course, { title, unit, series: all }, join) {
 function missing(course, charts) {
   const without = charts.filter(({ series }) => !series.some(({ tag }) => mean(course, tag)));
   const told = without.map(({ title, series }) =>
-    `${title} (${WHY[series[0].tag.split("/")[0]] ?? "no window gave it"})`);
+    `${title} (${WHY[series[0].tag.split("/")[0]] ?? "no window has it"})`);
   return told.length > 0 && note(`Not available in this run: ${told.join(", ")}.`);
 }
 

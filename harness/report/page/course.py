@@ -41,10 +41,10 @@ class Windows:
     """The logged windows of steps.
 
     Attributes:
-        columns: one entry per window, by ``step``, ``epoch`` and tag, the user's behind the others;
-            None where a line does not say.
-        last: the line that was written last.
-        damaged: lines that could not be read, but for a last one that is still being written.
+        columns: one entry per window, by ``step``, ``epoch`` and tag, the user's last; None if
+            missing.
+        last: the last window's line.
+        damaged: unreadable lines, except a last one that is still being written.
     """
 
     columns: dict[str, list[Any]] = field(
@@ -68,7 +68,7 @@ def read_windows(path: Path) -> Windows:
         except (ValueError, AttributeError, RecursionError):
             windows.damaged += text.endswith(b"\n")
             continue
-        # other lines are of evaluations
+        # other lines come from evaluations
         if None not in needed:
             for name in line:
                 if name.startswith("user/"):
@@ -81,13 +81,13 @@ def read_windows(path: Path) -> Windows:
 
 
 def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
-    """Returns the windows in at most ``buckets`` groups of neighbours, for JSON; None without any.
+    """Returns the windows in at most ``buckets`` groups of neighbors, for JSON; None without any.
 
-    - ``columns``: for every tag the ``mean`` of each group; its ``low`` and ``high`` where a group
-      is more than one window.
-    - ``spikes``: single steps that stand out, the longest of each group, the longest first, each
-      with the group it is ``at`` and with its ``cause``, the part that made up most of it.
-    - ``spike_count``: the number of windows that hold a spike.
+    - ``columns``: for every tag the ``mean`` of each group; its ``low`` and ``high`` if groups have
+      more than one window.
+    - ``spikes``: outlier steps, the longest of each group, the longest first, each with its group
+      ``at`` and its ``cause``, the part that took more than half of it.
+    - ``spike_count``: the number of windows with a spike.
     """
     steps = windows.columns["step"]
     if not steps:
@@ -110,7 +110,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
             }
 
     begins = [0, *steps]
-    # the longest spike comes first, so that each group marks its own longest one
+    # the longest spike comes first, so each group marks its longest one
     found = spikes(windows)
     marked: dict[int, dict[str, Any]] = {}
     for index in found:
@@ -134,7 +134,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
 
 
 def latest(windows: Windows) -> dict[str, Any]:
-    """Returns the last window in a report's words, unchecked, for a run without one."""
+    """Returns the last window under a report's keys, unchecked, for a run without one."""
     last = windows.last
     parts = {part: number(last.get(f"time/{part}_ms/median")) or 0.0 for part in PARTS}
     whole = sum(parts.values())
@@ -151,7 +151,7 @@ def latest(windows: Windows) -> dict[str, Any]:
 
 
 def declared() -> dict[str, Any]:
-    """Returns what the page shows of the figures: their charts and their rows."""
+    """Returns the charts and rows of the figures on the page."""
     charts: dict[str, Any] = {}
     for figure in CHARTED:
         empty = {"title": figure.chart, "unit": figure.unit, "series": []}
@@ -165,12 +165,12 @@ def declared() -> dict[str, Any]:
 
 
 def spikes(windows: Windows) -> list[int]:
-    """Returns the windows whose longest step stands out: the longest first, then the earliest."""
+    """Returns the windows whose longest step is an outlier: longest first, then earliest."""
     longest = windows.columns[LONGEST]
     known = [ms for ms in longest if ms is not None]
     if not known:
         return []
-    # three times a typical step, and twice the longest that windows usually have
+    # three times a typical step, and twice the usual longest step of a window
     typical = median(windows.columns[TYPICAL])
     least = max(3.0 * typical, 2.0 * median(known))
     over = [index for index, ms in enumerate(longest) if ms is not None and ms > least]

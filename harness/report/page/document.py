@@ -25,20 +25,20 @@ SCRIPTS = (
 )  # fmt: skip
 STYLE = "page.css"
 
-# the run's own, whose name stands in a file that is too heavy to import
+# the run's logger; the module that defines it is slow to import
 _log = logging.getLogger("wellfed")
 
 
 def write_report(folder: Path) -> None:
-    """Writes ``report.html`` of the run in ``folder``, whole or not at all.
+    """Writes ``report.html`` of the run in ``folder`` atomically.
 
-    A page that cannot be made costs a warning alone.
+    Failures are only logged.
     """
     path = folder / "report.html"
     try:
         name = run_name(folder)
         write_whole(path, page([run_json(folder, name)], (), name).encode())
-    # the run is over and has its report.json: nothing here may change how it ends
+    # the run is over: a failure here must not change how it ends
     except Exception as error:
         _log.warning("%s: %s; the run continues without it", path, error)
 
@@ -46,7 +46,7 @@ def write_report(folder: Path) -> None:
 def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
     """Writes ``report.html`` of all runs at and below ``root``.
 
-    Returns its path, the number of runs, and notes on folds and on what is left out.
+    Returns its path, the number of runs, and notes on folds and omissions.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -55,10 +55,10 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
     folders = find_runs(root)
     if not folders:
         raise FileNotFoundError(
-            f"{root}: no run below it (a folder with report.json or metrics.jsonl); give a run or "
-            "a sweep"
+            f"{root}: no run below it (a folder with report.json or metrics.jsonl); pass a run or "
+            "sweep folder"
         )
-    # the more runs, the fewer points each, so that a sweep's page stays below a megabyte
+    # more runs get fewer points each, so that a sweep's page stays below a megabyte
     buckets = max(60, min(BUCKETS, 3 * BUCKETS // len(folders)))
     notes = folds(folders)
     runs = map_runs(folders, partial(run_json, buckets=buckets), notes)
@@ -75,14 +75,14 @@ def run_name(folder: Path) -> str:
 
 
 def page(runs: Sequence[str], notes: Sequence[str], name: str) -> str:
-    """Returns the whole page as HTML: ``runs``, as ``run_json`` gives them, below ``notes``."""
+    """Returns the page as HTML: ``runs``, as from ``run_json``, below ``notes``."""
     script = bundle()
     return Template(asset("page.html")).substitute(
         title=html.escape(f"Data stalls: {name}"),
         # no other script may run
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=asset(STYLE),
-        # a text of a run cannot end its element
+        # text of a run cannot end its element
         data=listed(runs, notes).replace("<", "\\u003c"),
         script=script,
     )
@@ -95,9 +95,9 @@ def listed(runs: Sequence[str], notes: Sequence[str]) -> str:
 
 
 def bundle() -> str:
-    """Returns all scripts as one, each in a function that gives its exports.
+    """Returns all scripts as one, each in a function that returns its exports.
 
-    In TensorBoard they are served as the modules that they are.
+    TensorBoard gets the original modules.
     """
     parts = ["const modules = {};\n"]
     for name in SCRIPTS:
@@ -113,5 +113,5 @@ def bundle() -> str:
 
 
 def asset(name: str) -> str:
-    """Returns the text of a file that lies beside this one."""
+    """Returns the text of a file in this folder."""
     return (ASSETS / name).read_text(encoding="utf-8")

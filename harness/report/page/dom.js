@@ -1,5 +1,5 @@
-// Elements, the tooltip, and what every chart does alike: fit its width, be steered by pointer and
-// keyboard, give a table.
+// Elements, the tooltip, and the common behavior of charts: fitting their width, control by pointer
+// and keyboard, a table.
 // Text from a run's files becomes text nodes and attributes only, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -35,13 +35,12 @@ export function note(...children) {
   return h("p", { class: "note" }, ...children);
 }
 
-// A figure that cannot be had, and why.
+// An unavailable figure, and why.
 export function absent(reason) {
   return h("p", { class: "absent" }, h("strong", {}, "not available"), ` ${reason}`);
 }
 
-// A table whose columns are named and whose rows begin with their own name; a cell is a text or an
-// element.
+// A table with named columns and rows; a cell is text or an element.
 export function table({ kind, caption, columns, rows }) {
   const head = columns.length > 0
     && h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name))));
@@ -51,12 +50,12 @@ export function table({ kind, caption, columns, rows }) {
     h("tbody", {}, rows.map(row)));
 }
 
-// A wide or long table in a box that scrolls, by keyboard too.
+// A scrolling box for a large table, by keyboard too.
 export function scrolled(name, inner) {
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, inner);
 }
 
-// The numbers behind a chart, made when they are asked for.
+// The numbers behind a chart, made on demand.
 export function tableOf(caption, columns, rows) {
   const fill = () => {
     if (!details.open || details.querySelector("table")) return;
@@ -66,13 +65,13 @@ export function tableOf(caption, columns, rows) {
   return details;
 }
 
-// A box that the SVG of `draw(width)` fills, again whenever its width changes.
+// A box filled by the SVG of `draw(width)`, redrawn when its width changes.
 export function fitted(draw, attributes) {
   const box = h("div", { class: "fit", ...attributes });
   let width = 0;
   const redraw = () => {
     const svg = draw(width);
-    // paper is narrower, and nobody redraws for it
+    // paper is narrower, without a redraw
     svg.setAttribute("viewBox", `0 0 ${width} ${svg.getAttribute("height")}`);
     box.replaceChildren(svg);
   };
@@ -104,7 +103,7 @@ function showTip([title, ...rows], x, y) {
 // Makes `frame` a slider over `count` points: the pointer and the arrow keys choose one, and
 // `choose(index)` marks it.
 // `nearest(x)` gives the point at a pixel from the frame's left edge, `place(index)` the inverse,
-// and `lines(index)` what is told of it: a title, then rows of [name, value, mark].
+// and `lines(index)` its tooltip: a title, then rows of [name, value, mark].
 export function steered(frame, { name, count, nearest, place, lines, choose }) {
   let at = -1;
   const set = (index, x, y) => {

@@ -52,7 +52,7 @@ const percent = (value) => `${Math.round(100 * value)}%`;
 export const perSecond = (value) => `${rounded(value)} images/s`;
 const bytesPerSecond = (value) => `${bytes(value)}/s`;
 const cores = (value) => `${rounded(value)} cores`;
-// How values of a unit are told, and how on an axis.
+// How values of a unit are shown, in text and on an axis.
 const UNITS = {
   ms: { show: ms, tick: ms },
   fraction: { show: share, tick: percent },
@@ -66,17 +66,17 @@ export const unitOf = (unit) => UNITS[unit]
 export const known = (value, show) =>
   (value === undefined || value === null ? "not available" : show(value));
 
-// So many of a thing, whose plural has an s.
+// A number of things, whose plural ends in s.
 export function many(number, thing) {
   return `${count(number)} ${thing}${number === 1 ? "" : "s"}`;
 }
 
-// A file's own names as words.
+// Names in files as words.
 export function words(name) {
   return name.replaceAll("_", " ");
 }
 
-// A word as a shell takes it, by the rules of Python's shlex.quote.
+// A word quoted for a shell, by the rules of Python's shlex.quote.
 export function quoted(word) {
   return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`;
 }

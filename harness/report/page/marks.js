@@ -1,15 +1,14 @@
-// What the parts of a step are called and how they are painted: each by a colour and a pattern, so
-// that neither is needed alone.
+// Names and paints of the parts of a step: each has a color and a pattern, so that either suffices.
 import { h, path, s } from "./dom.js";
 import { words } from "./format.js";
 
 export const PARTS = ["compute", "launch", "prepare", "starved", "exposed_copy", "host"];
-export const SELDOM = ["launch", "prepare"]; // parts that many runs do without
+export const SELDOM = ["launch", "prepare"]; // parts that many runs lack
 
 export const MEANINGS = {
   compute: "the device worked on the step",
   launch: "the device waited for Python to launch the next kernel of the step",
-  prepare: "batches were augmented and normalised",
+  prepare: "batches were augmented and normalized",
   starved: "the device had nothing to run: no batch was ready",
   exposed_copy: "the device waited for a batch on its way to it",
   host: "the device waited for Python: launches, logging, garbage collection",
@@ -19,7 +18,7 @@ const SLANTED = "M-2,2 l4,-4 M0,8 l8,-8 M6,10 l4,-4";
 const dots = (...places) =>
   places.map((at) => s("circle", { cx: at, cy: at, r: 1.4, class: "ink" }));
 
-const OTHERS = 6; // paints for things that are no parts
+const OTHERS = 6; // paints for things other than parts
 const PATTERNS = {
   compute: () => [],
   launch: () => path("M0,2 h8 M0,6 h8", "stroke"),
@@ -50,7 +49,7 @@ export function paint(name) {
   return `url(#paint-${name})`;
 }
 
-// The paint of the n-th of things that are no parts of a step.
+// The paint of the n-th thing that is no part of a step.
 export function other(n) {
   return `other${n % OTHERS}`;
 }

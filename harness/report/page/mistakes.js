@@ -1,11 +1,11 @@
-// What went wrong in the last evaluation: classes, which are taken for which, the surest mistakes;
-// and the first training batch.
+// Mistakes of the last evaluation: by class, confused classes, the most confident ones; and the
+// first training batch.
 import { absent, fitted, h, label, note, s, scrolled, table } from "./dom.js";
 import { count, known, many, share } from "./format.js";
 
 const MOST_ROWS = 1000, MOST_KINDS = 50;
-const MOST_CELLS = 100; // a side; more classes are put together with their neighbours
-const NAMED = 40, NUMBERED = 16; // so many classes have room for names, for numbers
+const MOST_CELLS = 100; // a side; more classes are grouped with their neighbors
+const NAMED = 40, NUMBERED = 16; // most classes with room for names, for numbers
 const LETTERS = 16;
 const cut = (name) => (name.length > LETTERS ? `${name.slice(0, LETTERS - 1)}…` : name);
 const part = (some, all) => (all > 0 ? some / all : undefined);
@@ -23,12 +23,12 @@ export function mistakesSection({ report, mistakes }) {
     note(`${many(wrong, "mistake")} in ${many(all, "image")}. `, counts && `${counts}.`),
     classTable(classes, kinds),
     h("div", { class: "columns confused" },
-      h("div", {}, h("h3", {}, "True class and answer"), matrix(classes, kinds)),
+      h("div", {}, h("h3", {}, "Confusion matrix"), matrix(classes, kinds)),
       h("div", {}, h("h3", {}, "Most frequent mistakes"), kindTable(classes, kinds))),
-    h("h3", {}, "Surest mistakes"),
+    h("h3", {}, "Most confident mistakes"),
     surest.length ? pictures(surest.map(({ label, given, probability, where, picture }) => (
       { picture, where, lines: [`taken for ${given} (${share(probability)})`, `in truth ${label}`] })))
-      : note("There is none."),
+      : note("None."),
   ];
 }
 
@@ -50,15 +50,15 @@ function classTable(classes, kinds) {
     known(accuracy(place), share), known(classes.images[place], count), taken.get(place) ?? "",
     known(part(classes.correct[place], classes.given[place]), share),
     ...(trained.length ? [known(trained[place], count)] : [])]);
-  const columns = ["class", "recognised", "images", "most often taken for",
-    "of its answers right", ...(trained.length ? ["training images"] : [])];
+  const columns = ["class", "recall", "images", "most often taken for",
+    "precision", ...(trained.length ? ["training images"] : [])];
   return [scrolled("Classes", table({ kind: "classes", columns, rows })),
     names.length > MOST_ROWS && note(`The ${count(MOST_ROWS)} worst classes of `
       + `${count(names.length)}; classes.csv has all.`)];
 }
 
 function kindTable(classes, kinds) {
-  if (!kinds.length) return note("There is none.");
+  if (!kinds.length) return note("None.");
   const rows = kinds.slice(0, MOST_KINDS).map(([label, given, images]) =>
     [classes.class[label], classes.class[given],
       `${count(images)} of ${known(classes.images[label], count)}`]);
@@ -66,7 +66,7 @@ function kindTable(classes, kinds) {
     table({ kind: "classes", columns: ["true class", "taken for", "images"], rows }));
 }
 
-// Cells of true classes (rows) and answers (columns), by their share of the row.
+// Cells of true classes (rows) and predictions (columns), by their share of the row.
 function matrix(classes, kinds) {
   const names = classes.class;
   const group = Math.ceil(names.length / MOST_CELLS);
@@ -83,8 +83,9 @@ function matrix(classes, kinds) {
   const nameOf = (row) => (group === 1 ? names[row]
     : `${names[row * group]} to ${names[Math.min(names.length, (row + 1) * group) - 1]}`);
   return [
-    note(side > NAMED ? "Rows are true classes and columns answers, in the order of classes.csv. "
-      : "Rows are true classes, columns answers. ", group > 1
+    note(side > NAMED
+      ? "Rows are true classes, columns predictions, in the order of classes.csv. "
+      : "Rows are true classes, columns predictions. ", group > 1
       && `A cell stands for ${group} by ${group} classes.`),
     fitted((width) => {
       const edge = side > NAMED ? 2
@@ -104,14 +105,14 @@ function matrix(classes, kinds) {
         s("text", { transform: `translate(${middle(place)},${edge - 6}) rotate(-90)` },
           cut(name))]);
       return s("svg", { width, height: edge + side * size + 1, role: "img", class: "matrix",
-        "aria-label": "Images by true class and answer; the table beside it has the numbers" },
+        "aria-label": "Confusion matrix; the table beside it has the numbers" },
       s("rect", { x: edge, y: edge, width: side * size, height: side * size, class: "frame" }),
       titles, [...cells].map(cell));
     }),
   ];
 }
 
-// The pixels of a small picture are shown as they are.
+// The pixels of a small picture are not smoothed.
 const loaded = ({ target }) => target.classList.toggle("small", target.naturalWidth < 64);
 
 function pictures(found) {

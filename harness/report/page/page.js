@@ -1,13 +1,13 @@
-// The page: one run, or several with the one that is looked at below them.
+// The page: one run, or several with the selected one below.
 import { h } from "./dom.js";
 import { patterns } from "./marks.js";
 import { runView } from "./run.js";
 import { newest, sweepView } from "./sweep.js";
 
-let opened = null; // the run that is looked at, also after a reload
+let opened = null; // the selected run, kept across reloads
 
-// Fills the document. `load(name)` gives the whole of one of `runs`; `reload`, where there is one,
-// reads everything again.
+// Fills the document. `load(name)` returns one of `runs` in full; `reload`, if given, reads
+// everything again.
 export function start({ runs, notes = [], declared, load, reload }) {
   const main = h("main", { id: "main", tabindex: "-1" });
   const again = reload && h("p", { class: "reload" },
@@ -19,7 +19,7 @@ export function start({ runs, notes = [], declared, load, reload }) {
     && h("ul", { class: "notes" }, notes.map((note) => h("li", {}, note)))].filter(Boolean));
   if (!runs.length) {
     main.append(h("h1", {}, "No run yet"),
-      h("p", {}, "A run is shown as soon as its folder holds metrics.jsonl or report.json."));
+      h("p", {}, "A run appears as soon as its folder has metrics.jsonl or report.json."));
     return;
   }
   const first = runs.some((run) => run.name === opened) ? opened : newest(runs)[0].name;
@@ -30,7 +30,7 @@ export function start({ runs, notes = [], declared, load, reload }) {
       .then((run) => runView(run, declared, runs.length > 1 ? "h2" : "h1"))
       .catch((error) => h("ul", { class: "notes", role: "alert" },
         h("li", {}, `run ${name}: ${error.message}`)));
-    if (opened !== name) return; // another one was asked for since
+    if (opened !== name) return; // another one was selected since
     detail.replaceChildren(view);
   };
   if (runs.length > 1) {
@@ -50,8 +50,7 @@ export function start({ runs, notes = [], declared, load, reload }) {
   show(first);
 }
 
-// The address of the tab belongs to TensorBoard, so that a link to a place in the page must not
-// change it.
+// The tab's address belongs to TensorBoard, so links within the page must not change it.
 function skip(event) {
   event.preventDefault();
   document.querySelector(".detail")?.focus();

@@ -1,4 +1,4 @@
-// Where things lie in a chart over the steps of a run, and the shapes that are drawn there.
+// Coordinates and shapes in charts over the steps of a run.
 import { label, path } from "./dom.js";
 import { ticks } from "./format.js";
 
@@ -6,7 +6,7 @@ export const LEFT = 64;
 export const TOP = 12;
 const RIGHT = 12;
 
-// The horizontal axis: a group of windows reaches from the last step of the one before to its own.
+// The horizontal axis: a group of windows extends from the previous one's last step to its own.
 export function axis(course, width, { left = LEFT, right = RIGHT, top = TOP } = {}) {
   const inner = Math.max(1, width - left - right);
   const last = course.steps.at(-1) || 1;
@@ -21,7 +21,7 @@ export function axis(course, width, { left = LEFT, right = RIGHT, top = TOP } = 
     right: left + inner, top, last };
 }
 
-// The vertical axis from 0 to `end`; what is beyond lies on the upper edge.
+// The vertical axis from 0 to `end`; larger values are clipped to it.
 export function heightOf(ax, height, end) {
   return (value) => height - (Math.min(value, end) / end) * (height - ax.top);
 }
@@ -36,14 +36,14 @@ export function grid(ax, y, end, show) {
 const px = (value) => value.toFixed(1);
 const isKnown = (value) => value !== null && value !== undefined;
 
-// A line that is flat within each group, and straight over groups that have no figure.
+// A line that is flat within each group, and straight over groups without a figure.
 export function linePath(values, ax, y) {
   const flat = (value, index) =>
     (isKnown(value) ? [`${px(ax.from(index))},${px(y(value))}H${px(ax.to(index))}`] : []);
   return `M${values.flatMap(flat).join("L")}`;
 }
 
-// What lies between two lists of heights, group by group.
+// The area between two lists of heights, group by group.
 export function areaPath(lower, upper, ax, y) {
   const block = (top, index) => {
     const [from, to] = [px(ax.from(index)), px(ax.to(index))];

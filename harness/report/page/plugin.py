@@ -1,7 +1,7 @@
 """Serves the tab "Data stalls" in TensorBoard.
 
-TensorBoard imports this file when it starts and would not start if that failed. So it imports the
-rest of the page only when asked. What goes wrong with a request is told in the tab.
+TensorBoard imports this file at startup and would not start if that failed, so the rest of the page
+is imported on request. The tab shows errors of requests.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from werkzeug import Request, Response
 
 
 class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
-    """Serves the page's scripts, and what the run folders below the logdir hold.
+    """Serves the page's scripts and the runs below the logdir.
 
-    It reads the folders' own files and no events, so that it works with either of TensorBoard's
-    loaders.
+    It reads the runs' own files, not events, so it works with either of TensorBoard's loaders.
     """
 
     plugin_name = "data_stalls"
 
     def __init__(self, context: base_plugin.TBContext) -> None:
-        # a tilde is the home folder, as TensorBoard has it
+        # TensorBoard expands a tilde too
         self._logdir = os.path.expanduser(context.logdir or "")
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
@@ -35,13 +34,13 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return base_plugin.FrontendMetadata(es_module_path="/tab.js", tab_name="Data stalls")
 
     def is_active(self) -> bool:
-        """Says that there may be a run to show, without a look at every folder."""
+        """Returns True: there may be runs, and a search of all folders is slow."""
         return True
 
     def get_plugin_apps(self) -> dict[str, Any]:
-        """Returns what is served below ``data/plugin/data_stalls``, by path.
+        """Returns the apps served below ``data/plugin/data_stalls``, by path.
 
-        It is the page's files, ``/runs`` with few points of each run, and ``/run?name=`` with as
+        These are the page's files, ``/runs`` with few points per run, and ``/run?name=`` with as
         many as fit.
         """
         from . import document, runs
@@ -49,10 +48,10 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         def found(notes: list[str]) -> dict[str, Path]:
             if self._logdir and "://" not in self._logdir:
                 return runs.find_runs(Path(self._logdir))
-            notes.append(f"--logdir={self._logdir}: the page reads a folder on this machine only")
+            notes.append(f"--logdir={self._logdir}: the page only reads local folders")
             return {}
 
-        # made again if one of the run's files has changed
+        # rebuilt if one of the run's files changes
         kept = lru_cache(maxsize=1024)(lambda stamps, *run: runs.run_json(*run))
 
         def tell(folder: Path, name: str, buckets: int = 60) -> str:
@@ -63,7 +62,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             return document.listed(runs.map_runs(found(notes), tell, notes), notes)
 
         def one(query: Mapping[str, str]) -> str:
-            # a name is looked up and never made into a path
+            # names are looked up, never used as paths
             return tell(found([])[query["name"]], query["name"], runs.BUCKETS)
 
         def file(name: str) -> Callable[[Mapping[str, str]], str]:
@@ -77,9 +76,9 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
 
 def _app(kind: str, make: Callable[[Mapping[str, str]], str]) -> Any:
-    """Returns what serves the text that ``make`` gives for a query.
+    """Returns an app that serves the text that ``make`` returns for a query.
 
-    What goes wrong is told in the tab and stops nothing else.
+    Errors are shown in the tab and stop nothing else.
     """
 
     @Request.application

@@ -1,5 +1,4 @@
-// One run: what bound it, its step, its wall time, its course, its workers, its tuner, its
-// settings.
+// One run: its bottleneck, step, wall time, course, workers, tuner and settings.
 import { wholeBar, stageBars } from "./bars.js";
 import { courseSection } from "./course.js";
 import { absent, h, note, scrolled, table, tableOf } from "./dom.js";
@@ -12,12 +11,12 @@ import { supplySection } from "./supply.js";
 const BASIS = {
   device: {
     clock: "device events",
-    says: "What the device did, from events on its own time line.",
+    says: "Measured by events on the device's timeline.",
     by: "by device events",
   },
   host: {
     clock: "host clock",
-    says: "What the host's clock can say: here nothing runs beside the wait.",
+    says: "Measured by the host's clock: here nothing runs during a wait.",
     by: "by the host's clock",
   },
 };
@@ -28,33 +27,33 @@ const LAST = {
 const WAITS = {
   make: "no batch was made yet",
   transport: "on its way from a worker",
-  pin: "copied to page-locked memory",
+  pin: "copied to pinned memory",
   move: "handed over, copy issued",
 };
 const REST = {
   ...MEANINGS,
   start: "from the command to the first step",
-  tuning: "the loader's settings were searched",
+  tuning: "the loader was tuned",
   evaluate: "passes over the validation or test set",
   first_steps: "workers start, kernels are chosen, networks compiled",
   pictures: "the first batch drawn",
-  checkpoint: "state saved", other: "what nothing else accounts for",
+  checkpoint: "state saved", other: "unaccounted time",
 };
 const WELL = ["balanced", "compute"];
 
-// The whole of one run, with figures and charts as the harness has `declared` them; `heading` is
-// the level of its title.
+// One run in full, with figures and charts as `declared` by the harness; `heading` is the level of
+// its title.
 export function runView(run, declared, heading) {
   const { report } = run;
   const ended = !run.latest;
   const sections = [
     ["One step", stepSection(report, declared.figures, ended)],
-    ["The whole wall time", goodputSection(report, ended)],
-    // somebody's script, which was only watched, has no tuner
-    ...(report.expected ? [] : [["What went wrong", mistakesSection(run)],
-      ["What the tuner measured", supplySection(run.tuning)]]),
+    ["Wall time", goodputSection(report, ended)],
+    // a watched script has no tuner
+    ...(report.expected ? [] : [["Mistakes", mistakesSection(run)],
+      ["Tuner measurements", supplySection(run.tuning)]]),
     ["Course of the run", courseSection(run, declared.charts)],
-    ["What loading a sample takes", stagesSection(report)],
+    ["Loading time per sample", stagesSection(report)],
     ...(run.first_batch ? [["First training batch", firstBatch(run.first_batch)]] : []),
     ...(report.sizes ? [["Training sizes", report.sizes.map(sized)]] : []),
     ...(report.ranks ? [["Ranks", ranksSection(report.ranks)]] : []),
@@ -71,7 +70,7 @@ export function runView(run, declared, heading) {
     sections.map(([title, body]) => h("section", {}, h("h2", { tabindex: "-1" }, title), body)));
 }
 
-// Buttons and no links: the address of the tab belongs to TensorBoard.
+// Buttons, not links: the tab's address belongs to TensorBoard.
 function contents(titles) {
   const go = (title) => (event) => {
     const all = [...event.target.closest(".run").querySelectorAll("h2")];
@@ -103,7 +102,7 @@ function copyButton(text) {
       await navigator.clipboard.writeText(text);
       said.textContent = "copied";
     } catch {
-      // without the right to the clipboard: ready to be copied by hand
+      // without clipboard permission: ready to copy by hand
       getSelection().selectAllChildren(code);
       said.textContent = "selected, copy it with Ctrl+C";
     }
@@ -145,12 +144,12 @@ function figures(run, ended) {
       && `on ${many(report.val_images, report.evaluated?.replace(/s$/, "") ?? "image")}`,
       "no evaluation has ended"],
     ...(run.mistakes?.classes.class.length > 5 ? [["Top-5", report.top5, share,
-      "the true class among the five first answers", "no evaluation has ended"]] : []),
-    ["GPU utilisation", report.gpu_utilization, share, "some kernel ran, whole device",
-      "no NVIDIA GPU gave it"],
+      "the true class is among the top five predictions", "no evaluation has ended"]] : []),
+    ["GPU utilization", report.gpu_utilization, share, "some kernel ran, whole device",
+      "no NVIDIA GPU reported it"],
     ["GPU memory", memory && Math.max(memory.training_bytes, memory.evaluation_bytes), bytes,
       memoryHint(memory),
-      "no NVIDIA GPU gave it"],
+      "no NVIDIA GPU reported it"],
   ];
   return h("dl", { class: "figures" },
     cards.map(([name, value, show, hint, reason]) => (value === undefined
@@ -159,7 +158,7 @@ function figures(run, ended) {
 }
 
 function memoryHint(memory) {
-  return memory && `allocated at most, ${bytes(memory.evaluation_bytes)} in evaluation; `
+  return memory && `peak allocation, ${bytes(memory.evaluation_bytes)} in evaluation; `
     + `${bytes(memory.reserved_bytes)} reserved of ${bytes(memory.total_bytes)}`;
 }
 
@@ -189,9 +188,9 @@ function stepSection(report, declared, ended) {
   }));
   const missing = PARTS.filter((part) => !(part in shares) && !SELDOM.includes(part))
     .map(words);
-  const reason = basis === "host" ? "it needs device events, which a CUDA device has"
-    : "this device gave no figure for it";
-  const why = ended ? reason : "the last window has no figure for it";
+  const reason = basis === "host" ? "it needs the events of a CUDA device"
+    : "this device does not report it";
+  const why = ended ? reason : "the last window lacks it";
   return [
     note(h("span", { class: "badge" }, clock), says),
     wholeBar({ title: "One step", columns: ["share of the time", "median", "longest"], segments }),
@@ -204,7 +203,7 @@ function stepSection(report, declared, ended) {
   ];
 }
 
-// Every figure that the report has, so that a new one is shown as soon as it is declared.
+// Every figure in the report, so that new ones appear once declared.
 function allFigures(report, declared) {
   return declared.filter(({ name }) => report[name] !== undefined).map(({ name, unit, text }) => {
     const value = report[name];
@@ -219,7 +218,7 @@ function waitBar(parts) {
   const segments = parts.map(([name, value], index) => (
     { name: words(name), value, fill: other(index), cells: [share(value)], meaning: WAITS[name] }));
   return segments.length > 0
-    && [h("h3", {}, "What the wait was spent on"),
+    && [h("h3", {}, "Wait for data by cause"),
       wholeBar({ title: "Wait for data", columns: ["share of the wait"], segments })];
 }
 
@@ -239,7 +238,7 @@ function goodputSection({ goodput }, ended) {
     ...rest.map((part) => (
     { name: words(part.name), s: part.s, fill: fill(part.name), meaning: REST[part.name] }))];
   return [
-    note(`${share(fraction)} of ${seconds(wall)}, from the command to the exit, went into steps.`),
+    note(`${share(fraction)} of ${seconds(wall)}, from command to exit, went into steps.`),
     wholeBar({ title: "Wall time", columns: ["share", "time"], segments: segments.map((part) => (
       { ...part, value: part.s, cells: [share(part.s / wall), seconds(part.s)] })) }),
   ];
@@ -276,7 +275,7 @@ function settingsSection({ report, config }) {
   const typed = report.run?.overrides ?? [];
   return [
     h("p", {}, typed.length ? ["Typed: ", copyButton(typed.map(quoted).join(" "))]
-      : "No setting was typed, or the report does not say."),
+      : "No setting was typed, or the report lacks it."),
     h("div", { class: "columns" }, pairs("Loader as used", report.loader),
       pairs("Environment", report.environment)),
     config && h("details", {}, h("summary", {}, "The whole configuration"),
@@ -289,5 +288,5 @@ function pairs(title, values = {}) {
     [name, name.endsWith("_bytes") && typeof value === "number" ? bytes(value) : String(value)];
   const rows = Object.entries(values).map(shown);
   return h("div", {}, h("h3", {}, title), rows.length ? table({ kind: "pairs", columns: [], rows })
-    : absent("the report does not say"));
+    : absent("not in the report"));
 }

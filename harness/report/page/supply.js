@@ -1,11 +1,11 @@
-// What the tuner measured: what the loader supplies by num_workers, and what the step can take.
+// The tuner's measurements: loader throughput by num_workers, and model throughput.
 import { absent, fitted, h, label, path, s, steered, tableOf } from "./dom.js";
 import { known, perSecond, rounded, seconds } from "./format.js";
 import { keys, sample } from "./marks.js";
 import { grid } from "./plot.js";
 
 const LEFT = 64, RIGHT = 16, TOP = 24, BOTTOM = 220, HEIGHT = 260;
-// a demand beyond this many times the fastest rate is told and not drawn: the rates stay apart
+// a demand beyond this many times the fastest rate is only printed, to keep the rates apart
 const NEAR = 3;
 const KINDS = { supply: "loader only", steps: "delivered to training steps" };
 const IDENTITY = ["num_workers", "prefetch_factor", "pin_memory", "backend"];
@@ -21,7 +21,7 @@ const interval = ({ images_per_s: rate, low, high }) =>
   `${perSecond(rate)} (${rounded(low)} to ${high === undefined ? "any" : rounded(high)})`;
 const measured = (trial) => KINDS[trial.kind] ?? trial.kind;
 
-// A circle for the loader alone, a diamond for steps; filled, hollow or pale by the backend.
+// A circle for loader only, a diamond for steps; filled, hollow or pale by the backend.
 function dot(x, y, kind, backend = "processes") {
   if (kind === "steps") return path(`M${x},${y - 5}l5,5l-5,5l-5,-5z`, `steps ${backend}`);
   return s("circle", { cx: x, cy: y, r: 4, class: `supply ${backend}` });
@@ -74,7 +74,7 @@ function scaleOf({ demand, settings }, trials, width) {
     ...trials.map((trial) => trial.settings.num_workers));
   const x = (workers) => LEFT + ((workers + 0.5) / (last + 1)) * (width - LEFT - RIGHT);
   const y = (rate) => BOTTOM - (Math.max(0, Math.min(rate, end)) / end) * (BOTTOM - TOP);
-  // a delivered rate stands beside the supply of the same setting
+  // a delivered rate is next to the supply of the same setting
   const beside = Math.min(7, 0.3 * (x(1) - x(0)));
   const at = ({ settings: { num_workers: workers }, kind, rate }) =>
     [x(workers) + (kind === "steps" ? beside : 0), rate ? y(rate.images_per_s) : BOTTOM - 6];

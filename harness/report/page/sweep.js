@@ -1,11 +1,10 @@
-// Runs side by side: a table that sorts, small charts of one scale, and the choice of which to look
-// at.
+// Runs side by side: a sortable table, small charts of one scale, and the selection of a run.
 import { smallCourse, usualHeight } from "./course.js";
 import { absent, h, note, scrolled } from "./dom.js";
 import { known, ms, rounded, share, words } from "./format.js";
 import { keys, partKeys } from "./marks.js";
 
-const FIRST_CHOSEN = 12; // small charts that a page opens with
+const FIRST_CHOSEN = 12; // initial small charts
 
 const FIGURES = [
   { title: "images/s", of: ({ report }) => report.images_per_s, show: rounded },
@@ -23,7 +22,7 @@ function typedOf({ report }) {
   return new Map(typed.map(([name, value]) => [name, value ?? ""]));
 }
 
-// Everything that was typed, as typed, and the loader's settings as used, by name.
+// All settings typed, as typed, and the loader's settings as used, by name.
 function settingsOf(run) {
   const typed = typedOf(run);
   const used = Object.entries(run.report.loader ?? {})
@@ -34,8 +33,8 @@ function settingsOf(run) {
   return new Map([...typed, ...used.map(both)]);
 }
 
-// The job of a sweep by what was swept, such as "0: num_workers=2 pin_memory=true"; other runs have
-// names of their own.
+// A sweep's job by its swept settings, such as "0: num_workers=2 pin_memory=true"; other runs have
+// their own names.
 function labelsOf(runs) {
   const typed = new Map(runs.map((run) => [run, typedOf(run)]));
   const names = new Set([...typed.values()].flatMap((settings) => [...settings.keys()]));
@@ -64,7 +63,7 @@ function differing(runs) {
 const numeric = (value) =>
   (value !== undefined && value !== "" && Number.isFinite(Number(value)) ? Number(value) : null);
 
-// Numbers before texts, and what is not available last in either direction.
+// Numbers before texts, and unavailable values last in either direction.
 function compare(a, b, falling) {
   if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
   const [x, y] = [numeric(a), numeric(b)];
@@ -73,12 +72,12 @@ function compare(a, b, falling) {
   return falling ? -order : order;
 }
 
-// The run that was written to last first.
+// The most recently written run first.
 export function newest(runs) {
   return runs.toSorted((a, b) => b.changed_s - a.changed_s);
 }
 
-// `open(name)` shows one run below; the view's `mark(name)` says which one that is.
+// `open(name)` shows one run below; the view's `mark(name)` marks it.
 export function sweepView(runs, open) {
   const columns = [{ title: "run", of: (run) => run.name, show: String }, ...FIGURES,
     ...differing(runs)];
@@ -98,10 +97,10 @@ export function sweepView(runs, open) {
   body.append(...rows.values());
   redraw();
   const view = h("section", { class: "sweep" }, h("h1", {}, `${runs.length} runs`),
-    note("A click on a heading sorts, one on a run shows it below; at first the newest is shown."),
+    note("Click a heading to sort, or a run to show it below. The newest is shown first."),
     scrolled("Runs", h("table", {}, h("thead", {}, head), body)),
     h("h2", {}, "Step time side by side"),
-    keys([...partKeys(), [h("span", { class: "spike-key" }, "▼"), "a step that stands out"]],
+    keys([...partKeys(), [h("span", { class: "spike-key" }, "▼"), "an outlier step"]],
       "All charts have one scale."),
     multiples);
   const mark = (name) =>

@@ -1,5 +1,4 @@
-// The tab in TensorBoard: the page, with the runs from TensorBoard's own server and its choice of
-// light or dark.
+// The TensorBoard tab: the page, with runs from TensorBoard's server and its light or dark theme.
 import { start } from "./page.js";
 
 const at = (path) => new URL(path, import.meta.url);
@@ -30,7 +29,7 @@ function followTheme() {
   follow();
 }
 
-// What TensorBoard calls once it has loaded this module into its frame.
+// Called by TensorBoard after loading this module into its frame.
 export async function render() {
   const style = Object.assign(document.createElement("link"),
     { rel: "stylesheet", href: at("./page.css") });

@@ -1,7 +1,4 @@
-"""Makes the data of ``run.py`` once.
-
-JPEG files like ImageNet's, and small arrays.
-"""
+"""Makes the data of ``run.py`` once: JPEG files like ImageNet's, and small arrays."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ from harness.runtime import limits
 
 CLASSES = 10
 JPEGS = 2000
-# width and height, as often as of twenty images
+# width and height of twenty images
 _SIZES = [(500, 375)] * 11 + [(375, 500)] * 4 + [(500, 333)] * 3 + [(333, 500), (400, 300)]
 
 
 def jpegs(folder: Path) -> Path:
     """Returns a tree of 4:2:0 files with the sizes and bytes of ImageNet's, 0.2 GB.
 
-    Side lengths are ImageNet's common ones, 461 x 396 in the mean; qualities of 92 to 96 make some
-    105 KB of that.
+    Sizes are common in ImageNet, 461 x 396 on average; qualities of 92 to 96 give about 105 KB per
+    file.
     """
     root = folder / f"jpeg-{JPEGS}"
     if not root.is_dir():
@@ -82,7 +79,7 @@ def _write_arrays(folder: Path) -> None:
 
 
 def warm(folder: Path) -> None:
-    """Reads all files into the page cache: no measurement is to pay for having been the first."""
+    """Reads all files into the page cache, so that no measurement starts with a cold cache."""
     for file in folder.rglob("*"):
         if file.is_file():
             file.read_bytes()

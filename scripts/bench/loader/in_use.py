@@ -33,14 +33,14 @@ from scripts.bench.loader.score import AGAIN, BARE
 
 
 def step(root: str, side: int, seconds: float) -> Found:
-    """Returns the window of the training step alone, on one batch over and over."""
+    """Returns the window of only the training step, repeated on one batch."""
     with probed(feeds(*of_files(root, side), *of_form(PROCESSES, 0))) as (made, feed):
         batch = next(iter(feed))
         return window(_steps(made, _normalised(made, itertools.repeat(batch))), seconds, skip=3)
 
 
 def training(row: str, root: str, side: int, workers: int, seconds: float) -> Found:
-    """The window of training on a form of this project's, or on pytorch/examples' loader."""
+    """Returns the window of training with a wellfed backend or pytorch/examples' loader."""
     form = PROCESSES if row == EXAMPLES else row
     with probed(feeds(*of_files(root, side), *of_form(form, workers))) as (made, feed):
         batches = _normalised(made, feed)
@@ -54,7 +54,7 @@ def _normalised(made: Feeds, batches: Any) -> Iterator[Any]:
 
 
 def _steps(made: Feeds, batches: Iterator[Any]) -> Counts:
-    """The images of each step of a small network's training on ``batches``, when it is done."""
+    """Trains a small network on ``batches``; yields each step's images when it is done."""
     step = Step(make_state(made.config, CLASSES, made.world, made.steps_per_epoch()))
     step.model.train()
     for done, (images, labels) in enumerate(batches, 1):
@@ -78,12 +78,12 @@ def paced(
 
     Args:
         root: the tree of files.
-        form: this project's.
-        workers: of it.
-        share: the device takes this share of what the form supplies when nothing consumes.
-        others: the numbers of workers that the other loader is tried with.
-        seconds: of each window.
-        back: begin with the last.
+        form: the wellfed backend.
+        workers: its workers.
+        share: the device's rate, as a fraction of the backend's loader-only throughput.
+        others: numbers of workers to try with the other loader.
+        seconds: length of each window.
+        back: reverse the order.
     """
     wanted = [*of_files(root), *of_form(form, workers)]
     with feeds(*wanted) as (made, settings):
@@ -96,7 +96,7 @@ def paced(
             batches = _paced(counted(examples(Path(root), count)), step_s)
             return window(batches, seconds, count)
 
-        # the device takes a share of what the form can supply
+        # the device takes a fraction of the backend's throughput
         supply = _rate(ours(0.0))
         step_s = BATCH_SIZE / (share * supply)
         # ours twice as a control, theirs with each number of workers
@@ -117,9 +117,9 @@ def _rate(found: Found) -> float:
 
 
 def start(row: str, root: str, folder: str, workers: int) -> Found:
-    """Returns seconds to the first batch, and memory when each worker made three.
+    """Returns seconds to the first batch, and memory after three batches per worker.
 
-    Memory is the proportional set: what several processes share counts once. ``row`` BARE: without
+    Memory is the proportional set size, which counts shared memory once. ``row`` BARE: without
     a loader.
     """
     if row == EXAMPLES:

@@ -1,4 +1,4 @@
-"""Measures loaders alone: what a batch costs, and whether its pixels are right."""
+"""Measures only loaders: the cost of a batch, and whether its pixels are right."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from scripts.bench.loader.peers import (
 _CIFAR = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 # batches of small arrays after which their pages are mapped
 _WARM = 100
-# images whose pixels are held against PIL's
+# images whose pixels are compared with PIL's
 _COMPARED = 256
 
 Found = dict[str, Any]
@@ -58,17 +58,17 @@ Found = dict[str, Any]
 def window(
     batches: Counts, seconds: float, workers: int = 0, *, skip: int | None = None, cycle: int = 1
 ) -> Found:
-    """Returns what batches cost once the loader runs.
+    """Returns the cost of batches once the loader runs.
 
-    Images, processor seconds of all processes, seconds by the clock.
+    These are images, CPU seconds of all processes, and wall seconds.
 
     Args:
-        batches: endless; each one's images.
-        seconds: the window is at least so long.
-        workers: of the loader. They hand over in turn: the window is a multiple of as many
-            batches, so that at its end they are as far with the next ones as at its beginning.
+        batches: yields the number of images of each batch, endlessly.
+        seconds: least length of the window.
+        workers: of the loader. They hand over in turn, so the window is a multiple of as many
+            batches, and unfinished batches are equally far at its begin and end.
         skip: batches before the window, in which workers start and buffers fill.
-        cycle: the window is a multiple of so many batches, if those are more than the workers.
+        cycle: the window is a multiple of this many batches, if more than the workers.
     """
     if skip is None:
         skip = 2 * workers + 2
@@ -94,11 +94,11 @@ def _processor_s(tree: Tree) -> float:
 
 
 def composed(*overrides: str) -> Config:
-    """The settings that ``train.py`` has with these on its command line."""
+    """Returns the settings of ``train.py`` with these command-line arguments."""
     register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "", replace=True)
-    # there is one in the whole process
+    # Hydra has one per process
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().hydra = None
     try:
@@ -116,7 +116,7 @@ def composed(*overrides: str) -> Config:
 
 @contextmanager
 def feeds(*overrides: str, splits: Splits | None = None) -> Iterator[tuple[Feeds, FeedSettings]]:
-    """Feeds as ``train.py`` makes them of these settings, and the training feed's own."""
+    """Yields feeds as ``train.py`` builds them, and the training feed's settings."""
     config = composed(*overrides)
     with distributed.joined(0, config) as world:
         made = Feeds(
@@ -129,29 +129,29 @@ def feeds(*overrides: str, splits: Splits | None = None) -> Iterator[tuple[Feeds
 def probed(
     made_by: AbstractContextManager[tuple[Feeds, FeedSettings]],
 ) -> Iterator[tuple[Feeds, Backend]]:
-    """Feeds, and an endless one of these with their own settings."""
+    """Yields feeds, and an endless one of these with their own settings."""
     with made_by as (made, settings), closing(made.probe(settings)) as feed:
         yield made, feed
 
 
 def of_files(root: str, side: int = 224) -> list[str]:
-    """The settings that name the generated files."""
+    """Returns the settings for the generated files."""
     return ["data=imagefolder", f"data.root={root}", f"data.image_size={side}"]
 
 
 def of_form(form: str, workers: int) -> list[str]:
-    """The settings that name a form and its workers."""
+    """Returns the settings for a backend and its workers."""
     found = [f"loader.backend={form}", f"loader.num_workers={workers}"]
     return found[:1] if form == "arrays" else found
 
 
 def counts(feed: Backend) -> Counts:
-    """The images of each batch of one pass."""
+    """Yields the number of images of each batch of one pass."""
     return (len(batch.labels) for batch in feed)
 
 
 def peer(row: str, root: str, workers: int, seconds: float) -> Found:
-    """The window of another project's loader, or of decoding alone."""
+    """Returns the window of another project's loader, or of only decoding."""
     batches = (
         full_decode(Path(root), workers) if row == DECODE else PEERS[row].make(Path(root), workers)
     )
@@ -159,12 +159,12 @@ def peer(row: str, root: str, workers: int, seconds: float) -> Found:
 
 
 def recipe(root: str, workers: int, seconds: float, side: int) -> Found:
-    """The window of pytorch/examples' loader with crops of ``side`` pixels."""
+    """Returns the window of pytorch/examples' loader with crops of ``side`` pixels."""
     return window(counted(examples(Path(root), workers, side)), seconds, workers)
 
 
 def form(form: str, root: str, workers: int, seconds: float, side: int = 224) -> Found:
-    """The window of one of this project's forms on the JPEG files."""
+    """Returns the window of a wellfed backend on the JPEG files."""
     with probed(feeds(*of_files(root, side), *of_form(form, workers))) as (_, feed):
         return window(counts(feed), seconds, workers)
 
@@ -172,11 +172,11 @@ def form(form: str, root: str, workers: int, seconds: float, side: int = 224) ->
 def filtered(
     root: str, workers: int, seconds: float, interpolation: str, trains: bool, own: bool
 ) -> Found:
-    """The window of this project's threads, or timm's loader, with one filter."""
+    """Returns the window of wellfed's threads or timm's loader with one filter."""
     if not own:
         return window(timm(Path(root), workers, interpolation, trains), seconds, workers)
     wanted = [*of_files(root), *of_form("threads", workers), f"data.interpolation={interpolation}"]
-    # what an evaluation does, of the same images
+    # evaluation transforms, on the same images
     wanted += [] if trains else ["augment=center"]
     with probed(feeds(*wanted)) as (_, feed):
         return window(counts(feed), seconds, workers)
@@ -206,14 +206,14 @@ def passes(form: str, root: str, workers: int, seconds: float, cache: str) -> Fo
 
 
 def _passes(feed: Backend) -> Generator[int]:
-    """The images of each batch of one pass after the other."""
+    """Yields the number of images of each batch, pass after pass."""
     for epoch in count():
         feed.set_epoch(epoch)
         yield from counts(feed)
 
 
 def pixels(root: str) -> Found:
-    """Returns the mean absolute difference from PIL's crops and resizes, in grey levels."""
+    """Returns the mean absolute difference from PIL's crops and resizes, in gray levels."""
     with feeds(*of_files(root), *of_form("processes", 0)) as (made, _):
         dataset = made.splits.train
         assert isinstance(dataset, ImageDataset)
@@ -242,7 +242,7 @@ def pixels(root: str) -> Found:
 
 
 class _Items(Dataset[tuple[Any, int]]):
-    """Arrays one by one: pictures as of torchvision's CIFAR-10, or uint8 tensors for v2."""
+    """Arrays one by one: PIL images as in torchvision's CIFAR10, or uint8 tensors for v2."""
 
     def __init__(self, source: Source, transform: Callable[[Any], Any], pictures: bool) -> None:
         self.source = source
@@ -289,9 +289,9 @@ def array_feeds(folder: str, form: str, workers: int = 0) -> Iterator[tuple[Feed
 
 
 def arrays(folder: str, form: str, workers: int, seconds: float, normalised: bool = False) -> Found:
-    """Returns the window of one of this project's forms on the small arrays.
+    """Returns the window of a wellfed backend on the small arrays.
 
-    ``normalised``: up to the floats that a step takes.
+    ``normalised``: up to the floats that are a step's input.
     """
     with probed(array_feeds(folder, form, workers)) as (made, feed):
         batches = counts(feed)
@@ -303,7 +303,7 @@ def arrays(folder: str, form: str, workers: int, seconds: float, normalised: boo
 
 
 def equal(folder: str, form: str) -> Found:
-    """Returns how many images of an epoch are, bit for bit, what PIL makes of the draws."""
+    """Returns the number of images of an epoch that equal PIL's, bit for bit."""
     same = seen = 0
     with array_feeds(folder, form) as (made, settings), closing(made.train(settings)) as feed:
         dataset = made.splits.train

@@ -13,13 +13,13 @@ from scripts.bench.tables import Line, Sample, machine_line, markdown
 Row = dict[str, object]
 NORMALISED = "arrays, normalised"
 UNCACHED = "threads"
-# of a rate: less is not told from the same here
+# ratio of rates; closer ones cannot be distinguished here
 _NOISE = 0.98
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Something that is to be shown, whether it holds, and the figures that say so."""
+    """A claim, whether it holds, and the evidence."""
 
     text: str
     holds: bool
@@ -35,7 +35,7 @@ Piece = list[Row] | str | Claim
 def _cost_rows(
     part: Part, about: Mapping[str, str], unit: float, to: str, limit: str | None
 ) -> Iterator[Row]:
-    """Yields what an image costs with each loader, and against ``to`` and ``limit``."""
+    """Yields each loader's cost per image, also relative to ``to`` and ``limit``."""
     name = "ms" if unit == 1 else "us"
 
     def against(other: str, row: str) -> str:
@@ -67,7 +67,7 @@ def _control(part: Part, row: str) -> str:
 def _at_least(
     part: Part, text: str, over: str | None, under: str | None, wanted: float
 ) -> Iterator[Claim]:
-    """That an image costs ``over`` at least ``wanted`` times what it costs ``under``."""
+    """Yields the claim that ``over`` costs at least ``wanted`` times as much as ``under``."""
     if over is not None and under is not None and part.has(over, under):
         found = part.ratio(over, under, cpu_ms)
         yield Claim(
@@ -89,7 +89,7 @@ _ABOUT = (
 
 
 def jpeg(part: Part) -> Iterator[Piece]:
-    """JPEG files at 224 pixels, beside the peers."""
+    """JPEG files at 224 pixels, compared with the peers."""
     yield [*_cost_rows(part, _ABOUT, 1.0, EXAMPLES, DECODE)]
     yield _control(part, "threads")
     best = part.least(_OURS, cpu_ms)
@@ -108,7 +108,7 @@ def jpeg(part: Part) -> Iterator[Piece]:
             f"{line['images']} images"
         )
         yield Claim(
-            "mean absolute error against PIL's crop and resize at most 0.1 grey level",
+            "mean absolute error against PIL's crop and resize at most 0.1 gray level",
             line["error"] <= 0.1,
             figures,
         )
@@ -119,7 +119,7 @@ FILTERS = ("bilinear", "bicubic")
 
 
 def filters(part: Part) -> Iterator[Piece]:
-    """The same files by threads, bilinear and bicubic, as in training and in evaluation."""
+    """The same files with threads, bilinear and bicubic, in training and evaluation."""
     first = f"{KINDS[0]}, {FILTERS[0]}"
     yield [*_cost_rows(part, {}, 1.0, first, None)]
     yield _control(part, first)
@@ -136,7 +136,7 @@ _ARRAYS = {
     "per item, v2": "v2 on tensors, no workers",
     "processes": "worker processes, whole batches",
     "arrays": "crop, flip and gather a batch at a time",
-    NORMALISED: "the same up to normalised floats, as the recipe gives them",
+    NORMALISED: "the same up to normalized floats, as the recipe gives them",
 }  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def arrays(part: Part) -> Iterator[Piece]:
         found = part.ratio(usual, NORMALISED, cpu_ms)
         yield f"Normalised floats of both: {usual} over {NORMALISED}: {found}, n = {found.n}."
     text = (
-        "uint8 batches, times cheaper per core than the recipe's normalised floats, image by image"
+        "uint8 batches, times cheaper per core than the recipe's normalized floats, image by image"
     )
     yield from _at_least(part, text, usual, "arrays", 60)
     for line in part.rows.get("equal", {}).values():
@@ -160,7 +160,7 @@ def arrays(part: Part) -> Iterator[Piece]:
 
 
 def cache(part: Part) -> Iterator[Piece]:
-    """The same files once they are decoded: data.cache, in the second pass, and in later ones."""
+    """The same files, decoded earlier: data.cache, in the second and later passes."""
     later = {
         row: Sample.of(part.values(row, lambda line: cpu_ms(line["later"]))) for row in part.rows
     }
@@ -182,7 +182,7 @@ def cache(part: Part) -> Iterator[Piece]:
 
 
 def train(part: Part) -> Iterator[Piece]:
-    """Training, and a device that sleeps through its steps."""
+    """Training, and a device whose steps sleep."""
     trained = [row for row in part.rows if row.startswith("train ")]
     feeds = [row for row in ("step alone", "feed old", "feed new") if part.has(row)]
     yield [{
@@ -225,7 +225,7 @@ def train(part: Part) -> Iterator[Piece]:
 
 
 def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
-    """The images/s of training against what the costs of feeds and step allow."""
+    """Compares training's images/s with the bound from the costs of feeds and step."""
     step, before, after = (
         part.middle(row, cpu_ms) for row in ("step alone", "feed old", "feed new")
     )
@@ -246,14 +246,14 @@ def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
 
 
 def _best(rates: Mapping[str, float]) -> str:
-    """Returns the row with the best rate; says if it had the most workers of all."""
+    """Returns the row with the best rate; notes if it had the most workers of all."""
     best = max(rates, key=lambda row: rates[row])
     most = max(rates, key=lambda row: int(row.rpartition(" ")[2]))
     return best + " (the most workers that were tried)" * (best == most)
 
 
 def start(part: Part) -> Iterator[Piece]:
-    """To the first batch, and memory."""
+    """Time to the first batch, and memory."""
     loaders = [row for row in part.rows if row != BARE]
     added = {row: part.added(row, _memory_mb) for row in loaders if part.has(BARE, row)}
     yield [{
@@ -305,18 +305,18 @@ NOTES = """## How to read it
   (461 x 396 in the mean), quality 92 to 96, 4:2:0, 104 KB in the mean, in the page cache. All rows
   give shuffled batches of 128 random resized crops (area 0.08 to 1, ratio 3/4 to 4/3), mirrored
   half the time, with a filter that is antialiased (FFCV's averages areas), as uint8,
-  pytorch/examples as normalised floats. All have as many workers or threads as there are cores.
+  pytorch/examples as normalized floats. All have as many workers or threads as there are cores.
 - Full decode: the same bytes, in memory, decoded whole by simplejpeg in as many threads into a
   buffer that is used again.
 - filters: the same files by the threads form and by timm's loader, whose filter is Pillow's.
-  `evaluate` is a resize of the shorter side to 256 and a centre crop, of the same images.
+  `evaluate` is a resize of the shorter side to 256 and a center crop, of the same images.
 - Arrays: 50,000 of 32 x 32 pixels, generated; the recipe is torchvision's for CIFAR-10.
 - cache: the first pass fills it; figures are of the second pass, whole, from its beginning with
   empty buffers. Later: a whole number of passes from the third on. Pixels are compared by the
   digest of one more pass, with the second one's crops.
 - train: the project's small network on crops of 48 pixels of the same files. `feed old` is
   pytorch/examples' loader alone, `feed new` the threads form alone, `step alone` the step with its
-  normalising on one batch over and over. The old feed is tried with up to twice as many workers as
+  normalization, repeated on one batch. The old feed is tried with up to twice as many workers as
   there are cores. The sleeping device takes 0.95 and 0.2 of what the new feed supplies when nothing
   consumes.
 - start: from `iter()`, everything imported, the files listed and the loader made, to its first
@@ -325,7 +325,7 @@ NOTES = """## How to read it
 
 
 def show(lines: Sequence[Line]) -> str:
-    """Everything that was measured, as Markdown."""
+    """Returns all results as Markdown."""
     parts = collect(lines)
     machines = [line for line in lines if line["kind"] == "machine"]
     told = dict.fromkeys(

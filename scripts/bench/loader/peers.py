@@ -1,8 +1,7 @@
-"""Sets up the loaders of other projects, each as its own project shows it.
+"""Sets up the loaders of other projects, each as documented by its project.
 
-All give endless batches of 128 crops of 224 pixels, shuffled, from the same files. Where a recipe
-has a variant without something that the others do not do either (timm's colour jitter, normalising
-on the device), it is measured without.
+All yield endless batches of 128 crops of 224 pixels, shuffled, from the same files. Optional
+features that the others lack (timm's color jitter, normalizing on the device) are off.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _STD = (0.229, 0.224, 0.225)
 # samples
 _ENDLESS = 10**9
 
-# the images of one batch after the other
+# the number of images of each batch
 Counts = Iterator[int]
 
 
@@ -46,10 +45,10 @@ class Peer:
     """A loader of another project.
 
     Attributes:
-        about: what it does, for the table.
-        make: its batches, from the tree of files and the number of workers or threads.
-        package: the distribution that it is of.
-        module: what must import; empty where this project's own environment has it.
+        about: short description, for the table.
+        make: makes its batches from the tree of files and the number of workers or threads.
+        package: its distribution.
+        module: the module to import; empty if this project's environment includes it.
     """
 
     about: str
@@ -58,24 +57,24 @@ class Peer:
     module: str = ""
 
     def missing(self) -> str | None:
-        """Why it cannot be measured here; None where it can."""
+        """Returns why it cannot be measured here, or None."""
         if not self.module or _found(self.module):
             return None
         return f"no module {self.module}: add --with {self.package}"
 
     def version(self) -> str:
-        """Of its distribution; says so where the module is another one's."""
+        """Returns its distribution's version; notes if the module is from another one."""
         try:
             return f"{self.package} {metadata.version(self.package)}"
         except metadata.PackageNotFoundError:
-            return f"{self.module} of a distribution that is not {self.package}"
+            return f"{self.module} from a distribution other than {self.package}"
 
 
 def _found(module: str) -> bool:
     try:
         return util.find_spec(module) is not None
     except ModuleNotFoundError:
-        # of the package that it would lie in
+        # its parent package is missing
         return False
 
 
@@ -86,7 +85,7 @@ def endless(
     size: int = BATCH_SIZE,
     **how: Any,
 ) -> DataLoader[Any]:
-    """Returns torch's loader over ``dataset`` without a new start between passes."""
+    """Returns torch's loader over ``dataset`` without restarts between passes."""
     sampler = RandomSampler(dataset, num_samples=_ENDLESS)  # type: ignore[arg-type]
     return DataLoader(
         dataset, size, sampler=sampler, num_workers=workers, collate_fn=collate, **how
@@ -94,12 +93,12 @@ def endless(
 
 
 def counted(loader: DataLoader[Any]) -> Counts:
-    """The size of each batch, by its labels."""
+    """Yields the size of each batch, from its labels."""
     return (len(labels) for _, labels in loader)
 
 
 def examples(root: Path, workers: int, side: int = _SIDE, **how: Any) -> DataLoader[Any]:
-    """Returns pytorch/examples' loader: PIL, floats normalised one by one, torch's collate."""
+    """Returns pytorch/examples' loader: PIL, floats normalized one by one, torch's collate."""
     return endless(ImageFolder(str(root / "train"), transforms.Compose([
         transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(),
         transforms.ToTensor(), transforms.Normalize(_MEAN, _STD),
@@ -107,7 +106,7 @@ def examples(root: Path, workers: int, side: int = _SIDE, **how: Any) -> DataLoa
 
 
 def apex(root: Path, workers: int) -> Counts:
-    """Apex' examples/imagenet: PIL, no tensors, pixels gathered into a uint8 batch."""
+    """Returns Apex' examples/imagenet: PIL, no tensors, pixels collated as uint8."""
     crop = transforms.Compose(
         [transforms.RandomResizedCrop(_SIDE), transforms.RandomHorizontalFlip()]
     )
@@ -124,9 +123,9 @@ def _fast_collate(samples: Sequence[tuple[Image.Image, int]]) -> tuple[Tensor, T
 
 
 def timm(root: Path, workers: int, interpolation: str = "bilinear", trains: bool = True) -> Counts:
-    """Returns timm's ImageNet loader without colour jitter, up to the uint8 batch.
+    """Returns timm's ImageNet loader without color jitter, up to the uint8 batch.
 
-    It ``trains``, or evaluates with a share of 224 / 256.
+    It ``trains``, or evaluates with a crop fraction of 224 / 256.
     """
     data = import_module("timm.data")
     loader = data.create_loader(
@@ -147,7 +146,7 @@ def torchvision(root: Path, workers: int) -> Counts:
 
 
 def torchcodec(root: Path, workers: int) -> Counts:
-    """The same with torchvision's successor for decoding."""
+    """The same with TorchCodec, torchvision's successor for decoding."""
     return _v2(root, workers, import_module("torchcodec.decoders").decode_image)
 
 
@@ -157,9 +156,9 @@ def _v2(root: Path, workers: int, decode: Callable[[str], Any]) -> Counts:
 
 
 def dali(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Any]:
-    """Yields DALI's batches: a fused crop, a triangular filter, flips, on the processor.
+    """Yields DALI's batches: a fused crop, a triangular filter, flips, on the CPU.
 
-    Its tensors ``[N, H, W, C]``, whose memory it uses again for the next batch.
+    These are tensors ``[N, H, W, C]`` whose memory DALI reuses for the next batch.
     """
     of_dali = import_module("nvidia.dali")
     fn = import_module("nvidia.dali.fn")
@@ -188,7 +187,7 @@ def dali(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Any]:
 
 def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
     """SPDL's threads, with simplejpeg and torchvision v2 as its stages; uint8 ``[N, H, W, C]``."""
-    # its threads are all the parallelism that there is to be
+    # only its own threads run in parallel
     torch.set_num_threads(1)
     files = [path for path, _ in ImageFolder(str(root / "train")).samples]
     crop = v2.Compose([v2.RandomResizedCrop(_SIDE, antialias=True), v2.RandomHorizontalFlip()])
@@ -200,7 +199,7 @@ def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
     def load(path: str) -> Tensor:
         pixels = simplejpeg.decode_jpeg(Path(path).read_bytes())
         image: Tensor = crop(torch.from_numpy(pixels).permute(2, 0, 1))
-        # as it lies in memory, so that stacking only copies
+        # in memory order, so that stacking only copies
         return image.permute(1, 2, 0)
 
     builder = (
@@ -244,9 +243,9 @@ def ffcv(root: Path, threads: int) -> Counts:
 
 
 def full_decode(root: Path, threads: int) -> Counts:
-    """Not a loader: the same files, in memory, decoded whole into a buffer that is used again.
+    """Not a loader: decodes the same files whole, from memory into a reused buffer.
 
-    What no feed can go below.
+    This is a lower bound for every feed.
     """
     files = [path.read_bytes() for path in sorted((root / "train").rglob("*.jpg"))]
 

@@ -50,9 +50,9 @@ class Row:
     """A row of measurements.
 
     Attributes:
-        name: of the table row.
-        measure: which of ``in_use.MEASURES``.
-        arguments: of it.
+        name: label of the table row.
+        measure: key in ``in_use.MEASURES``.
+        arguments: its arguments.
         once: only in the first round, for constant or slow measurements.
     """
 
@@ -67,8 +67,8 @@ class Setup:
     """Location of the data, and amount of measurement.
 
     Attributes:
-        commit: of what is measured.
-        folder: for all that is made.
+        commit: the commit under test.
+        folder: for generated data.
         workers: of every loader, processes or threads.
         seconds: least window of one measurement.
     """
@@ -80,7 +80,7 @@ class Setup:
 
     @property
     def key(self) -> dict[str, Any]:
-        """The properties by which two measurements of a row are comparable."""
+        """The properties that comparable measurements of a row share."""
         return {name: getattr(self, name) for name in KEY}
 
     @property
@@ -90,7 +90,7 @@ class Setup:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The arguments of one on the small arrays."""
+        """The arguments of a measurement on the small arrays."""
         cifar_like(self.folder)
         return {"folder": str(self.folder), "seconds": self.seconds}
 
@@ -141,7 +141,7 @@ def arrays(s: Setup) -> Iterator[Row]:
 
 
 def cache(s: Setup) -> Iterator[Row]:
-    """Decoded pixels kept."""
+    """The cache of decoded pixels."""
     kept = (
         (UNCACHED, "none"),
         ("threads, ram", "ram"),
@@ -192,7 +192,7 @@ _ROUNDS = {"jpeg": 4, "train": 2}
 
 
 def run(part: str, setup: Setup, rounds: int, results: Results, deadline: float) -> bool:
-    """Measure what the results lack of ``part``; False where the time is over."""
+    """Measures what the results lack of ``part``; returns False if time is up."""
     rows = [*PARTS[part](setup)]
     absent = {
         name: why for name, peer in PEERS.items() if part == "jpeg" and (why := peer.missing())
@@ -211,7 +211,7 @@ def run(part: str, setup: Setup, rounds: int, results: Results, deadline: float)
 
 
 def _measure(row: Row, there: dict[str, Any], setup: Setup, results: Results) -> None:
-    """Add a line: what was found, or why nothing was, and that it is of ``there``."""
+    """Adds a line with the key ``there``: the result, or why there is none."""
     told = row.arguments | ({"back": there["round"] % 2 == 1} if row.measure == "paced" else {})
     served = "processes" in (told.get("form"), told.get("row"))
     try:
@@ -224,7 +224,7 @@ def _measure(row: Row, there: dict[str, Any], setup: Setup, results: Results) ->
 
 
 def _commit() -> str:
-    """Of the working tree, whatever of it is not committed; empty where there is none."""
+    """Returns the commit of the working tree, which may have changes; empty without one."""
     # no git
     with suppress(FileNotFoundError):
         told = ["git", "rev-parse", "--short", "HEAD"]
@@ -248,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--part", help="which of the parts below, with commas between; all if not given")
+    add("--part", help="comma-separated parts, from those below (default: all)")
     add(
         "--rounds",
         type=int,
@@ -259,26 +259,26 @@ def _parser() -> argparse.ArgumentParser:
         "--workers",
         type=int,
         default=max(1, int(limits.measure().cores)),
-        help="of every loader (default: usable cores)",
+        help="workers of every loader (default: usable cores)",
     )
     add(
         "--results",
         type=Path,
         default=Path("outputs/loader.jsonl"),
-        help="file of all measurements; it is added to",
+        help="file of all measurements, which is appended to",
     )
     add(
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir()) / "wellfed-loader",
-        help="where the data is made",
+        help="folder for generated data",
     )
-    add("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
+    add("--minutes", type=float, default=float("inf"), help="stop after this many minutes")
     add("--table", action="store_true", help="only print existing results")
     add(
         "--write",
         action="store_true",
-        help=f"write it to {PAGE.relative_to(ROOT)} too, and the results beside it",
+        help=f"also write it to {PAGE.relative_to(ROOT)}, with the results beside it",
     )
     return parser
 
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     break
         except KeyboardInterrupt:
             return 130
-    # show all that is there
+    # show all results
     page = show(results.lines)
     print(page)
     if a.write:

@@ -1,4 +1,4 @@
-"""Collects what ``run.py`` has measured, by part, row and round."""
+"""Collects the measurements of ``run.py``, by part, row and round."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from statistics import median
 
 from scripts.bench.tables import Line, Sample
 
-# the name of a row's control ends so
+# suffix of a row's control
 AGAIN = " again"
 BARE = "no loader"
-# what all lines of a table have in common
+# properties shared by all lines of a table
 KEY = ("commit", "workers", "seconds")
 
 
 @dataclass(slots=True)
 class Part:
-    """The results of one part, all of one ``key``: by row and round."""
+    """The results of one part and one ``key``, by row and round."""
 
     key: Line = field(default_factory=dict)
     rows: dict[str, dict[int, Line]] = field(default_factory=lambda: defaultdict(dict))
@@ -26,11 +26,11 @@ class Part:
     cores: float = 0.0
 
     def has(self, *rows: str) -> bool:
-        """Whether all of these were measured, in one round at least."""
+        """Returns whether all of these were measured in at least one round."""
         return bool(set.intersection(*(set(self.rows.get(row, ())) for row in rows)))
 
     def values(self, row: str, figure: Callable[[Line], float]) -> list[float]:
-        """A figure in each round."""
+        """Returns a figure in each round."""
         return [figure(line) for line in self.rows[row].values()]
 
     def middle(self, row: str, figure: Callable[[Line], float]) -> float:
@@ -38,7 +38,7 @@ class Part:
         return median(self.values(row, figure))
 
     def ratio(self, over: str, under: str, figure: Callable[[Line], float]) -> Sample:
-        """Of a figure of two rows, paired by round."""
+        """Returns the ratio of a figure of two rows, paired by round."""
         one = self.rows[over]
         other = self.rows[under]
         return Sample.of(
@@ -46,7 +46,7 @@ class Part:
         )
 
     def added(self, row: str, figure: Callable[[Line], float]) -> Sample:
-        """Of a figure beyond that of a process without a loader, paired by round."""
+        """Returns a figure minus that of a process without a loader, paired by round."""
         one = self.rows[row]
         bare = self.rows[BARE]
         return Sample.of(
@@ -54,7 +54,7 @@ class Part:
         )
 
     def least(self, rows: Iterable[str], figure: Callable[[Line], float]) -> str | None:
-        """The row of which the median is the least; None where none was measured."""
+        """Returns the row with the lowest median; None if none was measured."""
         return min(
             (row for row in rows if row in self.rows),
             key=lambda row: self.middle(row, figure),
@@ -63,9 +63,9 @@ class Part:
 
 
 def collect(lines: Sequence[Line]) -> dict[str, Part]:
-    """The parts; of each what has the key of its last line.
+    """Returns the parts, each with the lines that share its last line's key.
 
-    A row measured in spite of an earlier failure is not missing.
+    A row measured after an earlier failure is not missing.
     """
     parts = {
         line["part"]: Part({name: line[name] for name in KEY})
@@ -90,10 +90,10 @@ def collect(lines: Sequence[Line]) -> dict[str, Part]:
 
 
 def cpu_ms(line: Line) -> float:
-    """Processor time of all processes for an image."""
+    """Returns the CPU time of all processes per image."""
     return float(1e3 * line["cpu_s"] / line["images"])
 
 
 def rate(line: Line) -> float:
-    """Images/s by the clock."""
+    """Returns images/s of wall time."""
     return float(line["images"] / line["wall_s"])

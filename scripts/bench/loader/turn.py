@@ -1,7 +1,7 @@
-"""Runs one measurement of ``run.py`` in a process of its own, from JSON to JSON.
+"""Runs one measurement of ``run.py`` in a separate process, from JSON to JSON.
 
-Light, for each worker process imports it, as a user's worker imports train.py; the fork server
-starts before torch is imported, as in train.py.
+It is light because each worker process imports it, as a user's worker imports train.py; the fork
+server starts before torch is imported, as in train.py.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _LIMIT_S = 900.0
 
 
 class FailedError(Exception):
-    """A measurement that ended with an error; the text is the last line of what it said."""
+    """A measurement failed; the text is the last line of its output."""
 
 
 def ask(measure: str, cache: str, /, **arguments: Any) -> dict[str, Any]:
-    """What ``measure`` gives in a fresh process.
+    """Returns the result of ``measure`` in a fresh process.
 
     Args:
-        measure: a name of ``in_use.MEASURES``.
-        cache: the folder that the process takes for the user's cache.
+        measure: a name in ``in_use.MEASURES``.
+        cache: the process's cache folder.
         **arguments: of the measurement.
 
     Raises:
-        FailedError: it did not come to an end.
+        FailedError: it failed or timed out.
     """
     told = json.dumps({"measure": measure, **arguments})
     command = [sys.executable, "-m", "scripts.bench.loader.turn", told]
@@ -50,7 +50,7 @@ def ask(measure: str, cache: str, /, **arguments: Any) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         raise FailedError(f"took more than {_LIMIT_S:g} s") from error
-    # its last words; an answer is its last line
+    # the last line is the result or the error
     if done.returncode != 0:
         raise FailedError(
             (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -60,7 +60,7 @@ def ask(measure: str, cache: str, /, **arguments: Any) -> dict[str, Any]:
 
 
 def main(told: str) -> None:
-    """Print, as the last line, what the measurement that is ``told`` with its arguments gives."""
+    """Prints, as the last line, the result of the measurement ``told`` with its arguments."""
     asked = json.loads(told)
     if asked.pop("serves", False):
         workers.start_server(_PRELOADED)

@@ -1,7 +1,7 @@
-"""Whole runs as pytorch/examples' imagenet/main.py does them, for ``run.py``.
+"""Runs training like pytorch/examples' imagenet/main.py, for ``run.py``.
 
-They have its transforms, its two loaders and its order. The step sleeps, or is ResNet-18's. With
-``--loadtune``, that package's ``tune()`` first chooses the loader's settings in the same process.
+It has the same transforms, two loaders and order. The step sleeps, or is ResNet-18's. With
+``--loadtune``, that package's ``tune()`` first chooses loader settings in the same process.
 
     uv run python -m scripts.bench.tuner.examples FOLDER --side 64 --epochs 3 --workers 2
 """
@@ -30,14 +30,14 @@ _NORMALISE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def read(path: str) -> Image.Image:
-    """The picture, after the wait for its file."""
+    """Returns the image after a simulated wait for its file."""
     sleep(READ)
     with open(path, "rb") as file:
         return Image.open(file).convert("RGB")
 
 
 def folder(root: Path, split: str, side: int) -> ImageFolder:
-    """The images of one split."""
+    """Returns the images of one split."""
     how: list[Any] = [transforms.Resize(side * 256 // 224), transforms.CenterCrop(side)]
     if split == "train":
         crop = transforms.RandomResizedCrop(side, scale=(0.5, 1.0))
@@ -50,19 +50,19 @@ def folder(root: Path, split: str, side: int) -> ImageFolder:
 
 
 def model() -> nn.Module:
-    """A network that a step needs: ResNet-18, or one weight where the step sleeps."""
+    """Returns the step's network: ResNet-18, or one weight if the step sleeps."""
     return nn.Linear(1, 1) if STEP in os.environ else resnet18(num_classes=10)
 
 
 def optimizer(network: nn.Module) -> torch.optim.Optimizer:
-    """The one of the example."""
+    """Returns the example's optimizer."""
     return torch.optim.SGD(network.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
 
 
 def step(
     network: nn.Module, optim: torch.optim.Optimizer, batch: list[Tensor], _device: Any = None
 ) -> Tensor:
-    """One step of training."""
+    """Runs one training step."""
     images, labels = batch
     if STEP in os.environ:
         sleep(STEP)
@@ -75,7 +75,7 @@ def step(
 
 
 def chosen(root: Path, side: int) -> dict[str, Any]:
-    """What loadtune chooses."""
+    """Returns the settings chosen by loadtune."""
     loadtune = import_module("loadtune")
     workload = loadtune.Workload(
         name="run",
@@ -99,7 +99,7 @@ def chosen(root: Path, side: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train and evaluate, and print the settings of the loader."""
+    """Trains, evaluates and prints the loader settings."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

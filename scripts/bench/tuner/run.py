@@ -1,6 +1,6 @@
 """Measures whether tuning pays off, in complete runs from command to exit.
 
-Tuned, untuned, by older rules, and by other projects.
+Runs are tuned, untuned, tuned by older rules, or those of other projects.
 
 The strategies alternate in a new random order each round. Every run is a line of the results file,
 and existing lines are not measured again, so it can be interrupted at any time. Only the data is
@@ -45,10 +45,10 @@ _COMMON = (
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Some images and a step that sleeps for ``step_ms``, or the network's own if empty.
+    """Images, and a step that sleeps for ``step_ms``, or the network's own if empty.
 
-    ``step_ms``, ``read_ms`` and ``large_from_s`` are as in ``slept_run.py``; ``at_s`` says when one
-    of them changes. With ``ends_s`` the run ends by a signal that long after its first window.
+    ``step_ms``, ``read_ms`` and ``large_from_s`` are as in ``slept_run.py``; one of them changes at
+    ``at_s``. With ``ends_s``, a signal ends the run that long after its first window.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Workload:
 
 
 _LARGE = ("data.generate.width=500", "data.generate.height=400")
-# what changes does so 13 s after the command
+# changes happen 13 s after the command
 _Changing = partial(Workload, at_s=13, ends_s=32)
 _ALL = (
     Workload("jpeg_224", "JPEG 500x400 at 224, a step of 40 ms", 224, "40", overrides=_LARGE),
@@ -121,7 +121,7 @@ EXAMPLES = {"examples": ("--workers", str(os.cpu_count())), "loadtune": ("--load
 
 
 def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[str, Any]:
-    """Seconds from the command to the exit, what tuning took of them, and the settings."""
+    """Returns seconds from command to exit, the seconds of tuning, and the settings."""
     place = Path(tempfile.mkdtemp(dir=folder))
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     env = os.environ | {"WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": paths}
@@ -158,7 +158,7 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
     if strategy in EXAMPLES:
         chosen = text.splitlines()[-1]
         return {"seconds": seconds, "tuning_s": 0.0, "chosen": chosen, "changes": [], "windows": []}
-    # a run of ours has left what it did
+    # a wellfed run leaves a report
     report = json.loads((place / "outputs/x/report.json").read_text())
     tuning = report.get("tuning") or {}
     return {
@@ -171,13 +171,13 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
 
 
 def _generated(width: int, folder: Path) -> Path:
-    """Returns the images of this width that an earlier run has left."""
+    """Returns the images of this width from an earlier run."""
     made = (folder / "cache").glob("*/shapes.json")
     return next(file.parent for file in made if json.loads(file.read_text())["width"] == width)
 
 
 def _end_after(seconds: float, child: subprocess.Popen[bytes], metrics: Path) -> None:
-    """Sends SIGTERM so many seconds after the first window of steps."""
+    """Sends SIGTERM ``seconds`` after the first window of steps."""
     while child.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.1)
     time.sleep(seconds)
@@ -188,7 +188,7 @@ def _windows(metrics: Path, began_s: float) -> list[list[float]]:
     """Returns each window's end in seconds after the command, images/s and steps."""
     lines = map(json.loads, metrics.read_text().splitlines())
     windows = [line for line in lines if "speed/images_per_s" in line]
-    # what a run's clock begins after the command
+    # delay between the command and the run's clock
     late_s = metrics.stat().st_mtime - windows[-1]["time_s"] - began_s
     found = []
     before = 0
@@ -220,9 +220,9 @@ def back_s(line: dict[str, Any], at_s: float, best: float) -> float:
 
 
 def changing(lines: Sequence[dict[str, Any]]) -> str:
-    """Returns images/s from a change on, and how soon they were back.
+    """Returns images/s after a change, and the time to recover.
 
-    A row for each workload that changes and each strategy.
+    There is a row per changing workload and strategy.
     """
     rows = []
     for name, workload in WORKLOADS.items():
@@ -231,7 +231,7 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
         own = [line for line in lines if line["workload"] == name]
         for strategy in dict.fromkeys(line["strategy"] for line in own):
             mine = [line for line in own if line["strategy"] == strategy]
-            # the best that a fixed number of threads reaches, from a second later on
+            # the best fixed number of threads, from a second later
             fixed = [
                 rate(line, workload.at_s + 1)
                 for line in own
@@ -271,9 +271,9 @@ def trained(line: dict[str, Any], from_s: float, to_s: float, batch: int = 64) -
 
 
 def minutes(lines: Sequence[dict[str, Any]]) -> str:
-    """Returns images/s in the first minute of training, beside the best fixed number of threads.
+    """Returns images/s in the first minute of training, relative to the best fixed thread count.
 
-    A row for each workload that lasts a minute and each strategy; the best has the highest median.
+    There is a row per one-minute workload and strategy; the best has the highest median.
     """
     rows = []
     for name, workload in WORKLOADS.items():
@@ -304,9 +304,9 @@ def minutes(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Returns seconds beside the default of the same round.
+    """Returns seconds compared with the default of the same round.
 
-    A row for each workload, number of epochs and strategy.
+    There is a row per workload, number of epochs and strategy.
     """
     rows = []
     groups = dict.fromkeys((line["workload"], line["epochs"], line["strategy"]) for line in lines)
@@ -315,7 +315,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     ):
         if WORKLOADS[name].ends_s:
             continue
-        # rounds that have both, this strategy and the default
+        # rounds with both this strategy and the default
         of_workload = [x for x in lines if (x["workload"], x["epochs"]) == (name, epochs)]
         own = {x["round"]: x for x in of_workload if x["strategy"] == strategy}
         base = {x["round"]: x["seconds"] for x in of_workload if x["strategy"] == "default"}
@@ -338,7 +338,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure what is missing, and print the table."""
+    """Measures what is missing, and prints the table."""
     known = (*STRATEGIES, *EXAMPLES)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

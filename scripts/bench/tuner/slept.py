@@ -1,4 +1,4 @@
-"""Waits in place of a device's steps and of slow storage, as environment variables say."""
+"""Sleeps in place of device steps and slow storage, as set by environment variables."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def since_s() -> float:
 
 
 def sleep(name: str) -> None:
-    """Waits as long as the variable ``name`` says for now.
+    """Sleeps for the present value of the variable ``name``.
 
-    ``5,0@20`` is 5 ms until 20 s after the start, and 0 from then on.
+    ``5,0@20`` means 5 ms until 20 s after the start, then 0.
     """
     now_ms = 0.0
     now_s = since_s()

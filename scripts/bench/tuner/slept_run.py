@@ -1,10 +1,10 @@
-"""Runs train.py with a step that sleeps, as for a device, and with late files.
+"""Runs train.py with a sleeping step in place of a device, and with slow files.
 
 For example::
 
     SLEPT_STEP_MS=40 SLEPT_READ_MS=5,0@20 uv run python -m scripts.bench.tuner.slept_run data=shapes
 
-With ``SLEPT_LARGE=FOLDER@13`` files are those of FOLDER from 13 seconds after the start.
+With ``SLEPT_LARGE=FOLDER@13``, files are read from FOLDER from 13 seconds after the start.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if __name__ == "__main__":
         def step(
             self: Step, images: torch.Tensor, labels: torch.Tensor, *, part: int = 0, parts: int = 1
         ) -> None:
-            """Sleep for as long as a step takes; the loss is 1."""
+            """Sleeps for the time of a step; the loss is 1."""
             sleep(STEP)
             self._losses.append(torch.ones(()))
             self.state.step += part == parts - 1

@@ -6,8 +6,8 @@ command:
     uv run --with traceml-ai python -m scripts.bench.watch.beside_traceml --write
 
 Diagnoses: for each plant a hand-written loop runs under ``traceml run``, instrumented as
-    documented, and ``train.py`` runs on the same data, network, batch size and number of workers.
-    Both are quoted verbatim.
+    documented, and ``train.py`` runs with the same data, network, batch size and workers. Both are
+    quoted verbatim.
 
 Overhead: the hand-written loop with almost no work runs bare, bare again (the control), under
     TraceML, and under all monitoring of a wellfed run. All four exist at once and take turns of a
@@ -61,7 +61,7 @@ COSTS = {
     "clock": "wellfed, instrumented loop: clock, sampler, TensorBoard, metrics.jsonl",
     "watch": "wellfed watch, unmodified loop",
 }
-# by side: wall and CPU seconds per step, of each turn
+# by side: wall and CPU seconds per step in each turn
 Turns = Mapping[str, Sequence[tuple[float, float]]]
 # timeout for a loop to start, take its turn, or end
 _PATIENCE_S = 300.0
@@ -89,7 +89,7 @@ class Said:
 
 
 def command(side: str, plant: str, folder: Path, *more: str) -> list[str]:
-    """The command line of one run; TraceML's is as documented."""
+    """Returns the command line of one run; TraceML's is as documented."""
     own = ["--side", side, "--plant", plant, "--folder", str(folder), *more]
     if side == "watch":
         watch = ("-m", "wellfed", "watch", "--out", str(folder / "watched"))
@@ -102,7 +102,7 @@ def command(side: str, plant: str, folder: Path, *more: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The processes' environment: one thread each, and this project importable."""
+    """Returns the processes' environment: one thread each, and this project importable."""
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -111,7 +111,7 @@ class RunFailed(Exception):
 
 
 def heard(side: str, plant: str, steps: int, attempts: int = 3) -> Said:
-    """Returns the diagnosis of ``side`` for a run of ``plant``, in several attempts.
+    """Returns the diagnosis by ``side`` of a run of ``plant``, in up to ``attempts`` tries.
 
     TraceML may give up on a busy machine.
 
@@ -128,7 +128,7 @@ def heard(side: str, plant: str, steps: int, attempts: int = 3) -> Said:
 
 
 def listen_to(side: str, plant: str, steps: int) -> Said:
-    """The diagnosis of ``side`` for one run of ``plant``."""
+    """Returns the diagnosis by ``side`` of one run of ``plant``."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         begin_s = time.perf_counter()
@@ -164,7 +164,7 @@ def _ours(folder: Path) -> tuple[str, str]:
 
 
 def theirs(folder: Path) -> tuple[str, str]:
-    """Returns TraceML's verbatim verdict, and the numbers behind it."""
+    """Returns TraceML's verdict, verbatim, and its numbers."""
     summary = json.loads((folder / "logs" / "run" / "final_summary.json").read_text())
     text = summary["text"]
     words = [
@@ -183,12 +183,12 @@ def theirs(folder: Path) -> tuple[str, str]:
 
 
 class Side:
-    """One loop that waits for its turns, with all of its processes.
+    """One loop that waits for its turns, with all its processes.
 
     Args:
         name: the monitoring tool.
         folder: for its files.
-        block: steps in a turn.
+        block: steps per turn.
         spin_s: work per step.
     """
 
@@ -209,7 +209,7 @@ class Side:
         self._line: IO[str] | None = None
 
     def begin(self) -> None:
-        """Wait until the loop is ready for its first turn, and stop it there."""
+        """Waits until the loop is ready for its first turn, and stops it."""
         # its file keeps it open
         with self._server.accept()[0] as line:
             line.settimeout(_PATIENCE_S)
@@ -218,7 +218,7 @@ class Side:
         self._stop(True)
 
     def turn(self) -> tuple[float, float]:
-        """Wall and CPU seconds per step in a turn, of all its processes."""
+        """Returns wall and CPU seconds per step in a turn, of all its processes."""
         self._stop(False)
         cpu_s = self._cpu_s()
         assert self._line is not None
@@ -266,7 +266,7 @@ class Side:
 
 @contextmanager
 def sides(folder: Path, block: int, spin_s: float) -> Iterator[dict[str, Side]]:
-    """All loops, started one after the other, and ended after the block."""
+    """Yields all loops, started one after the other, and ends them afterwards."""
     with ExitStack() as stack:
         found = {}
         for name in ("bare", *COSTS):
@@ -278,7 +278,7 @@ def sides(folder: Path, block: int, spin_s: float) -> Iterator[dict[str, Side]]:
 
 
 def take_turns(rounds: int, block: int, step_ms: float) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU seconds per step of every turn, by side, without a first round."""
+    """Returns wall and CPU seconds per step of every turn, by side, without the first round."""
     draw = random.Random(0)
     spin_s = step_ms / 1e3 if step_ms > 1 else 0.0
     with tempfile.TemporaryDirectory() as folder, sides(Path(folder), block, spin_s) as loops:
@@ -294,7 +294,7 @@ def take_turns(rounds: int, block: int, step_ms: float) -> dict[str, list[tuple[
 
 
 def cost_rows(costs: Mapping[float, Turns]) -> list[dict[str, object]]:
-    """Extra time of each side's step over the bare step, for each step length."""
+    """Returns rows on the extra time per step of each side, for each step length."""
     found: list[dict[str, object]] = []
     for turns in costs.values():
         bare_us = Sample.of([1e6 * wall_s for wall_s, _ in turns["bare"]])
@@ -310,7 +310,7 @@ def cost_rows(costs: Mapping[float, Turns]) -> list[dict[str, object]]:
 
 
 def said_rows(said: Sequence[Said]) -> list[dict[str, object]]:
-    """The diagnoses, one row per run."""
+    """Returns the diagnoses, one row per run."""
     return [
         {
             "planted": one.plant.replace("_", " "),
@@ -350,7 +350,7 @@ TraceML's step is the wait for input and the traced block: what comes behind the
 its figures. Its averages hold the first batch, for which the worker has to start; wellfed counts an
 epoch's first step separately.
 
-## What watching costs
+## Monitoring overhead
 
 {markdown(cost_rows(costs))}
 
@@ -386,12 +386,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser(
         "Compare diagnoses of planted bottlenecks by TraceML and wellfed.", PAGE, json=False
     )
-    made.add_argument("--steps", type=int, default=300, help="steps of each run to be judged")
-    made.add_argument("--rounds", type=int, default=60, help="turns of each loop that is measured")
+    made.add_argument("--steps", type=int, default=300, help="steps of each diagnosed run")
+    made.add_argument("--rounds", type=int, default=60, help="turns of each measured loop")
     options = made.parse_args(argv)
     if importlib.util.find_spec("traceml_ai") is None:
         print(
-            "error: TraceML is not installed here; run it with uv run --with traceml-ai "
+            "error: TraceML is not installed; run uv run --with traceml-ai "
             "python -m scripts.bench.watch.beside_traceml",
             file=sys.stderr,
         )

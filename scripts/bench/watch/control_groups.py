@@ -1,4 +1,4 @@
-"""Control groups with a quota, made for a test where that is permitted."""
+"""Creates control groups with a quota for a test, if permitted."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _number = itertools.count()
 
 @contextmanager
 def quota(cores: float) -> Iterator[Path]:
-    """A control group that has so many processors' time; skips the test where none may be made."""
+    """Yields a control group with this CPU quota; skips the test if it cannot be created."""
     name = f"wellfed-test-{os.getpid()}-{next(_number)}"
     group = next(base for base in _BASES if base.exists() or base is _BASES[-1]) / name
     try:
         group.mkdir()
     except OSError as error:
-        pytest.skip(f"no control group may be made here: {error}")
+        pytest.skip(f"cannot create a control group: {error}")
     try:
         _limit(group, int(cores * _PERIOD_US))
         yield group
@@ -36,12 +36,12 @@ def quota(cores: float) -> Iterator[Path]:
 
 @contextmanager
 def group_of(controller: str) -> Iterator[Path]:
-    """A new control group of version 1 of ``controller``; skips the test where none may be made."""
+    """Yields a new version 1 group of ``controller``; skips the test if it cannot be created."""
     group = Path("/sys/fs/cgroup") / controller / f"wellfed-test-{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:
-        pytest.skip(f"no control group of version 1 may be made here: {error}")
+        pytest.skip(f"cannot create a version 1 control group: {error}")
     try:
         yield group
     finally:
@@ -49,17 +49,17 @@ def group_of(controller: str) -> Iterator[Path]:
 
 
 def within(group: Path, *command: str) -> list[str]:
-    """``command`` as one that runs in ``group`` with all that it starts."""
+    """Returns ``command`` as run in ``group``, with all its children."""
     return ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", *command]
 
 
 def members(group: Path) -> list[int]:
-    """The processes in ``group``."""
+    """Returns the processes in ``group``."""
     return [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
 
 
 def settled(group: Path, limit_s: float) -> list[int]:
-    """Returns the processes still in ``group`` after some seconds, or once there are none."""
+    """Waits until ``group`` is empty or for ``limit_s``; returns its remaining processes."""
     deadline = time.monotonic() + limit_s
     while (left := members(group)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -73,11 +73,11 @@ def _limit(group: Path, quota_us: int) -> None:
     elif (group / "cpu.max").exists():
         (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
     else:
-        pytest.skip("control groups have no processor controller here")
+        pytest.skip("control groups have no CPU controller here")
 
 
 def _remove(group: Path) -> None:
-    """Remove ``group``, and kill what is still in it."""
+    """Removes ``group`` and kills its remaining processes."""
     deadline = time.monotonic() + 10
     while True:
         for pid in members(group):

@@ -45,13 +45,13 @@ _KINDS = ("diagnose", "real", "cached")
 _WIDTH = 1400
 _HEIGHT = 1000
 _CACHED_BATCHES = 8
-# of an epoch on cached batches: what surrounds an epoch is not the step's
+# in an epoch on cached batches, to amortize the overhead per epoch
 _LEAST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One measurement in a separate process, which writes its results to ``answer``."""
+    """One measurement in a separate process, with its results in ``answer``."""
 
     kind: str
     config: Config
@@ -60,7 +60,7 @@ class Work:
 
 
 def workloads(photos: Path, threads: int | None) -> dict[str, Config]:
-    """The settings of each workload; the second one's files are made by ``make_photos``."""
+    """Returns each workload's settings; ``make_photos`` makes the second one's files."""
     trainer = TrainerConfig(channels_last=True, num_threads=threads)
     rest: dict[str, Any] = {"checkpoint": CheckpointConfig(enabled=False), "trainer": trainer}
     processes = LoaderConfig(backend=BackendName.processes, num_workers=1)
@@ -75,7 +75,7 @@ def workloads(photos: Path, threads: int | None) -> dict[str, Config]:
 
 
 def make_photos(root: Path, count: int) -> None:
-    """Writes two classes of enlarged parts of scikit-learn's two photographs, once."""
+    """Writes two classes of enlarged crops of scikit-learn's two photographs, once."""
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def make_photos(root: Path, count: int) -> None:
 
 
 def measure(_: int, work: Work) -> None:
-    """One measurement, wired as ``train.py`` does it."""
+    """Runs one measurement, wired as in ``train.py``."""
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])
     from harness.data import datasets
     from harness.diagnose.diagnosis import diagnose
@@ -104,7 +104,7 @@ def measure(_: int, work: Work) -> None:
     from harness.tuning.training_steps import TrainingBenchmark
 
     config = work.config
-    # wired as train.py does it, with nothing on the console
+    # wired as in train.py, without console output
     with ExitStack() as stack:
         world = stack.enter_context(distributed.joined(0, config))
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -116,7 +116,7 @@ def measure(_: int, work: Work) -> None:
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
         step = Step(state)
         allowed = limits.measure()
-        # the one measurement of this process
+        # this process's only measurement
         if work.kind == "diagnose":
             found = diagnose(feeds, TrainingBenchmark(step), allowed, (), None)
             runs = found["runs"]
@@ -131,13 +131,12 @@ def measure(_: int, work: Work) -> None:
 
 
 def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
-    """Returns images/s of whole epochs by the engine.
+    """Returns images/s of the engine's whole epochs.
 
-    For at least ``work.seconds``, on the feed or on its first batches again and again.
+    They take at least ``work.seconds``, on the feed or repeatedly on its first batches.
 
-    By the wall, the first epoch left out: the engine's own clock keeps an epoch's first step apart,
-    and this benchmark's epochs are short, so that what the workers make meanwhile would count and
-    its time would not.
+    Wall time is used, without the first epoch: the engine's clock excludes each epoch's first step,
+    and epochs are short here, so batches made during that step would count but its time would not.
     """
     from itertools import islice
 
@@ -161,11 +160,11 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
             batches * max(1, max(_LEAST_STEPS, len(feed)) // len(batches)), feed.settings
         )
     val_feed: Any = CachedFeed([], feed.settings)
-    # of an epoch
+    # per epoch
     images = len(feed) * feed.settings.batch_size
     with monitor.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
         engine = Engine(step, lambda size: feed, val_feed, watch, place, ())
-        # not fit(), which adds evaluations: the claim is about the epochs alone
+        # not fit(), which adds evaluations: the claim is only about epochs
         engine._train_epoch(engine.state.epoch)
         began = time.perf_counter()
         epochs = 0
@@ -177,7 +176,7 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
 
 
 def compare(name: str, config: Config, rounds: int, seconds: float) -> dict[str, Any]:
-    """All figures of one workload, measured in turns, there and back."""
+    """Returns all results of one workload, measured in alternating order."""
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
     for number in range(rounds):
         for kind in _KINDS if number % 2 == 0 else _KINDS[::-1]:
@@ -190,7 +189,7 @@ def compare(name: str, config: Config, rounds: int, seconds: float) -> dict[str,
 
 
 def row(name: str, config: Config, found: dict[str, Any]) -> dict[str, object]:
-    """One workload's line of the table."""
+    """Returns one workload's row of the table."""
     from scripts.bench.tables import Sample
 
     rates = {kind: [each["images_per_s"] for each in found[kind]] for kind in ("real", "cached")}
@@ -251,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--images", type=int, default=600, help="photographs in the folder")
     parser.add_argument(
-        "--threads", type=int, help="torch's threads, as trainer.num_threads; else as many as cores"
+        "--threads", type=int, help="torch threads, as trainer.num_threads (default: one per core)"
     )
     parser.add_argument(
         "--photos",
@@ -259,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=Path(tempfile.gettempdir()) / "wellfed-photos",
         help="their folder",
     )
-    parser.add_argument("--only", help="one workload, by the beginning of its name")
+    parser.add_argument("--only", help="one workload, by the start of its name")
     parser.add_argument(
         "--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}"
     )

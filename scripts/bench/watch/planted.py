@@ -2,7 +2,7 @@
 
     uv run python -m scripts.bench.watch.planted --runs 3 --write
 
-plants each bottleneck several times in random sizes, and writes the diagnoses to
+plants each bottleneck several times with random sizes, and writes the diagnoses to
 scripts/bench/results/planted.md.
 """
 
@@ -50,7 +50,7 @@ def rank_worker(local_rank: int, job: tuple[Job, float]) -> None:
 
 
 def here(plant: Plant, size: float, job: Job) -> None:
-    """Runs in this process; only planted programs beside the run are seen."""
+    """Runs in this process; only planted programs are seen beside the run."""
     seen = (
         contextlib.nullcontext()
         if plant.bottleneck == "neighbours"
@@ -61,12 +61,12 @@ def here(plant: Plant, size: float, job: Job) -> None:
 
 
 def in_ranks(plant: Plant, size: float, job: Job) -> None:
-    """A run in two new processes."""
+    """Runs in two new processes."""
     distributed.launch(rank_worker, (job, size), job.config)
 
 
 def in_group(plant: Plant, size: float, job: Job) -> None:
-    """Runs in a new process in a control group, or skips the test."""
+    """Runs in a new process in a control group; skips the test if that fails."""
     with plant.group(size) as group:
         command = [
             sys.executable,
@@ -87,19 +87,19 @@ def in_group(plant: Plant, size: float, job: Job) -> None:
 
 @contextmanager
 def throttled_disk(megabytes_per_s: float) -> Iterator[Path]:
-    """A control group that reads no more than this from the disk that temporary files are on."""
+    """Yields a control group with limited reads from the disk of temporary files."""
     with group_of("blkio") as group:
         device = os.stat(tempfile.gettempdir()).st_dev
         limit = f"{os.major(device)}:{os.minor(device)} {round(megabytes_per_s * 1e6)}"
         try:
             (group / "blkio.throttle.read_bps_device").write_text(limit)
         except OSError as error:
-            pytest.skip(f"reads of {tempfile.gettempdir()} cannot be throttled: {error}")
+            pytest.skip(f"cannot throttle reads of {tempfile.gettempdir()}: {error}")
         yield group
 
 
 def memory_group(size: float) -> AbstractContextManager[Path]:
-    """A control group that limits memory; the run itself sets its limit."""
+    """Returns a control group for memory; the run itself sets its limit."""
     return group_of("memory")
 
 
@@ -108,15 +108,15 @@ class Plant:
     """A bottleneck.
 
     Attributes:
-        name: what is planted.
+        name: name of the bottleneck.
         bottleneck: the expected verdict.
-        act: plants it in a size, for the time of a block.
-        low: the least size that is drawn.
-        high: the largest; where it is the least, the size is always the same.
-        unit: the size's.
+        act: context manager that plants it with a size.
+        low: the least size drawn.
+        high: the largest; equal to ``low`` for a fixed size.
+        unit: unit of the size.
         overrides: settings.
-        start: how the run is started.
-        group: makes the control group that it is started in, for a size.
+        start: starts the run.
+        group: makes the run's control group for a size.
     """
 
     name: str
@@ -132,11 +132,11 @@ class Plant:
     )
 
     def draw(self, rng: random.Random) -> float:
-        """A size, evenly on a logarithmic scale."""
+        """Returns a log-uniform size."""
         return float(self.low * (self.high / self.low) ** rng.random())
 
     def run(self, size: float, folder: Path) -> dict[str, Any]:
-        """The report of a run with it."""
+        """Returns the report of a run with the bottleneck."""
         folder.mkdir(parents=True, exist_ok=True)
         self.start(self, size, Job(composed(*self.overrides), folder, ()))
         report: dict[str, Any] = json.loads((folder / "report.json").read_text())
@@ -144,7 +144,7 @@ class Plant:
 
 
 def composed(*overrides: str) -> Config:
-    """Settings of a short run on small images; later ones win."""
+    """Returns the settings of a short run on small images; later overrides win."""
     common = (
         "data.name=planted", f"data.image_size={SIDE}", "device=cpu", f"loader.batch_size={BATCH}",
         "loader.backend=processes", "loader.num_workers=2",
@@ -159,7 +159,7 @@ def composed(*overrides: str) -> Config:
 
 
 FEW = "trainer.max_steps=25"
-# validation's workers would need memory of their own
+# validation workers would need additional memory
 SMALL = (
     "trainer.max_steps=400",
     "loader.val.num_workers=0",
@@ -214,18 +214,18 @@ PLANTS = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Plant what is asked for, and show, or write, what the runs said."""
+    """Plants the chosen bottlenecks, and prints or writes the runs' verdicts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", help="the plants whose names hold this; all if not given")
-    parser.add_argument("--runs", type=int, default=1, help="runs of each")
+    parser.add_argument("--only", help="substring of the plants' names (default: all)")
+    parser.add_argument("--runs", type=int, default=1, help="runs per plant")
     parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().randrange(2**32), help="of the sizes"
+        "--seed", type=int, default=random.SystemRandom().randrange(2**32), help="seed of the sizes"
     )
     parser.add_argument("--write", action="store_true", help="write results/planted.md")
-    parser.add_argument("--size", type=float, help="of the plant, instead of one that is drawn")
-    parser.add_argument("--folder", type=Path, help="of the one run, which is started right here")
+    parser.add_argument("--size", type=float, help="fixed size of the plant (default: random)")
+    parser.add_argument("--folder", type=Path, help="folder of a single run in this process")
     a = parser.parse_args(argv)
     chosen = [plant for plant in PLANTS if (a.only or "") in plant.name]
     if a.folder:
@@ -245,10 +245,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def row(plant: Plant, sizes: list[float]) -> dict[str, str]:
-    """Returns a line of the table: how many runs said what they should.
-
-    And the last one's sentence.
-    """
+    """Returns a table row: how many runs gave the right verdict, and the last one's sentence."""
     said: list[dict[str, Any]] = []
     skipped = ""
     for size in sizes:
@@ -271,7 +268,7 @@ def row(plant: Plant, sizes: list[float]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    # by its name, under which workers find what is planted
+    # import by name, so that workers find the plant
     from scripts.bench.watch import planted
 
     planted.main()

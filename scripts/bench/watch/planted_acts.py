@@ -1,7 +1,4 @@
-"""Plants a bottleneck into the run of a block, in a size.
-
-Data, steps or Python that take their time.
-"""
+"""Plants bottlenecks of a given size into a run: slow data, steps or Python."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ from scripts.bench.watch.planted_data import (
 
 FILES = 96
 FILE_MB = 2
-# that a run may need beyond what it has after five steps
+# extra memory a run may need beyond that after five steps
 OWN_MB = 32
 BURN = """
 import sys, time
@@ -62,13 +59,13 @@ ORPHAN = """
 import subprocess, sys
 print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
 """
-# the environment variable that names a run's control group
+# environment variable with a run's control group
 GROUP = "PLANTED_GROUP"
 
 
 @contextmanager
 def stepping(act: Callable[[], object], data: Splits | None = None) -> Iterator[None]:
-    """Makes every step of a run ``act``, on a normalising device, and trains on ``data``."""
+    """Replaces every step by ``act``, on a normalizing device, and trains on ``data``."""
 
     def step(
         self: Step, images: torch.Tensor, labels: torch.Tensor, *, part: int = 0, parts: int = 1
@@ -91,7 +88,7 @@ def stepping(act: Callable[[], object], data: Splits | None = None) -> Iterator[
 
 
 def sleeping(step_s: float, data: Splits | None = None) -> AbstractContextManager[None]:
-    """Steps that take ``step_s`` seconds and no processor."""
+    """Makes steps sleep for ``step_s`` seconds."""
     return stepping(functools.partial(time.sleep, step_s), data)
 
 
@@ -99,7 +96,7 @@ def sleeping(step_s: float, data: Splits | None = None) -> AbstractContextManage
 def asynchronous(
     act: Callable[[EmulatedStream], object], data: Splits | None = None
 ) -> Iterator[None]:
-    """Makes steps run beside the host by a device's own clock; ``act`` gives the orders."""
+    """Makes steps asynchronous, with a device clock; ``act`` enqueues the work."""
     device = EmulatedStream("device")
     idle = EmulatedStream("idle")
     read = Step.read
@@ -129,10 +126,7 @@ def async_slow_disk(size: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def files(megabytes: float, count: int, cold: bool) -> Iterator[Splits]:
-    """Returns ``count`` files that are small images in so many megabytes each.
-
-    On the disk that temporary files are on.
-    """
+    """Yields ``count`` small images in files of ``megabytes`` each, on the temporary disk."""
     with tempfile.TemporaryDirectory() as folder:
         small = Encoded(64).data
         for i in range(count):
@@ -147,7 +141,7 @@ def files(megabytes: float, count: int, cold: bool) -> Iterator[Splits]:
 
 @contextmanager
 def cold_files(size: float) -> Iterator[None]:
-    """Files that come from a disk that this process's control group throttles."""
+    """Reads files from a disk that this process's control group throttles."""
     with files(FILE_MB, 12, cold=True) as data, sleeping(0.002, data):
         join()
         yield
@@ -174,12 +168,12 @@ def slow_step(size: float) -> AbstractContextManager[None]:
 
 
 def balanced(size: float) -> AbstractContextManager[None]:
-    """Loading takes 4 to 8 % longer than a step; ``size`` is the step's time in milliseconds."""
+    """Makes loading 4 to 8 % longer than a step of ``size`` milliseconds."""
     return sleeping(size / 1e3, images(Paced(1.06 * size / 1e3 / BATCH)))
 
 
 def collections(size: float) -> AbstractContextManager[None]:
-    """Each step makes the collector go through ``size`` thousand objects."""
+    """Makes each step garbage-collect ``size`` thousand objects."""
     alive = [[] for _ in range(round(1e3 * size))]  # type: ignore[var-annotated]
 
     def act(alive: object = alive) -> None:
@@ -203,7 +197,7 @@ def slow_logging(size: float) -> Iterator[None]:
 
 @contextmanager
 def slow_callback(size: float) -> Iterator[None]:
-    """Something in the loop, beside the step, takes its time."""
+    """Slows the loop outside of the step."""
     one_step = Engine._one_step
 
     def slow(self: Engine, *args: Any) -> None:
@@ -215,7 +209,7 @@ def slow_callback(size: float) -> Iterator[None]:
 
 
 def slow_launches(size: float) -> AbstractContextManager[None]:
-    """Makes a step ``size`` launches of 4 ms, each of a kernel of a tenth of that."""
+    """Makes a step ``size`` launches of 4 ms, each for a kernel of 0.4 ms."""
 
     def act(device: EmulatedStream) -> None:
         for _ in range(round(size)):
@@ -231,9 +225,9 @@ def pageable_copies(size: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def tiny_memory(size: float) -> Iterator[None]:
-    """Makes files of which the page cache holds a share of ``size``.
+    """Limits the page cache to a fraction ``size`` of the files during training.
 
-    While the run trains, in a control group of its own.
+    The run has its own control group.
     """
     join()
     one_step = Engine._one_step
@@ -263,16 +257,16 @@ def tiny_memory(size: float) -> Iterator[None]:
 
 
 def quota(size: float) -> AbstractContextManager[None]:
-    """Decoding in a control group that may use ``size`` processors."""
+    """Decodes in a control group limited to ``size`` cores."""
     join()
     return heavy_decode(400)
 
 
 @contextmanager
 def burning(cores: float) -> Iterator[None]:
-    """Runs other programs that use so many cores, for five minutes at most.
+    """Runs other programs that use ``cores`` cores, for at most five minutes.
 
-    They are no children of this process.
+    They are not children of this process.
     """
     count = math.ceil(cores)
     with ExitStack() as stack:
@@ -287,7 +281,7 @@ def burning(cores: float) -> Iterator[None]:
 
 @contextmanager
 def neighbours(size: float) -> Iterator[None]:
-    """Steps that are work for a processor, beside loading that is, and others' work."""
+    """CPU-bound steps and loading, beside other programs."""
 
     def act() -> None:
         end = time.thread_time() + 0.02
@@ -299,5 +293,5 @@ def neighbours(size: float) -> Iterator[None]:
 
 
 def join() -> None:
-    """Enter the control group that this process was started for, with all that it will start."""
+    """Enters this process's control group, with all future children."""
     (Path(os.environ[GROUP]) / "cgroup.procs").write_text(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""Data that are slow in one way each, for runs that are to notice it."""
+"""Datasets that are each slow in one way, for runs that should detect it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.data.storage import ArraySource, FolderSource, Source
 from harness.data.transforms import Box, CropTransform
 from harness.runtime.seeding import SampleRng
 
-# of an image in pixels, where its size does not matter
+# image side in pixels, if the size does not matter
 SIDE = 16
 BATCH = 4
 IMAGES = 4096
@@ -38,7 +38,7 @@ class Memory(ArraySource):
 
 
 class SlowDisk(Memory):
-    """Each read sleeps, as one from a disk that is far away."""
+    """Each read sleeps, as from a remote disk."""
 
     def __init__(self, read_s: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class SlowDisk(Memory):
 
 
 class Paced(Memory):
-    """Each read ends ``read_s`` after the one before, whatever happened in between."""
+    """Each read ends ``read_s`` after the previous one, regardless of anything in between."""
 
     def __init__(self, read_s: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Paced(Memory):
 
 
 class Encoded(Memory):
-    """JPEGs of ``side`` pixels of noise, all of them the same."""
+    """Identical JPEGs of noise, ``side`` pixels wide and high."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Encoded(Memory):
 
 
 class ColdFolder(FolderSource):
-    """Files that leave the page cache before each read; few, read again and again."""
+    """A few files, read repeatedly, that leave the page cache before each read."""
 
     def __init__(self, root: Path, cold: bool) -> None:
         self.cold = cold
@@ -103,7 +103,7 @@ class ColdFolder(FolderSource):
 
 
 class Blur:
-    """A transform, and after it something that takes its time."""
+    """A transform followed by a delay."""
 
     def __init__(self, before: CropTransform, blur_s: float) -> None:
         self.before = before
@@ -126,7 +126,7 @@ class Blur:
 
 
 class SlowToCollate(ImageDataset):
-    """Says only after a while how much room a batch needs."""
+    """Returns a batch's size only after a delay."""
 
     filling = False
 
@@ -159,7 +159,7 @@ class SlowToCollate(ImageDataset):
 
 
 class Huge(ImageDataset):
-    """Images that are large, and there at once; ``megabytes`` is what a batch of them takes."""
+    """Large images without load time; a batch has ``megabytes``."""
 
     def __init__(self, megabytes: float) -> None:
         side = round((megabytes * 2**20 / 3 / BATCH) ** 0.5)
@@ -180,12 +180,12 @@ class Huge(ImageDataset):
 
 
 def splits(train: ImageDataset) -> Splits:
-    """``train`` beside a small validation set."""
+    """Returns ``train`` with a small validation set."""
     centre = CropTransform(SIDE, crop="center", hflip=0.0)
     val = ImageDataset(Memory(8), centre, OPTIONS, SIDE, 0)
     return Splits(train, val, ("a", "b"), "planted", "")
 
 
 def images(source: Source, transform: Any = None) -> Splits:
-    """The images of ``source`` as a training set."""
+    """Returns the images of ``source`` as a training set."""
     return splits(ImageDataset(source, transform or CropTransform(SIDE), OPTIONS, SIDE, 0))

@@ -1,10 +1,10 @@
 """Measures monitoring overhead: microseconds per step, and memory.
 
-Each cost is measured against the same loop without it, in turns, with which goes first in turns as
-well; beside it the loop without runs against itself, which shows what this machine cannot resolve.
-What runs in the loop's thread counts in full, and so does the sampler's thread, although it runs
-beside the loop; the workers' timers are a share of the workers' own time. A claim holds if the
-whole 95 % interval does, does not hold if none of it does, and is not resolved between these.
+Each cost is measured against the same loop without it, in alternating order; as a control, that
+loop also runs against itself, which shows the noise of this machine.
+Work in the loop's thread counts in full, and so does the sampler's thread, although it runs
+beside the loop; the workers' timers are a fraction of the workers' time. A claim holds if the
+whole 95 % interval does, does not hold if none of it does, and is unresolved otherwise.
 
     uv run python -m scripts.bench.watch.run --write
 """
@@ -39,23 +39,23 @@ from scripts.bench.tables import PAGES, machine, machine_line, markdown, parser,
 from scripts.bench.watch.worker import BATCH, STAGES, Worker, timers_cost
 
 PAGE = PAGES / "watch.md"
-# the step that costs are held against
+# the step that costs are compared with
 STEP_S = 0.020
-# the most that watching may take of it
+# largest fraction of it for monitoring
 CEILING = 0.01
-# the most that the workers' timers may take of a worker's time
+# largest fraction of a worker's time for its timers
 WORKERS_CEILING = 1e-3
-# steps in a run: it is over before another process is given the processor
+# steps per run, short enough to end before another process is scheduled
 _BLOCK = 50
-# more than a processor's caches hold
+# more than the CPU caches hold
 _COLD_BYTES = 64 << 20
-# a sample of microseconds, one of tens of them, one near a millisecond
+# a sample of microseconds, of tens of microseconds, and of almost a millisecond
 _WORK = (50, 500, 15_000)
 _CHILDREN = 16
 _SAMPLED_TURNS = 5
-# of growth; the smallest thing that could be kept has 16
+# allowed growth; the smallest object that could be kept has 16
 _BYTES_A_STEP = 1.0
-# of growth that a clock's buckets of quantiles may be, over however many steps
+# allowed growth of a clock's quantile buckets, over any number of steps
 _BUCKETS_BYTES = 1 << 20
 _SETTINGS = WatchConfig()
 
@@ -63,7 +63,7 @@ Row = dict[str, Any]
 
 
 class HostEvent:
-    """A timing event of a device that is never behind the host."""
+    """A timing event of a device that never lags the host."""
 
     def record(self, stream: Any = None) -> None:
         """Now."""
@@ -77,12 +77,12 @@ class HostEvent:
         """It has come."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds to another event."""
+        """Returns milliseconds to another event."""
         return 1e3 * float(end_event._at - self._at)
 
 
 def stepping(clock: StepClock, copies: bool) -> Work:
-    """The calls of a training loop and its prefetcher, a window's closing among them."""
+    """Returns the calls of a training loop and its prefetcher, including closing windows."""
     numbers = count(1)
 
     def work(steps: int) -> None:
@@ -113,7 +113,7 @@ def bare_steps(steps: int) -> None:
 
 
 def clocks() -> dict[str, tuple[StepClock, bool]]:
-    """Returns the clocks to be measured, and whether they are told of copies."""
+    """Returns the clocks to measure, and whether copies are reported to them."""
     found = {
         "step clock, host clock": (StepClock(), False),
         "step clock, events that cost nothing": (
@@ -127,7 +127,7 @@ def clocks() -> dict[str, tuple[StepClock, bool]]:
 
 
 def window_cost(folder: Path, runs: int) -> Cost:
-    """Measures the end of a window: all figures into ``metrics.jsonl`` and the event file."""
+    """Measures the end of a window: writing all figures to ``metrics.jsonl`` and the event file."""
     clock = StepClock(Emulated(HostEvent, lambda: None, None))
     meter = StageMeter(STAGES, 8)
     stepping(clock, copies=True)(_SETTINGS.window_steps)
@@ -146,7 +146,7 @@ def window_cost(folder: Path, runs: int) -> Cost:
 
 @contextmanager
 def children() -> Iterator[None]:
-    """Keeps sleeping processes below this one, as many as workers of a large feed."""
+    """Keeps as many sleeping child processes as a large feed has workers."""
     with ExitStack() as stack:
         for _ in range(_CHILDREN):
             child = stack.enter_context(subprocess.Popen(["sleep", "600"]))
@@ -155,7 +155,7 @@ def children() -> Iterator[None]:
 
 
 def sampler_fraction(seconds: float) -> tuple[Estimate, float]:
-    """Returns the share of a processor that a sampler takes, and what all takes without."""
+    """Returns a sampler's fraction of a core, and this process's without it."""
 
     def spent() -> float:
         begin = time.perf_counter()
@@ -172,7 +172,7 @@ def sampler_fraction(seconds: float) -> tuple[Estimate, float]:
 
 
 def memory_growth(work: Work, steps: int) -> int:
-    """Bytes that Python holds more after ``steps`` steps than after a tenth of them."""
+    """Returns the bytes that Python memory grows from a tenth of ``steps`` to all."""
     tracemalloc.start()
     try:
         work(steps // 10)
@@ -186,13 +186,13 @@ def memory_growth(work: Work, steps: int) -> int:
 
 
 def measure(steps: int, runs: int, sampled_s: float, batches: int) -> dict[str, Any]:
-    """All costs and the growth of memory.
+    """Returns all costs and the growth of memory.
 
     Args:
-        steps: over how many steps a clock is measured, and memory.
-        runs: of everything else.
-        sampled_s: seconds over which the sampler is.
-        batches: of each length of samples, over which the workers' timers are.
+        steps: steps to measure a clock and memory.
+        runs: runs of everything else.
+        sampled_s: seconds to measure the sampler.
+        batches: batches per sample length, to measure the workers' timers.
     """
     cold = np.zeros(_COLD_BYTES // 8)
     costs = {}
@@ -217,7 +217,7 @@ def measure(steps: int, runs: int, sampled_s: float, batches: int) -> dict[str, 
 
 
 def per_step_us(found: Mapping[str, Any]) -> dict[str, Estimate]:
-    """Returns microseconds a step of each clock with all other watching."""
+    """Returns microseconds per step of each clock with all other monitoring."""
     rest = found["window"].mean_us * (1 / found["window_steps"]) + found["sampler_fraction"] * (
         1e6 * STEP_S
     )
@@ -225,7 +225,7 @@ def per_step_us(found: Mapping[str, Any]) -> dict[str, Estimate]:
 
 
 def claims(found: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each claim: the figure, its interval, whether it holds."""
+    """Returns a line per claim: the figure, its interval, and whether it holds."""
     dearest = max(per_step_us(found).values(), key=lambda us: us.high) * (1e-6 / STEP_S)
     longest: Cost = found["stages"][-1]
     timers = longest.mean_us * (1 / longest.bare_us.median)
@@ -251,7 +251,7 @@ def claims(found: Mapping[str, Any]) -> list[str]:
 
 def show(found: Mapping[str, Any]) -> str:
     """Returns the figures as text."""
-    # a table for each of: memory, the whole, the workers
+    # tables: memory, total, workers
     memory = [
         {"memory of": name, "bytes more": size}
         for name, size in found["memory_growth_bytes"].items()
@@ -297,7 +297,7 @@ Memory after {found["steps"]} steps against after {found["steps"] // 10}
 
 
 def _costs(found: Mapping[str, Any]) -> list[Row]:
-    """A row for everything that is done in the process that trains."""
+    """Returns a row for each cost in the training process."""
     window = found["window"]
     fraction = found["sampler_fraction"]
     costs = [(name, cost, cost.us.median) for name, cost in found["clocks"].items()]
@@ -329,7 +329,7 @@ def _costs(found: Mapping[str, Any]) -> list[Row]:
 
 
 def page(text: str) -> str:
-    """The page for scripts/bench/results/: what was run, when, and its output."""
+    """Returns the page for scripts/bench/results/: the command, the date and its output."""
     day = f"{datetime.now(UTC).date():%d %B %Y}"
     return f"""# Monitoring overhead
 
@@ -353,9 +353,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser("Measure the overhead of monitoring per step, per worker and in memory.", PAGE)
     add = options.add_argument
     add("--steps", type=int, default=100_000, help="steps of each clock")
-    add("--runs", type=int, default=500, help="of everything else, with and without it in turns")
-    add("--sampled-s", type=float, default=20.0, help="seconds of the sampler's thread")
-    add("--batches", type=int, default=2400, help="with the workers' timers and without, in turns")
+    add("--runs", type=int, default=500, help="runs of everything else, with and without it")
+    add("--sampled-s", type=float, default=20.0, help="seconds to run the sampler's thread")
+    add("--batches", type=int, default=2400, help="batches with and without the workers' timers")
     a = options.parse_args(argv)
     if a.steps < 10 or min(a.runs, a.batches) < 2 or a.sampled_s <= 0:
         options.error(

@@ -1,6 +1,6 @@
 """The training loops of ``beside_traceml.py``: small, watched in several ways.
 
-A script of its own, because TraceML launches one. Under TraceML the loop is that of its
+This is a separate script because TraceML launches one. Under TraceML, the loop follows its
 documentation: ``init`` once, and ``trace_step`` around everything from ``zero_grad`` to
 ``optimizer.step``.
 """
@@ -30,7 +30,7 @@ SIDE = 32
 CLASSES = 10
 # starts a loop's turn; anything else ends the loop
 GO = "go\n"
-# steps that are logged together, as in conf/watch
+# steps per log line, as in conf/watch
 WINDOW = 10
 SIDES = ("bare", "traceml", "traceml_log_inside", "clock", "watch", "harness")
 
@@ -55,7 +55,7 @@ PLANTS = {
 class Images:
     """Noise in memory whose reads take ``read_s`` seconds.
 
-    By ``[]`` for torch's loader, by ``fill`` for a wellfed feed.
+    They support ``[]`` for torch's loader and ``fill`` for a wellfed feed.
     """
 
     image_size = SIDE
@@ -78,7 +78,7 @@ class Images:
     def fill(
         self, epoch: int, index: int, out: np.ndarray, lap: Callable[[str], None] | None = None
     ) -> int:
-        """Write sample ``index`` into ``out`` and return its label."""
+        """Writes sample ``index`` into ``out`` and returns its label."""
         if self.read_s:
             time.sleep(self.read_s)
         if lap is not None:
@@ -114,7 +114,7 @@ class Network(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[N, CLASSES]``."""
+        """Returns logits ``[N, CLASSES]``."""
         if self.spins:
             until_s = time.perf_counter() + self.forward_s
             while time.perf_counter() < until_s:
@@ -154,7 +154,7 @@ def loop(
     log: Callable[[bool], None],
     after: Callable[[int], bool],
 ) -> None:
-    """Trains, and calls ``log`` inside and behind each step, then ``after``."""
+    """Trains; calls ``log`` inside and after each step, then ``after``."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     for number, (images, labels) in enumerate(batches, 1):
         with traced(network):
@@ -171,7 +171,7 @@ def loop(
 def run_loop(
     side: str, plant: Plant, folder: Path, steps: int, turns: Turns | None, spin_s: float
 ) -> None:
-    """The hand-written loop, watched by ``side``; in ``turns`` each step spins ``spin_s`` long."""
+    """Runs the hand-written loop, watched by ``side``; in ``turns`` each step spins ``spin_s``."""
     network = Network(spin_s if turns else plant.forward_s, spins=turns is not None)
     traced = lambda network: nullcontext()
     if side.startswith("traceml"):
@@ -197,7 +197,7 @@ def run_loop(
 
 
 def write_line(file: Any, log_s: float) -> None:
-    """Write a line to where writing takes ``log_s`` seconds."""
+    """Writes a line, which takes ``log_s`` seconds."""
     time.sleep(log_s)
     file.write("a line\n")
     file.flush()
@@ -206,7 +206,7 @@ def write_line(file: Any, log_s: float) -> None:
 def _clocked(
     loader: DataLoader[Any], folder: Path, after: Callable[[int], bool], stack: ExitStack
 ) -> tuple[Iterable[Any], Callable[[int], bool]]:
-    """Returns ``loader`` and ``after`` with all monitoring of a wellfed run."""
+    """Returns ``loader`` and ``after`` with all the monitoring of a wellfed run."""
     from harness.clock.figures import by_tag
     from harness.config import Config
     from harness.monitor import monitor
@@ -251,7 +251,7 @@ def run_harness(plant: Plant, folder: Path, steps: int) -> None:
     val_images: Any = Images(BATCH, 0.0)
     splits = Splits(images, val_images, tuple(map(str, range(CLASSES))), "planted", "")
     scalars = RunWriter.scalars
-    # the data, the network and a slow board are put in from outside
+    # patch in the data, the network and a slow TensorBoard writer
     with (folder / "own.log").open("w", encoding="utf-8") as file:
 
         def slow_scalars(writer: RunWriter, *args: Any, **named: Any) -> None:

@@ -59,7 +59,7 @@ PARTS = ("planted", "gain")
 WATCH = ("-m", "wellfed", "watch")
 # cores that other programs may use during a run
 BUSY = 0.2
-# for a run to end
+# timeout for a run to end
 _PATIENCE_S = 240.0
 # called periodically with a run's output so far
 Meanwhile = Callable[[str], None]
@@ -71,8 +71,8 @@ class Case:
 
     Attributes:
         plant: its name in ``watched_loop.py``.
-        size: of it.
-        about: what is slow, with the size.
+        size: its size.
+        about: description, with the size.
         bottleneck: the kind of a right verdict.
         flags: further flags of the script.
         ranks: number of ranks.
@@ -132,7 +132,7 @@ GAINS: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 FLAGS = {"num_workers": "workers"}
-# sizes of the scripts above are drawn by the seed within this factor
+# the seed draws the sizes of these options within this factor
 SIZES = "--read-ms", "--side", "--warp-ms", "--forward-ms"
 FACTOR = 1.5
 
@@ -150,7 +150,7 @@ def drawn(name: str, seed: int | None) -> list[str]:
 
 
 def loop(*flags: str) -> list[str]:
-    """Returns the script's own command, without an interpreter; files are made once."""
+    """Returns the script's command, without an interpreter; files are made once."""
     return [str(LOOP), "--data", str(DATA), *flags]
 
 
@@ -256,7 +256,7 @@ def script(case: Case) -> list[str]:
 
 
 def quoted(case: Case) -> str:
-    """Returns TraceML's verbatim verdict on a run of ``case``."""
+    """Returns TraceML's verdict on a run of ``case``, verbatim."""
     if case.emulated:
         return "(not run: there is no GPU)"
     if importlib.util.find_spec("traceml_ai") is None:
@@ -350,7 +350,7 @@ def disturbed(report: Mapping[str, Any]) -> bool:
 
 
 def calm() -> None:
-    """Waits until other programs leave the cores idle, for some minutes at most."""
+    """Waits until other programs leave the cores idle, for at most some minutes."""
     for _ in range(150):
         if psutil.cpu_percent(2.0) < 100 * BUSY / (os.cpu_count() or 1):
             return
@@ -377,7 +377,7 @@ def planted_part(rows: Sequence[Mapping[str, str]]) -> str:
 
 One run of each. `watched_loop.py` is a training script in the usual form: torchvision's
 `ImageFolder` and `Compose`, a DataLoader of two workers and batches of 8, SGD; a step waits 10 ms
-where nothing else is said, so that processors are free. It runs as it is under `wellfed watch`. For
+unless stated otherwise, so cores are free. It runs as it is under `wellfed watch`. For
 TraceML it has the two lines of its documentation, `init` and `trace_step` around the step; its
 Verdict, Why and Next are word for word. Right is the class and the words that the sentence must
 have. What waits sleeps. The launches are those of an emulated GPU; no real one was measured, and

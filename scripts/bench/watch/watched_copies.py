@@ -1,8 +1,8 @@
-"""Watches a CUDA step that is written in seven ways: the shares of its time must be the same.
+"""Watches a CUDA step written in seven ways, whose time fractions must agree.
 
 Forward and backward are waits on the GPU. Exits with 1 if compute, host or stall of two ways are
-more than three points apart. Copies from page-locked and from pageable memory must be equally fast,
-as on a made-up CUDA runtime: a real bus makes them differ.
+more than three points apart. Copies from pinned and from pageable memory must be equally fast,
+as on an emulated CUDA runtime: on a real bus they differ.
 
     uv run python -m scripts.bench.watch.watched_copies
 """
@@ -47,14 +47,14 @@ class Work(torch.autograd.Function):
 
 
 class Batch:
-    """A batch of somebody's own."""
+    """A user-defined batch."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images = images
         self.labels = labels
 
     def to(self, *where: Any, **how: Any) -> Batch:
-        """Returns the batch elsewhere."""
+        """Returns the batch on another device."""
         return Batch(self.images.to(*where, **how), self.labels.to(*where, **how))
 
 
@@ -63,7 +63,7 @@ def wait(seconds: float) -> None:
 
 
 def train(where: str, non_blocking: bool) -> None:
-    """Trains as the watched script does."""
+    """Trains like the watched script."""
 
     def made(size: int) -> Tensor:
         tensor = torch.zeros(BATCH, size // BATCH, dtype=torch.uint8)
@@ -91,7 +91,7 @@ def train(where: str, non_blocking: bool) -> None:
         "dictionary": lambda batch: {name: moved(part) for name, part in batch.items()}.values(),
         "class": lambda batch: vars(batch.to("cuda", non_blocking=non_blocking)).values(),
         "loss": lambda batch: (moved(batch[0]), batch[1]),
-        # a tensor that the loader did not give
+        # a tensor that is not from the loader
         "after Python": lambda batch: (moved(batch[0][:]), batch[1]),
     }
     numbers: Any = range(BATCH * STEPS)
@@ -99,14 +99,14 @@ def train(where: str, non_blocking: bool) -> None:
         x, y = take.get(where, lambda batch: batch)(batch)
         optimizer.zero_grad()
         out = Work.apply(x, weight)
-        # no copy where it was moved already
+        # no copy if already moved
         loss = (out + 0 * moved(y)[0, 0]).sum()
         loss.backward()
         optimizer.step()
 
 
 def watched(where: str, how: str) -> dict[str, float]:
-    """Returns the shares that ``wellfed watch`` reports, in points."""
+    """Returns the fractions that ``wellfed watch`` reports, in percent."""
     with tempfile.TemporaryDirectory() as out:
         words = ["-m", "wellfed.hooks", "--out", out, "--no-tensorboard", __file__]
         subprocess.run([sys.executable, *words, where, how], check=True, capture_output=True)

@@ -1,7 +1,7 @@
-"""A training script in PyTorch's usual form, with something slow planted into it.
+"""A usual PyTorch training script with a planted bottleneck.
 
-It knows nothing of this project. ``watched.py`` runs it under ``wellfed watch``, and with
-``--traceml``, the two lines that TraceML's documentation asks for, under TraceML.
+It does not use this project. ``watched.py`` runs it under ``wellfed watch``, and under TraceML with
+``--traceml``, which adds the two lines from TraceML's documentation.
 
     python scripts/bench/watch/watched_loop.py --data FOLDER --plant slow_disk --size 25
 """
@@ -30,9 +30,9 @@ from torchvision.datasets import ImageFolder
 
 CLASSES = 2
 CROP = 32
-# batches before the speed is taken: some are made at once as workers begin
+# batches before timing: workers prefetch some at the start
 WARM = 20
-# what each plant sets, then the flag that its size goes to
+# options set by each plant, then the option that takes its size
 PLANTS: Mapping[str, tuple[dict[str, Any], str]] = {
     "slow_disk": ({}, "read_ms"),
     "decode": ({}, "side"),
@@ -67,7 +67,7 @@ class Warp:
 
 
 class Loader:
-    """Reads and decodes a file; ``read_ms`` of each go by without work, and more for a late one."""
+    """Reads and decodes a file; sleeps ``read_ms`` for each, and longer for late ones."""
 
     def __init__(self, read_ms: float, late: int) -> None:
         self.read_ms = read_ms
@@ -82,7 +82,7 @@ class Loader:
 
 
 class Collate:
-    """Puts a batch together, with ``ms`` of work."""
+    """Collates a batch, with ``ms`` of work."""
 
     def __init__(self, ms: float) -> None:
         self.ms = ms
@@ -105,10 +105,10 @@ class Network(nn.Module):
         self.last = nn.Linear(32, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[N, CLASSES]``."""
+        """Returns logits ``[N, CLASSES]``."""
         time.sleep(self.forward_ms / 1e3)
         for _ in range(self.launches):
-            # Python's part of a launch, then a kernel of a twentieth of that
+            # launch overhead in Python, then a kernel of a twentieth of that
             time.sleep(2e-3)
             torch.cuda._sleep(100_000)
         found = F.relu(self.first(images))
@@ -119,7 +119,7 @@ class Network(nn.Module):
 
 
 def work(ms: float) -> None:
-    """Keeps a processor busy for ``ms`` of its time."""
+    """Uses ``ms`` of CPU time."""
     until_s = time.thread_time() + ms / 1e3
     noise = np.random.default_rng(0).random(1000)
     while time.thread_time() < until_s:
@@ -127,7 +127,7 @@ def work(ms: float) -> None:
 
 
 def make_files(root: Path, count: int, side: int, padding_mb: int) -> Path:
-    """Returns a folder of JPEG files, which is made once."""
+    """Returns a folder of JPEG files, generated once."""
     folder = root / f"{count}-{side}-{padding_mb}"
     noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
     for number in range(count):
@@ -192,39 +192,39 @@ def train(
             if alive:
                 gc.collect()
             if options.log_ms or step % 5 == 0:
-                # a file that is far away
+                # a remote file
                 time.sleep(options.log_ms / 1e3)
                 print(f"step {step}: loss {loss.item():.3f}", flush=True)
     return float((step - warm) * options.batch_size / (time.perf_counter() - began_s))
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    made = argparse.ArgumentParser(description="Trains on JPEG files that it makes.")
+    made = argparse.ArgumentParser(description="Trains on generated JPEG files.")
     made.add_argument("--data", type=Path, required=True, help="folder for the files")
-    made.add_argument("--plant", choices=PLANTS, default="nothing", help="what is slow")
-    made.add_argument("--size", type=float, help="of what is planted")
-    made.add_argument("--traceml", action="store_true", help="be watched by TraceML")
+    made.add_argument("--plant", choices=PLANTS, default="nothing", help="the bottleneck")
+    made.add_argument("--size", type=float, help="size of the bottleneck")
+    made.add_argument("--traceml", action="store_true", help="run under TraceML")
     made.add_argument("--device", default="cpu")
     made.add_argument("--epochs", type=int, default=2)
-    made.add_argument("--steps", type=int, default=40, help="of an epoch")
+    made.add_argument("--steps", type=int, default=40, help="steps per epoch")
     made.add_argument("--batch-size", type=int, default=8)
     made.add_argument("--workers", type=int, default=2)
     made.add_argument("--prefetch-factor", type=int)
     made.add_argument("--persistent-workers", action="store_true")
     made.add_argument("--pin-memory", action="store_true")
     made.add_argument("--files", type=int, default=24)
-    made.add_argument("--side", type=int, default=64, help="of a JPEG, in pixels")
-    made.add_argument("--padding-mb", type=int, default=0, help="of a file, beside its image")
-    made.add_argument("--read-ms", type=float, default=0.0, help="of waiting, a file")
-    made.add_argument("--late", type=int, default=0, help="one file in so many waits 20 times that")
-    made.add_argument("--warp-ms", type=float, default=0.0, help="of work, a sample")
-    made.add_argument("--collate-ms", type=float, default=0.0, help="of work, a batch")
-    made.add_argument("--forward-ms", type=float, default=10.0, help="of waiting, a step")
-    made.add_argument("--layers", type=int, default=0, help="more of them, to compute")
-    made.add_argument("--launches", type=int, default=0, help="of kernels, a step")
+    made.add_argument("--side", type=int, default=64, help="JPEG side, in pixels")
+    made.add_argument("--padding-mb", type=int, default=0, help="padding per file")
+    made.add_argument("--read-ms", type=float, default=0.0, help="waiting per file")
+    made.add_argument("--late", type=int, default=0, help="one of N files waits 20x longer")
+    made.add_argument("--warp-ms", type=float, default=0.0, help="work per sample")
+    made.add_argument("--collate-ms", type=float, default=0.0, help="work per batch")
+    made.add_argument("--forward-ms", type=float, default=10.0, help="waiting per step")
+    made.add_argument("--layers", type=int, default=0, help="additional layers")
+    made.add_argument("--launches", type=int, default=0, help="kernel launches per step")
     made.add_argument("--objects", type=int, default=0, help="thousands, collected after each step")
-    made.add_argument("--log-ms", type=float, default=0.0, help="of waiting, a line in each step")
-    made.add_argument("--slow-rank", type=int, help="only there is it slow")
+    made.add_argument("--log-ms", type=float, default=0.0, help="waiting per step, to log a line")
+    made.add_argument("--slow-rank", type=int, help="only this rank is slow")
     first = made.parse_known_args(argv)[0]
     settings, sized = PLANTS[first.plant]
     made.set_defaults(**settings)

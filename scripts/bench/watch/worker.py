@@ -18,7 +18,7 @@ BATCH = 32
 
 
 class Making:
-    """A data set whose samples are so much ``work`` in each of the stages."""
+    """A dataset whose samples take ``work`` in each stage."""
 
     stages = STAGES
     image_size = 8
@@ -31,7 +31,7 @@ class Making:
         return BATCH
 
     def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
-        """Do the work, and tell ``lap`` of each stage."""
+        """Does the work and reports each stage to ``lap``."""
         for stage in STAGES:
             sum(range(self.work))
             if lap is not None:
@@ -40,24 +40,24 @@ class Making:
 
 
 class Untimed(StageTimer):
-    """A timer that looks at no clock."""
+    """A timer that reads no clock."""
 
     def __init__(self) -> None:
         self._stamps = Stamps(0.0, 0.0, 0.0)
 
     def begin(self, samples: int) -> None:
-        """Nothing is to be timed."""
+        """Does nothing."""
 
     def mark(self, stage: str) -> None:
         """Nothing."""
 
     def end(self, samples: int) -> Stamps:
-        """No time at all."""
+        """Returns no times."""
         return self._stamps
 
 
 class Worker:
-    """Makes batches of so much ``work`` a sample, timed for ``meter`` if given."""
+    """Makes batches with ``work`` per sample, timed for ``meter`` if given."""
 
     def __init__(self, work: int, meter: StageMeter | None) -> None:
         self._filler = BatchWorker(Making(work), 0, meter, False)
@@ -69,20 +69,20 @@ class Worker:
         self._pixels = np.zeros((BATCH, 3, Making.image_size, Making.image_size), np.uint8)
 
     def make(self, batches: int) -> None:
-        """Make so many batches."""
+        """Makes ``batches`` batches."""
         for _ in range(batches):
             self._timers = self._filler.timer.begin(BATCH)
             self._filler.fill(self._timers, 0, self._indices, self._pixels, self._labels)
 
     def clocks(self) -> Hashable:
-        """By which clocks samples of the last batch were timed; most batches time none."""
+        """Returns the clocks that timed samples of the last batch; most batches time none."""
         return self._timers is not None
 
 
 def timers_cost(work: int, runs: int) -> Cost:
-    """Measures the stages' timers on a batch of so much ``work`` a sample.
+    """Measures the stages' timers on a batch with ``work`` per sample.
 
-    Batches that time samples are kinds of their own.
+    Batches that time samples are separate kinds.
     """
     timed = Worker(work, StageMeter(STAGES, 0))
     bare = Worker(work, None)

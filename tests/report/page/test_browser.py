@@ -180,7 +180,7 @@ def test_windows_that_hold_spikes_are_counted(browser: webdriver.Chrome, tmp_pat
     browser.get((tmp_path / "report.html").as_uri())
     until(browser, lambda: one(browser, ".chart svg"))
     assert texts(browser, ".spikes p")[0].startswith(
-        "▼ 800 windows hold a step that stands out; the longest of each group is marked; the 12 "
+        "▼ 800 windows have an outlier step; the longest of each group is marked; the 12 "
         "longest of those marked:"
     )
     assert len(browser.find_elements(By.CSS_SELECTOR, ".spike")) == 400
@@ -246,12 +246,12 @@ def test_spikes_can_be_drawn_at_full_height(show: Callable[..., webdriver.Chrome
         (
             "long_run",
             (
-                "GPU memory\n21.3 GB\nallocated at most, 9.80 GB in evaluation; 24.0 GB reserved "
+                "GPU memory\n21.3 GB\npeak allocation, 9.80 GB in evaluation; 24.0 GB reserved "
                 "of "
                 "80.0 GB"
             ),
         ),
-        ("cpu_run", "GPU memory\nnot available\nno NVIDIA GPU gave it"),
+        ("cpu_run", "GPU memory\nnot available\nno NVIDIA GPU reported it"),
     ],
 )
 def test_the_peak_of_the_gpus_memory_is_shown(
@@ -320,7 +320,7 @@ def test_without_a_mistake_there_is_none(browser: webdriver.Chrome, tmp_path: Pa
     write_report(runs.with_mistakes(tmp_path, ["a"], classes=classes, kinds=[], mistakes=[]))
     browser.get((tmp_path / "report.html").as_uri())
     section = until(browser, lambda: one(browser, ".confused").find_element(By.XPATH, ".."))
-    assert section.text.count("There is none.") == 2 and "0 mistakes in 2 images" in section.text
+    assert section.text.count("None.") == 2 and "0 mistakes in 2 images" in section.text
     assert "undefined" not in section.text and "NaN" not in section.text
     assert texts(browser, "[aria-label=Classes] tbody tr")[1].startswith("dog not available")
 
