@@ -100,16 +100,20 @@ GIVEN = {
         (1, {}, RATES),
         (2, {}, r"^torch.float32 (cpu|cuda:0) \d+.jpg"),
         (3, {}, "(?i)the model takes"),
+        (4, GIVEN, ""),
     ],
 )
 def test_the_examples_for_a_loop_of_ones_own_run(
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     kept_globals: None,
+    tmp_path: Path,
     block: int,
     given: dict[str, Any],
     printed: str,
 ) -> None:
     """A clock around a loader, a prefetcher, tuning: they run and print their figures."""
+    monkeypatch.chdir(tmp_path)
     exec(compile(blocks(OWN_LOOP, "python")[block], OWN_LOOP.name, "exec"), {**given})
     assert re.search(printed, capsys.readouterr().out)
 

@@ -244,7 +244,7 @@ def open_own(
     named = splits if hasattr(splits, "classes") else pair[0]
     while not hasattr(named, "classes"):
         if not hasattr(named, "dataset"):
-            raise ConfigError(f"{wheres[0]} has no classes; give it a list of names, classes")
+            raise ConfigError(f"{wheres[0]} has no classes; give it classes, a list of names")
         named = named.dataset
     with user_code.explained(f"{begin}: its classes cannot be read:"):
         classes = _names(named.classes)

@@ -83,7 +83,7 @@ class RemoteStore:
             wanted = {"range": (offset, offset + length)}
             found = self._obstore.get(self._store, name, options=wanted)
             if _state(found.meta) != self._states[name]:
-                raise OSError("was replaced after the start; start again")
+                raise OSError("was replaced after the run started; start the run again")
             data: bytes = found.bytes().to_bytes()
         if len(data) < length:
             raise OSError(f"ends before byte {offset + length}")

@@ -136,7 +136,7 @@ class FolderSource(FileSource):
             what = f"no images in {listed(empty)}" if any(empty) else "no images"
             raise DataError(
                 f"{self.root}: {what} (skipped: {left_out or 'nothing'}). Training needs one "
-                "folder of images per class; images to predict can be anywhere below"
+                "folder of images per class; images for prediction can be anywhere below"
             )
 
     def where(self, i: int) -> str:
@@ -502,7 +502,7 @@ def in_classes(source: Source, classes: tuple[str, ...], where: object) -> Sourc
     if unknown := sorted(present - {*classes}):
         raise DataError(
             f"{where}: the network has no class {_told_apart(unknown, classes)}; its "
-            f"classes are {listed(classes)}. Rename or remove it"
+            f"classes are {listed(classes)}. Rename or remove that class"
         )
     if absent := sorted({*classes} - present):
         say(f"{len(absent)} of {len(classes)} classes have no images: {listed(absent)}")

@@ -42,7 +42,7 @@ def run(words: Sequence[str], out: Path) -> int:
     change = before.get("change") or {}
     offers = any("faster(" in text for text in before["expected"])
     if not (change or offers):
-        say(f"nothing to try from outside: {before['verdict']['sentence']}")
+        say(f"nothing to try from outside the script: {before['verdict']['sentence']}")
         return 0
     where = change.get("where") or before["loaders"][0]["where"]
     told = {"where": where, "arguments": change.get("arguments"), "faster": not change}

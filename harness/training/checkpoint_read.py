@@ -192,7 +192,8 @@ def read(path: Path, *, foreign: bool = False) -> Saved:
     # a single file may be from a killed first save
     if len(list(path.glob("step-*.pt"))) > 1:
         raise CheckpointError(
-            f"{name}: the records (step-*.json) of its checkpoints are missing; put them there"
+            f"{name}: the records (step-*.json) of its checkpoints are missing; restore them to "
+            "that folder"
         )
     if foreign:
         files = [typed("model.weights", file) for file in sorted(path.glob("*.*"))]

@@ -54,7 +54,8 @@ class StepBenchmark(ABC):
         self._own = accelerator.get(world.device)
         if not self._own.tells:
             raise ConfigError(
-                f"device={world.device}: steps on this type cannot be timed; choose workers by hand"
+                f"device={world.device}: steps on this type of device cannot be timed; set the "
+                "number of workers by hand"
             )
         self._now = now or self._own.now
         # even without workers

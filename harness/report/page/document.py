@@ -55,7 +55,7 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
     folders = find_runs(root)
     if not folders:
         raise FileNotFoundError(
-            f"{root}: no run below it (a folder with report.json or metrics.jsonl); pass a run or "
+            f"{root}: contains no run, a folder with report.json or metrics.jsonl; pass a run or "
             "sweep folder"
         )
     # more runs get fewer points each, so that a sweep's page stays below a megabyte
