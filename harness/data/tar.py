@@ -66,9 +66,7 @@ def members(
             name = more.get(b"path", name)
             length = int(more.get(b"size", length))
             if kind not in b"0\x0057" or any(key.startswith(b"GNU.sparse") for key in more):
-                raise TarError(
-                    f"{name!r} is a link or a sparse file; write it with tar -h, without -S"
-                )
+                raise TarError(f"{name!r} is a link or sparse file; use tar -h, without -S")
             more = {}
             if name[:1] == b"/" or b".." in name.split(b"/"):
                 raise TarError(f"{name!r} lies outside; write it again from within its folder")
