@@ -66,7 +66,7 @@ class PredictionLog(NamedTuple):
         return np.vstack((kinds, counts)).T[np.argsort(-counts, kind="stable")]
 
     def surest(self, most: int) -> np.ndarray:
-        """Returns the indices of the mistakes with the highest probabilities, ties by image."""
+        """Returns the entries of the mistakes with the highest probabilities, ties by image."""
         wrong = np.flatnonzero(self.labels != self.given)
         order = np.lexsort((self.indices[wrong], -self.probabilities[wrong]))
         return wrong[order[:most]]
