@@ -122,6 +122,9 @@ class Reporter:
         loader = engine.config.loader
         cache = self.splits.cache
         own = accelerator.get(world.device)
+        run: dict[str, Any] = {"name": engine.folder.name, "overrides": list(self.overridden)}
+        if engine.config.data.fold is not None:
+            run["folds"] = engine.config.data.folds
         by_size = [
             Evidence(
                 **part,
@@ -170,7 +173,7 @@ class Reporter:
             copy_of=copied and asdict(copied),
             decoded_without_pillow=libraries.in_use(),
             store=self.splits.fetched,
-            run={"name": engine.folder.name, "overrides": list(self.overridden)},
+            run=run,
             **evaluated,
         )
 

@@ -16,7 +16,7 @@ from harness.report.sweep import conclude, report_failure
 def job(folder: Path, *overrides: str, **report: Any) -> None:
     """A job's folder with its report."""
     folder.mkdir(parents=True)
-    run = {"name": folder.name, "overrides": overrides}
+    run = {"name": folder.name, "overrides": overrides, "folds": 5}
     (folder / "report.json").write_text(json.dumps({"run": run, **report}))
 
 
@@ -60,6 +60,8 @@ def test_folds_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ):
         job(tmp_path / str(place), f"data.fold={fold}", f"optim.lr={lr}", top1=top1)
     job(tmp_path / "9", "data.fold=0", "optim.lr=0.3", top1=0.5)
+    (tmp_path / "10").mkdir()
+    report_failure(tmp_path / "10", "data: no", ("data.fold=2", "optim.lr=0.1"))
     conclude(SimpleNamespace(dir=str(tmp_path)))
     lines = [line for line in capsys.readouterr().out.splitlines() if "folds  top-1" in line]
     figures = [re.findall(r"\d\.?\d*", line) for line in lines]

@@ -6,14 +6,13 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from ...config import DataConfig
 from ...runtime.files import known, natural, number, read_inside, read_written
 from .course import Windows, course, latest, read_windows
 
@@ -52,26 +51,23 @@ def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
 def folds(folders: Mapping[str, Path]) -> list[str]:
     """Returns a line for each cross-validation among the runs: mean and spread over its folds."""
     found: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    asked: dict[tuple[str, ...], int] = {}
     for folder in folders.values():
-        with suppress(OSError, ValueError):
+        # a failed fold has no result
+        with suppress(OSError, ValueError, KeyError):
             report = read_written(folder / REPORT_JSON)
-            typed = report["run"]["overrides"]
-            [fold] = [each for each in typed if each.startswith("data.fold=")]
-            found[tuple(sorted({*typed} - {fold}))][fold] = report["top1"]
+            run, top1 = report["run"], report["top1"]
+            [fold] = [each for each in run["overrides"] if each.startswith("data.fold=")]
+            key = tuple(sorted({*run["overrides"]} - {fold}))
+            asked[key] = run["folds"]
+            found[key][fold] = top1
     return [
-        f"{_count(typed, top1)} folds  top-1 {mean(top1.values()):.4f} "
+        f"{len(top1)} of {asked[typed]} folds  top-1 {mean(top1.values()):.4f} "
         f"± {stdev(top1.values()):.4f} "
         f"({min(top1.values()):.4f} to {max(top1.values()):.4f})  {' '.join(typed)}"
         for typed, top1 in found.items()
         if len(top1) > 1
     ]
-
-
-def _count(typed: Iterable[str], top1: Sized) -> str:
-    """Returns the number of folds, of those that ``data.folds`` asks for."""
-    asked = [int(each.rpartition("=")[2]) for each in typed if each.startswith("data.folds=")]
-    folds = asked[0] if asked else DataConfig().folds
-    return f"{len(top1)}" if len(top1) == folds else f"{len(top1)} of {folds}"
 
 
 def map_runs(
