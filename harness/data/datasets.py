@@ -534,5 +534,5 @@ def _check_settings(data: DataConfig) -> None:
             )
     if "JPEG" not in in_use():
         log.warning(
-            "simplejpeg is not installed, so Pillow decodes JPEG images, which takes longer"
+            "Pillow decodes JPEG images, which takes longer; pip install simplejpeg avoids it"
         )

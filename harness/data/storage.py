@@ -278,7 +278,7 @@ def split(
     absent = np.flatnonzero(np.bincount(labels[chosen], minlength=len(source.classes)) == 0)
     if len(absent):
         names = listed([source.classes[place] for place in absent])
-        log.warning("no validation image of class %s: it has too few groups for the parts", names)
+        log.warning("no validation image of class %s: too few images or groups", names)
     return Subset(source, np.flatnonzero(~chosen)), Subset(source, np.flatnonzero(chosen))
 
 

@@ -182,8 +182,7 @@ class LoopTracker:
     def opened(self, own: _Pass, iterator: Any) -> None:
         """Records the iterator of a pass."""
         own.wait.close()
-        self._pending = None
-        if own.wraps:
+        if self._end_request(own):
             return
         self._passes[iterator] = own
         if own.told and self._main is None:
@@ -207,8 +206,7 @@ class LoopTracker:
 
     def take(self, own: _Pass, iterator: Any, batch: Any) -> None:
         """Records the requested batch."""
-        self._pending = None
-        if own.wraps:
+        if self._end_request(own):
             return
         clock = self.clock
         loader = own.loader
@@ -239,8 +237,7 @@ class LoopTracker:
 
     def lack(self, own: _Pass, *, is_end: bool) -> None:
         """Records that there is no batch: the pass has ended or failed."""
-        self._pending = None
-        if own.wraps:
+        if self._end_request(own):
             return
         own.wait.close()
         own.loader.waited_s += self._now() - own.asked_s
@@ -254,7 +251,12 @@ class LoopTracker:
             outer.wraps = True
             outer.wait.close()
             if not outer.loader.batches:
-                self.followed.remove(outer.loader)
+                self.followed = [each for each in self.followed if each is not outer.loader]
+
+    def _end_request(self, own: _Pass) -> bool:
+        """Ends a request; returns whether a loader inside counts its batch."""
+        self._pending = None
+        return own.wraps
 
     def _left(self, *, graded: bool) -> None:
         """Ends evaluations that were abandoned or continued without updates.

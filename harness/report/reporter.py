@@ -122,9 +122,6 @@ class Reporter:
         loader = engine.config.loader
         cache = self.splits.cache
         own = accelerator.get(world.device)
-        run: dict[str, Any] = {"name": engine.folder.name, "overrides": list(self.overridden)}
-        if engine.config.data.fold is not None:
-            run["folds"] = engine.config.data.folds
         by_size = [
             Evidence(
                 **part,
@@ -173,9 +170,14 @@ class Reporter:
             copy_of=copied and asdict(copied),
             decoded_without_pillow=libraries.in_use(),
             store=self.splits.fetched,
-            run=run,
+            run=self._run(engine),
             **evaluated,
         )
+
+    def _run(self, engine: Engine) -> dict[str, Any]:
+        data = engine.config.data
+        folds = {} if data.fold is None else {"folds": data.folds}
+        return {"name": engine.folder.name, "overrides": list(self.overridden), **folds}
 
     def _close(self, engine: Engine, found: Mapping[str, Any]) -> None:
         """Prints the results of a completed run."""

@@ -460,7 +460,7 @@ class Engine:
     def _close_window(self, epoch: int) -> None:
         """Logs the window.
 
-        Of a training step, only this and checkpoints make the host wait for the device.
+        Within training, the host waits for the device only here and for checkpoints.
 
         Raises:
             NonFiniteError: too many updates in a row were skipped.

@@ -284,7 +284,7 @@ class Schedule:
         return self.factor(update) * self.gamma**self.drops
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the values that change."""
+        """Returns the values that checkpoints store."""
         return {"last_epoch": self.last_epoch, "base_lrs": self.base_lrs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -299,8 +299,8 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
     Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR`` and
     ``MultiStepLR`` stepped once per epoch, ``exponential`` at every update as ``ExponentialLR``;
     ``cosine`` falls from the end of the warm-up to ``final_fraction`` after the last update (SGDR,
-    arXiv 1608.03983), ``linear`` at it; ``onecycle`` is ``OneCycleLR`` with
-    constant momentum.
+    arXiv 1608.03983), ``linear`` at it; ``onecycle`` is ``OneCycleLR`` with constant momentum,
+    whose warm-up is a cosine.
     """
     epoch = step // steps_per_epoch
     total = epochs * steps_per_epoch
