@@ -101,6 +101,7 @@ def test_a_resumed_run_replaces_alike(
     assert listed(tmp_path / "parts") == sorted(BAD)
 
 
+@pytest.mark.slow
 def test_ranks_write_one_list(tree: Path, tmp_path: Path) -> None:
     """Two ranks, of which each meets other samples in each epoch, name each file once."""
     more = ("dist=spawn", "dist.nprocs=2", "loader.num_workers=1", "loader.batch_size=4")

@@ -96,7 +96,13 @@ def run(
     assert samples.comes_true(lambda: {*threading.enumerate(), *samples.left_behind()} <= before)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "threads",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form != "threads"),
+    ],
+)
 def test_a_run_with_a_fast_loader_is_the_devices(run: Run, tmp_path: Path, form: str) -> None:
     """By the device's clock, with its memory; steps are as long as the device's."""
     report = run(*FORMS[form])
@@ -112,7 +118,7 @@ def test_a_run_with_a_fast_loader_is_the_devices(run: Run, tmp_path: Path, form:
     assert (tmp_path / "run/checkpoints/last.pt").exists()
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_copies_that_take_longer_than_steps_are_a_stall(run: Run, ahead: bool) -> None:
     """Beside the step, or before it without ``loader.device_prefetch``."""
     slow = BATCH * 3 * SIDE**2 / (1.5 * STEP_S)

@@ -84,6 +84,7 @@ def test_fine_tuning_is_above_training_from_nothing(
         assert found["top1"] > best + 0.1, f"seed {seed}"
 
 
+@pytest.mark.slow
 def test_a_resume_of_fine_tuning_is_exact(
     composed: Composed, tmp_path: Path, stop_at: Callable[[int | None], None]
 ) -> None:

@@ -817,6 +817,7 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_saved(tmp_path: Path) -> None:
     """The run says what died, saves its last step, tells how to go on, and exits with 6."""
     process = started(tmp_path, *LONG, "loader.backend=processes", "loader.num_workers=1")

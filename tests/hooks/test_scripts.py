@@ -93,7 +93,14 @@ def test_evaluation_alone_is_no_training(run: Start, tree: Path) -> None:
     assert "no torch optimizer stepped" in found.watched.stderr
 
 
-@pytest.mark.parametrize(("rest", "batches"), [((), 20), (("--dry-run",), 2)], ids=["all", "left"])
+@pytest.mark.parametrize(
+    ("rest", "batches"),
+    [
+        pytest.param((), 20, marks=pytest.mark.slow),
+        (("--dry-run",), 2),
+    ],
+    ids=["all", "left"],
+)
 def test_mnist(run: Start, rest: tuple[str, ...], batches: int) -> None:
     """A loop that is left by break has made a pass too."""
     report = run("mnist.py", *rest).equal()

@@ -23,6 +23,7 @@ FASTEST = 200e9  # bytes a second that no host stages
 # The queue.
 
 
+@pytest.mark.slow
 def test_launching_does_not_wait_for_the_device(own: Accelerator) -> None:
     """The host comes back while the work is under
     way (CUDA semantics, "Asynchronous execution").

@@ -31,6 +31,7 @@ def page_locked(own: Accelerator) -> int:
 # The device's memory.
 
 
+@pytest.mark.slow
 def test_freed_memory_is_used_again_at_once_on_its_own_stream(own: Accelerator) -> None:
     """Although the stream is busy: its order keeps both apart (c10/cuda/CUDACachingAllocator.cpp,
     get_free_block).

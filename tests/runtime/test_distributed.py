@@ -337,11 +337,12 @@ with distributed.joined(0, Config(device={device!r}, dist=dist)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "named"),
     [
-        pytest.param({0: "cpu"}, "rank 1$", marks=pytest.mark.slow),
-        pytest.param({1: "cpu"}, r"rank 0, .*127\.0\.0\.1:\d+$", marks=pytest.mark.slow),
+        ({0: "cpu"}, "rank 1$"),
+        ({1: "cpu"}, r"rank 0, .*127\.0\.0\.1:\d+$"),
         # which has no such device
         ({0: "cpu", 1: "cuda:7"}, f"rank 1 on {re.escape(socket.gethostname())}$"),
     ],

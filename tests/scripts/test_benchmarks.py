@@ -56,6 +56,7 @@ def test_a_benchmark_gives_its_table(
     assert found and all(map(any, found))
 
 
+@pytest.mark.slow
 def test_a_loop_is_compared_with_the_same_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """Both sides of the loop's benchmark train to bitwise the same weights."""
     importlib.import_module("scripts.bench.loop").main(SMALLEST["loop"].split())

@@ -313,6 +313,7 @@ def test_synchronized_norms_need_a_gpu() -> None:
         with_synced_norms(nn.BatchNorm2d(2), torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own", "kept_globals")
 @pytest.mark.parametrize(
     "parts",
@@ -321,12 +322,9 @@ def test_synchronized_norms_need_a_gpu() -> None:
             "optim.name=own_parts:Lion", "optim.args={beta:0.9}", "optim.lr=1e-3",
             "optim.loss=own_parts:focal",
         ),
-        pytest.param(
-            (
-                "optim.name=NAdam", "optim.lr=2e-3", "optim.loss=bce", "data.repeats=3",
-                "augment.auto=three",
-            ),
-            marks=pytest.mark.slow,
+        (
+            "optim.name=NAdam", "optim.lr=2e-3", "optim.loss=bce", "data.repeats=3",
+            "augment.auto=three",
         ),
     ],
     ids=["own", "torch"],

@@ -96,6 +96,7 @@ def test_files_that_a_kill_left_go(tmp_path: Path) -> None:
     assert names(tmp_path) == ["last.pt", "step-1.json", "step-1.pt", "step-3.json", "step-3.pt"]
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path) -> None:
     """SIGKILL around each call to the disk leaves a whole newest checkpoint, and both pointers."""
     path = os.pathsep.join(sys.path)

@@ -525,6 +525,7 @@ LATE_ANSWER = """
 """
 
 
+@pytest.mark.slow
 def test_a_late_answer_replaces_no_later_run(browser: webdriver.Chrome, address: str) -> None:
     """The run that was clicked last stays, although the one before it arrives after it."""
     browser.get("about:blank")
