@@ -176,18 +176,18 @@ def _refused(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help")
 
 
-_HELP = """train.py: train an image classifier without starving the GPU.
+_HELP = """wellfed: train an image classifier without starving the GPU.
 
-  python train.py loader.autotune=true                  the generated dataset, tuned.
-  python train.py data=imagefolder data.root=FOLDER     your own images.
-  python train.py mode=predict resume=RUN data.root=DIR the classes of other images.
-  python train.py mode=export resume=RUN                the network as one file.
-  python train.py -m loader.num_workers=0,1,2           one run per value.
-  python train.py page multirun/DATE/TIME               one page for all runs of a sweep.
-  python train.py compare outputs/first outputs/second  runs side by side, as a table.
-  python train.py --version                             the versions of wellfed, torch and Python.
+  wellfed loader.autotune=true                          the generated dataset, tuned.
+  wellfed data=imagefolder data.root=FOLDER             your own images.
+  wellfed mode=predict model.weights=RUN data.root=DIR  the classes of other images.
+  wellfed mode=export model.weights=RUN                 the network as one file.
+  wellfed -m loader.num_workers=0,1,2                   one run per value.
+  wellfed page multirun/DATE/TIME                       one page for all runs of a sweep.
+  wellfed compare outputs/first outputs/second          runs side by side, as a table.
+  wellfed --version                                     the versions of wellfed, torch and Python.
 
-If the project is installed, the command wellfed accepts the same arguments, in any folder.
+In a checkout, python train.py accepts the same arguments.
 
 A run writes its files to outputs/ in the current folder.
 
