@@ -31,6 +31,8 @@ network | model.name=module:function | training.models:build
 data set or source | data.name=module:function | data.own:open_own
 augmentation of an image | augment.own=module:function | data.own:OwnAugment
 augmentation of a batch | augment.own_batch=module:function | data.augment:BatchAugment
+optimizer | optim.name=module:function | training.optimizer:make_optimizer
+loss | optim.loss=module:function | training.losses:make_loss
 callbacks | callbacks=[module:Class] | training.callbacks:made
 reference/cli.md
 settings folder | --config-dir=FOLDER | cli.compose:prepared
