@@ -67,6 +67,10 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f".{_ROOMS[name]}", __name__), name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS})
+
+
 class _HarnessAlias(MetaPathFinder, Loader):
     """Imports ``harness.x`` as ``wellfed.x``, unless another package has the name ``harness``."""
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import wellfed
 from commands import ran
 from hydra import compose
 
@@ -78,6 +79,11 @@ def test_nothing_is_installed_by_our_name() -> None:
     files = [*PAGES, *(ROOT / "harness").rglob("*.py")]
     found = re.compile(r"pip install \S*wellfed")
     assert [file for file in files if found.search(file.read_text(encoding="utf-8"))] == []
+
+
+def test_public_names_are_listed() -> None:
+    """``dir(wellfed)`` has the names that are imported on demand."""
+    assert {*wellfed.__all__} <= {*dir(wellfed)}
 
 
 def max_of(images: torch.Tensor, labels: torch.Tensor) -> None:
