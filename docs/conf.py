@@ -17,6 +17,7 @@ project = "wellfed"
 version = release = __version__
 html_title = f"wellfed {version}"
 html_theme = "furo"
+html_show_copyright = False
 # a file that leads to the first page
 html_extra_path = ["site"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
