@@ -89,19 +89,17 @@ class ImageDataset:
     def stages(self) -> tuple[str, ...]:
         """The lap names of ``fill``, in order."""
         own = () if self.own is None else (self.own.setting,)
-        return ("read", "decode", *self.transform.stages, *own)
+        return ("read", "decode", "resize", *own)
 
-    @property
-    def expect(self) -> Callable[[np.ndarray], int] | None:
-        """Announces samples by their indices; None: the source reads nothing ahead."""
-        return self._expect if getattr(self.source, "expect", None) else None
-
-    def _expect(self, indices: np.ndarray) -> int:
+    def expect(self, indices: np.ndarray) -> int:
+        """Announces samples by their indices; returns the bytes that the source reads ahead."""
+        announce = getattr(self.source, "expect", None)
+        if announce is None:
+            return 0
         rows = indices % len(self)
         if self.cache is not None:
             rows = rows[[self.cache.get(row) is None for row in rows.tolist()]]
-        source: Any = self.source
-        wanted: int = source.expect(rows)
+        wanted: int = announce(rows)
         return wanted
 
     def fill(

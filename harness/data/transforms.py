@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,30 +28,6 @@ Box = tuple[int, int, int, int]
 # microseconds longer.
 _nn: Any = torch._C._nn
 _KERNELS = {"bilinear": _nn._upsample_bilinear2d_aa, "bicubic": _nn._upsample_bicubic2d_aa}
-
-
-def random_crop_box(
-    rng: SampleRng, width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]
-) -> Box:
-    """Returns left, top, width and height of a random part of an image.
-
-    The distribution of torchvision's ``RandomResizedCrop.get_params``: area uniform within
-    ``scale`` of the image's, width over height log-uniform within ``ratio``, ten tries, then the
-    largest central part whose ratio is allowed (Szegedy et al. 2014, arXiv:1409.4842, section 6).
-    """
-    low = math.log(ratio[0])
-    high = math.log(ratio[1])
-    for _ in range(10):
-        area = width * height * rng.uniform(*scale)
-        aspect = math.exp(rng.uniform(low, high))
-        w = round(math.sqrt(area * aspect))
-        h = round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            top = rng.randrange(height - h + 1)
-            return rng.randrange(width - w + 1), top, w, h
-    w = min(width, max(1, round(height * ratio[1])))
-    h = min(height, max(1, round(width / ratio[0])))
-    return (width - w) // 2, (height - h) // 2, w, h
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +49,6 @@ class CropTransform:
     squash: bool = False
     # bilinear or bicubic
     interpolation: str = "bilinear"
-    stages: ClassVar[tuple[str, ...]] = ("resize",)
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, data: DataConfig) -> CropTransform:
@@ -83,8 +58,27 @@ class CropTransform:
         return cls(data.image_size, augment.crop.name, *drawn, *how)
 
     def part(self, rng: SampleRng, width: int, height: int) -> Box:
-        """Returns the random training crop of an image, as ``__call__`` draws it."""
-        return random_crop_box(rng, width, height, self.scale, self.ratio)
+        """Returns left, top, width and height of a random crop, as ``__call__`` draws it.
+
+        The distribution of torchvision's ``RandomResizedCrop.get_params``: area uniform within
+        ``scale`` of the image's, width over height log-uniform within ``ratio``, ten tries, then
+        the largest central part whose ratio is allowed (Szegedy et al. 2014, arXiv:1409.4842,
+        section 6).
+        """
+        narrowest, widest = self.ratio
+        low = math.log(narrowest)
+        high = math.log(widest)
+        for _ in range(10):
+            area = width * height * rng.uniform(*self.scale)
+            aspect = math.exp(rng.uniform(low, high))
+            w = round(math.sqrt(area * aspect))
+            h = round(math.sqrt(area / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                top = rng.randrange(height - h + 1)
+                return rng.randrange(width - w + 1), top, w, h
+        w = min(width, max(1, round(height * widest)))
+        h = min(height, max(1, round(width / narrowest)))
+        return (width - w) // 2, (height - h) // 2, w, h
 
     def __call__(
         self,
@@ -97,8 +91,8 @@ class CropTransform:
         """Writes ``image``, uint8 ``[H, W, 3]``, into ``out``, uint8 ``[3, S, S]`` of any strides.
 
         Everything random comes from ``rng``: the crop first, then the flips. ``image`` is not
-        changed. ``lap`` is called with the stage's name at the end of each of the ``stages``. A
-        ``part`` of ``image`` was already drawn from ``rng``. Several threads may call at once.
+        changed. ``lap`` is called with "resize" at the end. A ``part`` of ``image`` was already
+        drawn from ``rng``. Several threads may call at once.
 
         Raises:
             ValueError: the image is so narrow that its resized version would not fit in memory.
@@ -170,8 +164,9 @@ def resize_into(
     part = pixels[top : top + height, left : left + width]
     # flips the smaller of the two, with the same result
     if flip and size is None and width * height < side * side:
-        part = np.empty_like(part, order="C")
-        mirror_into(pixels[top : top + height, left : left + width], part)
+        mirrored = np.empty_like(part, order="C")
+        mirror_into(part, mirrored)
+        part = mirrored
         flip = False
     # most training crops, directly into the batch
     direct = rows.flags.c_contiguous and not flip and size is None

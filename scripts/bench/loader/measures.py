@@ -26,7 +26,7 @@ from harness.config import Config
 from harness.data import datasets
 from harness.data.datasets import ImageDataset, Splits
 from harness.data.storage import Source
-from harness.data.transforms import CropTransform, random_crop_box
+from harness.data.transforms import CropTransform
 from harness.feed.base import Backend, FeedSettings
 from harness.feed.feeds import Feeds
 from harness.monitor.tree import Tree
@@ -225,9 +225,7 @@ def pixels(root: str) -> Found:
             dataset.fill(0, index, out)
             rng = SampleRng(dataset.seed, 0, index)
             picture = Image.open(dataset.source.where(index)).convert("RGB")
-            left, top, width, height = random_crop_box(
-                rng, *picture.size, transform.scale, transform.ratio
-            )
+            left, top, width, height = transform.part(rng, *picture.size)
             picture = picture.crop((left, top, left + width, top + height)).resize(
                 (224, 224), Image.Resampling.BILINEAR
             )
