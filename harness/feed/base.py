@@ -6,7 +6,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import repeat
@@ -35,6 +35,8 @@ _TRIES = 3
 # batches that are announced before they start, and their bytes
 _AHEAD = 8
 _AHEAD_BYTES = 64 << 20
+# the epoch and the sample indices of each batch
+Requests = Iterator[tuple[int, np.ndarray]]
 
 
 class Failure(NamedTuple):
@@ -162,8 +164,8 @@ class Backend(ABC):
         self._primed: int | None = None
         # a new object per pass, by which a pass detects a later one
         self._running: object | None = None
-        # epoch and indices of upcoming batches, for backends without prefetching
-        self._coming: Iterator[tuple[int, np.ndarray]] = iter(())
+        # upcoming batches, for backends without prefetching
+        self._coming: Requests = iter(())
         # another thread may add to it
         self.replaced: deque[Failure] = deque()
 
@@ -313,31 +315,24 @@ def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
     return stages if isinstance(stages, tuple) else (SAMPLE,)
 
 
-def announced(
-    coming: Iterator[tuple[int, np.ndarray]], dataset: FillableDataset
-) -> Iterator[tuple[int, np.ndarray]]:
+def announced(coming: Requests, dataset: FillableDataset) -> Requests:
     """Iterates over ``coming`` and announces some batches ahead to ``dataset``.
 
-    Its method ``expect``, if it has one, takes indices and returns the bytes of their samples.
+    Its method ``expect``, if it has one, takes indices and returns the bytes of their samples that
+    are read ahead; 0: none, and the batch need not wait.
     """
     expect = getattr(dataset, "expect", None)
-    return _looking_ahead(coming, expect) if expect else coming
-
-
-def _looking_ahead(
-    coming: Iterator[tuple[int, np.ndarray]], expect: Callable[[np.ndarray], int]
-) -> Iterator[tuple[int, np.ndarray]]:
     waiting: deque[tuple[int, tuple[int, np.ndarray]]] = deque()
     size = 0
-    for each in coming:
-        waiting.append((expect(each[1]), each))
+    for request in coming:
+        waiting.append((expect(request[1]) if expect else 0, request))
         size += waiting[-1][0]
-        while size > _AHEAD_BYTES or len(waiting) > _AHEAD:
-            part, batch = waiting.popleft()
+        while waiting and (not size or size > _AHEAD_BYTES or len(waiting) > _AHEAD):
+            part, first = waiting.popleft()
             size -= part
-            yield batch
-    for _, batch in waiting:
-        yield batch
+            yield first
+    for _, request in waiting:
+        yield request
 
 
 class BatchWorker:

@@ -6,7 +6,6 @@ import multiprocessing.util
 import resource
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from .base import (
     FeedSettings,
     FillableDataset,
     HostBatch,
+    Requests,
     stages_of,
     too_slow,
 )
@@ -310,9 +310,9 @@ class _Iterator(_MultiProcessingDataLoaderIter):
 class _Keys:
     """The batch sampler: the epoch and the indices of each batch, sent with every request."""
 
-    coming: Iterator[tuple[int, np.ndarray]]
+    coming: Requests
 
-    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
+    def __iter__(self) -> Requests:
         return self.coming
 
 
