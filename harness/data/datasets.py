@@ -189,7 +189,6 @@ class FakeDataset:
 
     length: int
     image_size: int  # side in pixels
-    num_classes: int
 
     def __len__(self) -> int:
         return self.length
@@ -424,8 +423,8 @@ def load(
     if data.name == FAKE:
         made = data.generate
         names = tuple(map(str, range(made.classes)))
-        train = FakeDataset(made.train_images, size, made.classes)
-        return Splits(train, FakeDataset(made.val_images, size, made.classes), names, FAKE, root)
+        train = FakeDataset(made.train_images, size)
+        return Splits(train, FakeDataset(made.val_images, size), names, FAKE, root)
     # two sources, or two datasets of the user, which need nothing else
     if user_code.is_own(data.name):
         first, second = open_own(data, seed, _SPLIT_SEED)

@@ -254,7 +254,7 @@ class ArrayFeed(Backend):
 
 
 class SyntheticFeed(Backend):
-    """One batch of uint8 noise ``[N, 3, S, S]`` with random labels on ``device``, repeated.
+    """One ``batch`` on ``device``, repeated.
 
     The last batch of an epoch has the length given by ``order``.
     """
@@ -267,12 +267,10 @@ class SyntheticFeed(Backend):
         self,
         order: AnyOrder,
         settings: FeedSettings,
-        image_size: int,
-        classes: int,
+        batch: HostBatch,
         device: torch.device,
     ) -> None:
         super().__init__(order, settings)
-        batch = noise(settings.batch_size, image_size, classes)
         self._images = batch.images.to(device)
         self._labels = batch.labels.to(device)
 
@@ -283,16 +281,6 @@ class SyntheticFeed(Backend):
         return HostBatch(self._images[:n], self._labels[:n], torch.from_numpy(indices), epoch=epoch)
 
 
-def noise(count: int, image_size: int, classes: int) -> HostBatch:
-    """Returns ``count`` fixed random images and labels.
-
-    The images are uint8 ``[count, 3, image_size, image_size]``.
-    """
-    generator = torch.Generator().manual_seed(0)
-    size = (count, 3, image_size, image_size)
-    images = torch.randint(256, size, dtype=torch.uint8, generator=generator)
-    labels = torch.randint(classes, size[:1], generator=generator)
-    return HostBatch(images, labels, torch.arange(count))
 
 
 # the backends by name, to choose from
@@ -504,8 +492,16 @@ class Feeds:
         return settings.batch_size * (3 * self.splits.train.image_size**2 + 8 + 8)
 
     def noise(self, count: int) -> HostBatch:
-        """Returns ``count`` random images; step time does not depend on pixel values."""
-        return noise(count, self.splits.train.image_size, len(self.splits.classes))
+        """Returns ``count`` fixed random images and labels; step time does not depend on them.
+
+        The images are uint8 ``[count, 3, S, S]``.
+        """
+        generator = torch.Generator().manual_seed(0)
+        side = self.splits.train.image_size
+        size = (count, 3, side, side)
+        images = torch.randint(256, size, dtype=torch.uint8, generator=generator)
+        labels = torch.randint(len(self.splits.classes), size[:1], generator=generator)
+        return HostBatch(images, labels, torch.arange(count))
 
     def held_bytes(self, settings: FeedSettings) -> int:
         """Returns the bytes that feeds use in addition to batches; for arrays, both sets."""
@@ -558,9 +554,8 @@ class Feeds:
         self, dataset: AnyDataset, order: AnyOrder, settings: FeedSettings, restarts: bool = False
     ) -> Backend:
         if isinstance(dataset, FakeDataset):
-            return SyntheticFeed(
-                order, settings, dataset.image_size, dataset.num_classes, self.world.device
-            )
+            batch = self.noise(settings.batch_size)
+            return SyntheticFeed(order, settings, batch, self.world.device)
         if settings.backend == ARRAYS and isinstance(dataset, ImageDataset):
             if dataset not in self._pixels:
                 readers = max(1, int(limits.measure(self.world.local_size).cores))

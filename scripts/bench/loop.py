@@ -129,7 +129,7 @@ def harness_engine(
     """Yields an engine on cached batches, built and monitored as in ``train.py``."""
     with folder.logging_to(place):
         seeding.seed_everything(config.seed)
-        splits = Splits(FakeDataset(1, 1, CLASSES), FakeDataset(1, 1, CLASSES), (), "fake", "")
+        splits = Splits(FakeDataset(1, 1), FakeDataset(1, 1), (), "fake", "")
         settings = Feeds(splits, config, world).settings(limits.measure())
         state = make_state(config, CLASSES, world, len(batches))
         with monitor.watched(config, world, place, time.perf_counter()) as watch:

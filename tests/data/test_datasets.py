@@ -143,7 +143,7 @@ def test_fake_is_numbers_alone() -> None:
     """The fake data set makes nothing: it is a length, a size and a count of classes."""
     generate = GenerateConfig(classes=4, train_images=20, val_images=8)
     splits = load(DataConfig(name="fake", image_size=40, generate=generate), AugmentConfig(), 0)
-    assert (splits.train, splits.val) == (FakeDataset(20, 40, 4), FakeDataset(8, 40, 4))
+    assert (splits.train, splits.val) == (FakeDataset(20, 40), FakeDataset(8, 40))
     assert (len(splits.train), splits.classes) == (20, ("0", "1", "2", "3"))
 
 

@@ -126,6 +126,6 @@ def test_arrays_are_told_by_shape_and_content(other: dict[str, int]) -> None:
 
 def test_a_data_set_of_numbers_alone() -> None:
     """The data set that does not exist has no content to look at."""
-    fake = FakeDataset(100, DataConfig().image_size, 10)
+    fake = FakeDataset(100, DataConfig().image_size)
     found = Splits(fake, fake, tuple(map(str, range(10))), "fake", "").fingerprint()
     assert found == {"name": "fake", "root": "", "images": 100, "image_size": 64, "classes": 10}

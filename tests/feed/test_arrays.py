@@ -15,14 +15,15 @@ import torch
 from emulator import Gpu, emulated
 from PIL import Image
 
-from harness.config import DataConfig
-from harness.data.datasets import ImageDataset
+from harness.config import Config, DataConfig
+from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import CropTransform
 from harness.feed.base import HostBatch
-from harness.feed.feeds import ArrayFeed, InMemoryImages, SyntheticFeed, pixel_bytes
+from harness.feed.feeds import ArrayFeed, Feeds, InMemoryImages, SyntheticFeed, pixel_bytes
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import ProcessFeed
+from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample
 
 LENGTH = 19
@@ -248,10 +249,12 @@ def test_images_and_labels_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def synthetic() -> SyntheticFeed:
-    order = Order(10, 4)
-    return SyntheticFeed(
-        order, samples.settings(), image_size=6, classes=3, device=torch.device("cpu")
-    )
+    fake = FakeDataset(10, 6)
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    feeds = Feeds(Splits(fake, fake, ("a", "b", "c"), "fake", ""), Config(), world)
+    feed = feeds.val(samples.settings())
+    assert isinstance(feed, SyntheticFeed)
+    return feed
 
 
 def test_batches_have_the_shapes_of_a_real_feed() -> None:

@@ -118,7 +118,7 @@ def test_the_backend_is_the_one_that_the_settings_name(
 def test_a_data_set_that_does_not_exist_is_made_on_the_device(feeds: Feeds) -> None:
     """Over a FakeDataset every feed, an endless probe too, is the synthetic one."""
     fake = Feeds(
-        Splits(FakeDataset(8, 4, 2), FakeDataset(4, 4, 2), ("a", "b"), "fake", ""),
+        Splits(FakeDataset(8, 4), FakeDataset(4, 4), ("a", "b"), "fake", ""),
         feeds.config,
         CPU,
     )

@@ -249,7 +249,7 @@ def test_data_without_blocks_are_refused() -> None:
     text = "loader.order=lanes: .* no blocks; .* wellfed pack, or set loader.order=uniform$"
     with pytest.raises(ConfigError, match=text):
         feeds_of(Stored(100, None))
-    fake = FakeDataset(100, 8, 2)
+    fake = FakeDataset(100, 8)
     config = Config(loader=LoaderConfig(order=OrderName.lanes))
     splits = Splits(fake, fake, ("a", "b"), "fake", "")
     with pytest.raises(ConfigError, match=text):

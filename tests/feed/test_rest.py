@@ -37,7 +37,9 @@ def make(named: str, order: Order) -> Backend:
     """A feed of a backend, with so many workers, or images of such a side."""
     name, number = named.split()
     if name == "synthetic":
-        return SyntheticFeed(order, samples.settings(), int(number), 10, torch.device("cpu"))
+        labels = torch.arange(4)
+        batch = HostBatch(torch.zeros(4, 3, 4, 4, dtype=torch.uint8), labels, labels)
+        return SyntheticFeed(order, samples.settings(), batch, torch.device("cpu"))
     if name == "arrays":
         return ArrayFeed(images(int(number)), order, samples.settings())
     settings = samples.settings(int(number), persistent_workers=True)

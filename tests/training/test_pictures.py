@@ -135,7 +135,7 @@ def test_many_classes_have_no_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_noise_has_no_pictures(tmp_path: Path) -> None:
     """Images that are made on the device cannot be read again."""
-    noise = FakeDataset(12, 8, 7)
+    noise = FakeDataset(12, 8)
     fake = Splits(noise, noise, HOSTILE, "fake", "")
     with RunWriter(tmp_path, tensorboard=False) as writer:
         mistakes.show(answers_of(splits_of(), GIVEN), fake, writer, read=True)

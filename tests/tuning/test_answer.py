@@ -55,7 +55,7 @@ def test_the_override_gives_the_choice(
         f"loader.batch_size={settings.batch_size}",
         f"loader.timeout_s={settings.timeout_s}",
     )
-    splits = Splits(FakeDataset(8, 4, 2), FakeDataset(4, 4, 2), ("a", "b"), "fake", "")
+    splits = Splits(FakeDataset(8, 4), FakeDataset(4, 4), ("a", "b"), "fake", "")
     feeds = Feeds(splits, config, World(0, 1, 0, 1, torch.device("cpu")))
     assert feeds.settings(LIMITS) == settings
     assert feeds.val_settings(settings) == val
