@@ -38,12 +38,13 @@ from . import cifar, shapes
 from .ahead import Ahead
 from .cache import Gathered, PixelCache, open_caches
 from .decode import DecodeError, decoded
-from .folds import Fold
+from .folds import Fold, HeldOut
 from .libraries import decode_jpeg_part, in_use
 from .own import OwnAugment, OwnDataset, open_own
 from .shard_index import open_shards
 from .shards import ShardSource
 from .storage import (
+    SPLIT_SEED,
     ArraySource,
     FileSource,
     Source,
@@ -57,9 +58,6 @@ from .storage import (
 from .table import TableSource, open_evaluated_table, open_table_splits
 from .transforms import Box, CropTransform
 from .whole import Whole, checksum, open_whole
-
-# fixed: the run's seed must not move images from training to validation
-_SPLIT_SEED = 0
 
 
 @dataclass(eq=False)
@@ -326,7 +324,7 @@ def open_digits(data: DataConfig) -> tuple[Source, Source]:
     gray = np.rint(pixels * (255 / 16)).astype(np.uint8)
     images = np.repeat(gray[..., None], 3, axis=-1)
     source = ArraySource(images, labels, map(str, range(10)), "digits")
-    return split(source, 0.2, _SPLIT_SEED)
+    return split(source, 0.2, SPLIT_SEED)
 
 
 def open_folders(data: DataConfig) -> tuple[Source, Source]:
@@ -335,27 +333,22 @@ def open_folders(data: DataConfig) -> tuple[Source, Source]:
     Raises:
         ConfigError: ``data.root`` is not set.
     """
-    return open_folder_splits(_root(data), _held_out(data), _SPLIT_SEED)
+    return open_folder_splits(_root(data), _held_out(data))
 
 
-def open_tables(data: DataConfig) -> tuple[Source, Source]:
-    """Opens the images listed in a user's table.
-
-    Raises:
-        ConfigError: ``data.root`` or ``data.table`` is not set or wrong.
-        DataError: ``TableSource`` rejects the table, or a set is empty.
-    """
-    return open_table_splits(TableSource(_root(data), data), _held_out(data), _SPLIT_SEED)
+# what opens all images of a table or of shards
+_LISTINGS: dict[str, Any] = {"table": TableSource, "shards": open_shards}
 
 
-def open_shard_sets(data: DataConfig) -> tuple[Source, Source]:
-    """Opens the sets of tar shards.
+def open_listed(data: DataConfig) -> tuple[Source, Source]:
+    """Opens the images listed in a user's table, or the sets of tar shards.
 
     Raises:
-        ConfigError: ``data.root`` is not set, or a pattern names no shard.
-        DataError: ``open_shards`` refuses the shards, or a set is empty.
+        ConfigError: ``data.root`` or ``data.table`` is not set or wrong, or a pattern names no
+            shard.
+        DataError: the table or the shards are refused, or a set is empty.
     """
-    return open_table_splits(open_shards(_root(data), data), _held_out(data), _SPLIT_SEED)
+    return open_table_splits(_LISTINGS[data.name](_root(data), data), _held_out(data))
 
 
 def _held_out(data: DataConfig) -> float | Fold | None:
@@ -381,8 +374,8 @@ DATASETS: dict[str, Callable[[DataConfig], tuple[Source, Source]]] = {
     "cifar100": cifar.open_cifar,
     "imagefolder": open_folders,
     "imagenet": open_folders,
-    "table": open_tables,
-    "shards": open_shard_sets,
+    "table": open_listed,
+    "shards": open_listed,
 }
 # no source, created by load
 FAKE = "fake"
@@ -427,7 +420,7 @@ def load(
         return Splits(train, FakeDataset(made.val_images, size), names, FAKE, root)
     # two sources, or two datasets of the user, which need nothing else
     if user_code.is_own(data.name):
-        first, second = open_own(data, seed, _SPLIT_SEED)
+        first, second = open_own(data, seed)
         if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
             assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
             if data.fraction < 1:
@@ -447,7 +440,7 @@ def load(
         # from a checkpoint; the command line is already checked
         raise ConfigError(f"data.name={data.name}: no such dataset; choose from {_NAMES}")
     if data.fraction < 1:
-        first = Subset(first, part(first.labels, data.fraction, _SPLIT_SEED))
+        first = Subset(first, part(first.labels, data.fraction, SPLIT_SEED))
     kept = val_kept = None
     if data.cache is not DataCache.none:
         kept, val_kept = open_caches((first, second), data, gathered)
@@ -477,17 +470,16 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
         ConfigError, DataError: as ``load``.
     """
     opened = DATASETS.get(data.name)
-    if opened not in (open_folders, open_tables, open_shard_sets):
+    if opened not in (open_folders, open_listed):
         splits = load(data, AugmentConfig(), seed)
         val_name = "test images" if data.evaluate is Evaluate.test else splits.val_name
         return replace(splits, train=splits.val, val_name=val_name, trains=False)
     _check_settings(data)
-    how = data.evaluate, _held_out(data), _SPLIT_SEED, classes
+    how = data.evaluate, _held_out(data), classes
     if opened is open_folders:
         source, name = open_evaluated(_root(data), *how)
     else:
-        listing = open_shards if opened is open_shard_sets else TableSource
-        source, name = open_evaluated_table(listing(_root(data), data), *how)
+        source, name = open_evaluated_table(_LISTINGS[data.name](_root(data), data), *how)
     skips = data.on_error is OnError.skip
     images = ImageDataset(source, as_evaluated(data), data, data.image_size, seed, skips=skips)
     return Splits(images, images, source.classes, data.name, str(data.root), name, False)

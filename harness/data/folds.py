@@ -16,6 +16,10 @@ class Fold(NamedTuple):
     folds: int
 
 
+# a fraction (0..1) or a fold to hold out for validation; None: nothing
+HeldOut = float | Fold | None
+
+
 def dealt(labels: np.ndarray, groups: np.ndarray, shares: np.ndarray, seed: int) -> np.ndarray:
     """Returns the part of each image, int64 ``[N]``, drawn by ``seed``.
 

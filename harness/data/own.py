@@ -25,7 +25,7 @@ from ..runtime.folder import log
 from ..runtime.seeding import seeded
 from .decode import decode_opened
 from .shards import ShardSource
-from .storage import ArraySource, FileSource, Source, Subset
+from .storage import SPLIT_SEED, ArraySource, FileSource, Source, Subset
 
 
 class OwnSource:
@@ -207,17 +207,17 @@ def _targets(given: Any) -> np.ndarray:
 
 
 def open_own(
-    data: DataConfig, seed: int, split_seed: int
+    data: DataConfig, seed: int
 ) -> tuple[Source, Source] | tuple[OwnDataset, OwnDataset]:
     """Opens the training and the validation set by the user's function ``data.name``.
 
     With ``data.evaluate=test`` the second is the test set. The function receives ``data`` and
-    ``split_seed``; ``seed`` is the run's.
+    ``SPLIT_SEED``; ``seed`` is the run's.
 
     Raises:
         ConfigError: the function failed, or did not return two sources or two datasets.
     """
-    splits = user_code.call("data.name", data.name, data, split_seed)
+    splits = user_code.call("data.name", data.name, data, SPLIT_SEED)
     begin = f"data.name={data.name}"
     tests = data.evaluate is Evaluate.test
     pair = _pair(splits, tests, begin)

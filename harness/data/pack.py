@@ -142,16 +142,15 @@ def _sets(source: Path, out: Path) -> dict[str, tuple[Any, Any]]:
     """
     if source.is_file():
         table = TableSource(str(source.parent), DataConfig(table=str(source)))
-        opened: dict[str, Any] = {**table.sets(None, 0)}
-        found: dict[str, Any] = {name: (own, table.root) for name, own in opened.items()}
+        found: dict[str, Any] = {name: (own, table.root) for name, own in table.sets().items()}
     elif files := sorted(source.rglob("*.parquet")):
         by_split: dict[str, list[Path]] = {}
         for path in files:
             words = re.findall("[a-z]+", str(path.relative_to(source)).lower())
             split = next((SPELLINGS[word] for word in words if word in SPELLINGS), 0)
             by_split.setdefault(SPLITS[split], []).append(path)
-        opened = {name: _Rows(own, out) for name, own in by_split.items()}
-        found = {name: (own, "/") for name, own in opened.items() if len(own)}
+        rows = {name: _Rows(own, out) for name, own in by_split.items()}
+        found = {name: (own, "/") for name, own in rows.items() if len(own)}
     else:
         base, sets = find_sets(source, None)
         if "train" not in sets:

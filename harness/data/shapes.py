@@ -93,7 +93,7 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
             raise DataError(
                 f"{tree}: an image-generation process was killed, possibly out of memory; run again"
             ) from error
-    sources = open_folder_splits(tree, None, 0)
+    sources = open_folder_splits(tree, None)
     for (split, count), source in zip(counts.items(), sources, strict=True):
         if len(source) != count:
             raise DataError(

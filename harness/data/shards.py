@@ -14,9 +14,8 @@ import numpy as np
 
 from ..runtime.errors import BadSample, is_out_of_memory
 from .ahead import Ahead
-from .folds import Fold
 from .mapped import MappedFile
-from .storage import Source, check_unsplit, split
+from .storage import Source
 from .stores import Store
 from .table import SPLITS
 from .tar import TarError, members, padded
@@ -46,6 +45,8 @@ class ShardSource:
     # column of the image names in predictions
     key = "member"
     advice = f"{_SETS}, or data.split_fraction=0.1"
+    # as of a table
+    groups: np.ndarray | None = None
 
     def __init__(self, store: Store | Ahead, file: MappedFile, part: int | None = None) -> None:
         self.store = store
@@ -127,22 +128,10 @@ class ShardSource:
             found.update(column.data)
         return found.digest()
 
-    def sets(self, held_out: float | Fold | None, seed: int) -> dict[str, Source]:
-        """Returns the sets of the shards, by name, with ``held_out`` of ``train`` as ``val``.
-
-        Raises:
-            ConfigError: there is a validation set already.
-            DataError: a class cannot be in both.
-        """
-        parts = [ShardSource(self.store, self._file, part) for part in range(len(SPLITS))]
-        found: dict[str, Source] = {
-            name: part for name, part in zip(SPLITS, parts, strict=True) if len(part)
-        }
-        if held_out is not None and "train" in found:
-            if "val" in found:
-                check_unsplit(held_out, found, self.root)
-            found["train"], found["val"] = split(found["train"], held_out, seed)
-        return found
+    def sets(self) -> dict[str, Source]:
+        """Returns the sets of the shards, by name."""
+        parts = (ShardSource(self.store, self._file, part) for part in range(len(SPLITS)))
+        return {name: part for name, part in zip(SPLITS, parts, strict=True) if len(part)}
 
     @cached_property
     def _lie(self) -> np.ndarray:

@@ -22,10 +22,12 @@ from ..runtime.seeding import order_rng
 from ..suggestions import shell_word, typed
 from .decode import way_to_read
 from .folder_index import Index, listing, open_index
-from .folds import Fold, dealt
+from .folds import Fold, HeldOut, dealt
 
 # of one file; larger files are not images and could exhaust memory
 _MOST_BYTES = 1 << 30
+# fixed: the run's seed must not move images from training to validation
+SPLIT_SEED = 0
 TEST_KEPT = "the test set is not used. To evaluate it: mode=evaluate resume=RUN data.evaluate=test"
 
 
@@ -297,14 +299,12 @@ def evenly_spaced(length: int, most: int) -> list[int]:
     return [int(place) for place in np.linspace(0, length - 1, min(length, most))]
 
 
-def open_folder_splits(
-    root: str | os.PathLike[str], held_out: float | Fold | None, seed: int
-) -> tuple[Source, Source]:
+def open_folder_splits(root: str | os.PathLike[str], held_out: HeldOut) -> tuple[Source, Source]:
     """Returns the training and the validation set below ``root``.
 
     Either ``root/train`` or ``training`` with one of ``val``, ``valid`` or ``validation`` (without
     any of them ``test`` or ``testing``), in capitals too, or one tree of class folders, of which
-    ``held_out``, a fraction (0..1) or a fold, is drawn by ``seed`` for validation.
+    ``held_out`` is drawn for validation.
 
     Raises:
         DataError: a folder is missing, ambiguous or refused by ``FolderSource``, or the classes
@@ -326,7 +326,7 @@ def open_folder_splits(
                 "if these are classes, set data.split_fraction=0.1"
             )
         _look_at_classes(whole)
-        return split(whole, held_out, seed)
+        return split(whole, held_out, SPLIT_SEED)
     instead = f"hold out a part of {kept.name}: {typed('data.root', kept)} data.split_fraction=0.1"
     if not validates:
         raise DataError(f"{base}: no val folder next to {kept.name}; add one, or {instead}")
@@ -352,7 +352,7 @@ def open_folder_splits(
     return train, val
 
 
-def _refuse_level(base: Path, folders: list[Path], held_out: float | Fold | None) -> None:
+def _refuse_level(base: Path, folders: list[Path], held_out: HeldOut) -> None:
     """Rejects a folder whose sets are in one of its ``folders`` or next to it or its class folder.
 
     Raises:
@@ -419,7 +419,7 @@ def _setting(held_out: float | Fold) -> str:
     return f"data.fold={held_out.fold}"
 
 
-def check_unsplit(held_out: float | Fold | None, sets: Iterable[str], where: object) -> None:
+def check_unsplit(held_out: HeldOut, sets: Iterable[str], where: object) -> None:
     """Raises ConfigError if ``held_out`` has no effect because ``where`` has its own ``sets``."""
     if held_out is not None:
         raise ConfigError(
@@ -428,7 +428,7 @@ def check_unsplit(held_out: float | Fold | None, sets: Iterable[str], where: obj
 
 
 def find_sets(
-    root: str | os.PathLike[str], held_out: float | Fold | None
+    root: str | os.PathLike[str], held_out: HeldOut
 ) -> tuple[Path, dict[str, Path]]:
     """Returns ``root`` as a path, and its folders by set.
 
@@ -455,15 +455,14 @@ def find_sets(
 def open_evaluated(
     root: str | os.PathLike[str],
     evaluate: Evaluate,
-    held_out: float | Fold | None,
-    seed: int,
+    held_out: HeldOut,
     classes: tuple[str, ...],
 ) -> tuple[Source, str]:
     """Returns the images below ``root`` that ``mode=evaluate`` uses, and a name for them.
 
     These are the ``test`` or ``validation`` set or, if ``root`` holds class folders, all images, or
-    those that ``held_out`` and ``seed`` drew for validation. Labels are indices into ``classes``,
-    the network's class names; an empty tuple selects the folder names.
+    those that ``held_out`` drew for validation. Labels are indices into ``classes``, the network's
+    class names; an empty tuple selects the folder names.
 
     Raises:
         DataError: a folder is missing, ambiguous, rejected by ``FolderSource`` or not a class.
@@ -483,7 +482,7 @@ def open_evaluated(
             "with data.root=FOLDER"
         )
     elif held_out is not None:
-        source = split(FolderSource(base), held_out, seed)[1]
+        source = split(FolderSource(base), held_out, SPLIT_SEED)[1]
     else:
         source = FolderSource(base)
         name = "images"

@@ -30,9 +30,10 @@ from ..runtime.errors import DataError, listed, printable, tell
 from ..runtime.folder import check_folder, log
 from ..suggestions import shell_word, typed
 from .folder_index import Index, listing, pack, path_state, remembered
-from .folds import Fold
+from .folds import HeldOut
 from .records import records, text
 from .storage import (
+    SPLIT_SEED,
     TEST_KEPT,
     FileSource,
     FolderSource,
@@ -113,28 +114,40 @@ class TableSource(FileSource):
         """Returns the image's name in the table."""
         return self.index.name(i).partition("\0")[0]
 
-    def sets(self, held_out: float | Fold | None, seed: int) -> dict[str, Subset]:
-        """Returns the table's sets by name, with ``held_out`` of ``train`` as ``val``.
-
-        Raises:
-            ConfigError: the table already has a validation set.
-            DataError: a class cannot be in both.
-        """
+    @property
+    def groups(self) -> np.ndarray | None:
+        """The group of each training image, int64 ``[N]``; None: the table has no groups."""
         splits, *groups = self.index.more
-        places = [np.flatnonzero(splits == split) for split in range(len(SPLITS))]
-        found = {
-            name: Subset(self, own) for name, own in zip(SPLITS, places, strict=True) if len(own)
+        return groups[0][splits == 0] if groups else None
+
+    def sets(self) -> dict[str, Source]:
+        """Returns the table's sets by name."""
+        splits = self.index.more[0]
+        return {
+            name: Subset(self, np.flatnonzero(splits == place))
+            for place, name in enumerate(SPLITS)
+            if place in splits
         }
-        if held_out is not None and "train" in found:
-            if "val" in found:
-                check_unsplit(held_out, found, self.origin)
-            of_train = groups[0][places[0]] if groups else None
-            found["train"], found["val"] = split(found["train"], held_out, seed, of_train)
-        return found
+
+
+def _sets(source: TableSource | ShardSource, held_out: HeldOut) -> dict[str, Source]:
+    """Returns the sets of ``source`` by name, with ``held_out`` of ``train`` as ``val``.
+
+    Raises:
+        ConfigError: there is a validation set already.
+        DataError: a class cannot be in both.
+    """
+    found = source.sets()
+    if held_out is not None and "train" in found:
+        if "val" in found:
+            check_unsplit(held_out, found, source.origin)
+        parts = split(found["train"], held_out, SPLIT_SEED, source.groups)
+        found["train"], found["val"] = parts
+    return found
 
 
 def open_table_splits(
-    source: TableSource | ShardSource, held_out: float | Fold | None, seed: int
+    source: TableSource | ShardSource, held_out: HeldOut
 ) -> tuple[Source, Source]:
     """Returns the training and the validation set; the test set if there is no validation set.
 
@@ -142,7 +155,7 @@ def open_table_splits(
         ConfigError: ``held_out`` has no effect.
         DataError: a set or the training images of a class are missing.
     """
-    sets = source.sets(held_out, seed)
+    sets = _sets(source, held_out)
     train = sets.get("train")
     val = sets.get("val", sets.get("test"))
     if train is None or val is None:
@@ -163,8 +176,7 @@ def open_table_splits(
 def open_evaluated_table(
     source: TableSource | ShardSource,
     evaluate: Evaluate,
-    held_out: float | Fold | None,
-    seed: int,
+    held_out: HeldOut,
     classes: tuple[str, ...],
 ) -> tuple[Source, str]:
     """Returns the images that ``mode=evaluate`` uses, and a name for them, as for folders.
@@ -172,7 +184,7 @@ def open_evaluated_table(
     Raises:
         DataError: there is no such set, or a class that the network lacks.
     """
-    sets = source.sets(held_out, seed)
+    sets = _sets(source, held_out)
     name = evaluate.name if evaluate.name in sets else "test"
     if evaluate is Evaluate.test and name not in sets:
         raise DataError(

@@ -250,7 +250,7 @@ def two(folder, info=None):
 
 
 def pair(folder, **how):
-    train, val = datasets.open_shard_sets(DataConfig(name="shards", root=str(folder), **how))
+    train, val = datasets.open_listed(DataConfig(name="shards", root=str(folder), **how))
     return [[s.read(i)[0].decode() for i in range(len(s))] for s in (train, val)]
 
 

@@ -269,13 +269,13 @@ def test_a_pipe_in_a_files_place_does_not_block(tree: Path) -> None:
 def test_splits_are_found_by_name(tmp_path: Path, train: str, val: str) -> None:
     """The folders of the two sets may have any of their usual names, in capitals or not."""
     plant(tmp_path, f"{train}/a/1.jpg", f"{train}/a/2.jpg", f"{val}/a/1.jpg")
-    assert [len(part) for part in open_folder_splits(tmp_path, None, 0)] == [2, 1]
+    assert [len(part) for part in open_folder_splits(tmp_path, None)] == [2, 1]
 
 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     """Without a set to validate, Train is a class of one tree."""
     plant(tmp_path, *(f"{name}/{i}.jpg" for name in ("Bus", "Train") for i in range(2)))
-    assert open_folder_splits(tmp_path, 0.5, 0)[0].classes == ("Bus", "Train")
+    assert open_folder_splits(tmp_path, 0.5)[0].classes == ("Bus", "Train")
 
 
 def way_out(error: pytest.ExceptionInfo[Exception]) -> tuple[Source, Source]:
@@ -283,7 +283,7 @@ def way_out(error: pytest.ExceptionInfo[Exception]) -> tuple[Source, Source]:
     words = shlex.split(re.search(r"\S*data\.root=.*$", str(error.value))[0])  # type: ignore[index]
     parsed = OverridesParser.create().parse_overrides(words)
     typed = {each.key_or_group: each.value() for each in parsed}
-    return open_folder_splits(typed["data.root"], typed.get("data.split_fraction"), 0)
+    return open_folder_splits(typed["data.root"], typed.get("data.split_fraction"))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_folders_that_hold_the_classes_are_no_classes(tmp_path: Path, splits: li
     for each in splits:
         plant(tmp_path, *(f"{each}/{name}/{i}.jpg" for name in "ab" for i in range(4)))
     with pytest.raises(DataError) as error:
-        open_folder_splits(tmp_path, 0.5, 0)
+        open_folder_splits(tmp_path, 0.5)
     train, val = way_out(error)
     assert train.classes == ("a", "b") and (len(train), len(val)) == (6, 2)
 
@@ -323,7 +323,7 @@ def test_class_folders_may_have_sub_folders(tmp_path: Path, inner: dict[str, lis
     """Images anywhere below a class folder are the class's."""
     for name, folders in inner.items():
         plant(tmp_path, *(f"{name}/{each}/{i}.jpg" for each in folders for i in range(2)))
-    assert open_folder_splits(tmp_path, 0.5, 0)[0].classes == ("cat", "dog")
+    assert open_folder_splits(tmp_path, 0.5)[0].classes == ("cat", "dog")
 
 
 @pytest.mark.parametrize("test", ["test/1.jpg", "val/images.txt"], ids=["flat", "no image"])
@@ -333,14 +333,14 @@ def test_a_set_without_classes_has_a_way_out(tmp_path: Path, test: str) -> None:
     """
     plant(tmp_path, *(f"train/a/{i}.jpg" for i in range(4)), test)
     with pytest.raises(DataError) as error:
-        open_folder_splits(tmp_path, None, 0)
+        open_folder_splits(tmp_path, None)
     assert [len(part) for part in way_out(error)] == [3, 1]
 
 
 def test_a_test_folder_beside_val_is_left_alone(tmp_path: Path) -> None:
     """train, val and test: val validates."""
     plant(tmp_path, "train/a/1.jpg", "val/a/1.jpg", "test/a/1.jpg")
-    assert "/val/" in open_folder_splits(tmp_path, None, 0)[1].where(0)
+    assert "/val/" in open_folder_splits(tmp_path, None)[1].where(0)
 
 
 def test_splits_may_be_links_and_share_files(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_splits_may_be_links_and_share_files(tmp_path: Path) -> None:
     plant(tmp_path / "set", "store/1.jpg", "val/a/2.jpg")
     (tmp_path / "set" / "train").symlink_to(tmp_path / "far")
     (tmp_path / "set" / "val" / "a" / "1.jpg").symlink_to(tmp_path / "set" / "store" / "1.jpg")
-    assert [len(part) for part in open_folder_splits(tmp_path / "set", None, 0)] == [1, 2]
+    assert [len(part) for part in open_folder_splits(tmp_path / "set", None)] == [1, 2]
 
 
 UNCLEAR: dict[str, Any] = {
@@ -398,7 +398,7 @@ def test_unclear_splits_are_refused(
     """
     plant(tmp_path, *planted)
     with pytest.raises(error, match=text):
-        open_folder_splits(tmp_path, fraction, 0)
+        open_folder_splits(tmp_path, fraction)
 
 
 def test_one_tree_is_split_by_class(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_one_tree_is_split_by_class(tmp_path: Path) -> None:
     plant(tmp_path, *(f"a/{i}.jpg" for i in range(30)), *(f"b/{i}.jpg" for i in range(10)))
 
     def files(seed: int) -> tuple[set[str], set[str]]:
-        train, val = open_folder_splits(tmp_path, 0.2, seed)
+        train, val = split(FolderSource(tmp_path), 0.2, seed)
         assert np.bincount(val.labels).tolist() == [6, 2]
         train_files, val_files = (
             {part.where(i) for i in range(len(part))} for part in (train, val)
@@ -544,7 +544,7 @@ def test_a_root_of_another_level_has_a_way_out(
     place = tmp_path / "mine, 'a=b'"
     plant(place, *(f"set/{part}/{name}/1.jpg" for part in ("train", "valid") for name in "ab"))
     with pytest.raises(DataError) as error:
-        open_folder_splits(place / named, fraction, 0)
+        open_folder_splits(place / named, fraction)
     assert [len(part) for part in way_out(error)] == [2, 2]
 
 
@@ -560,7 +560,7 @@ def test_the_only_folder_of_each_set_is_no_class(tmp_path: Path) -> None:
         ),
     )
     with pytest.raises(DataError) as error:
-        open_folder_splits(tmp_path, None, 0)
+        open_folder_splits(tmp_path, None)
     assert way_out(error)[0].classes == ("a", "b")
 
 
@@ -573,7 +573,7 @@ def test_names_that_look_alike_are_shown_apart(tmp_path: Path, train: str, val: 
     """The line has both names in ASCII, and names of other scripts as they are."""
     plant(tmp_path, f"train/{train}/1.jpg", f"val/{val}/1.jpg", "val/\u732b/1.jpg")
     with pytest.raises(DataError) as error:
-        open_folder_splits(tmp_path, None, 0)
+        open_folder_splits(tmp_path, None)
     text = str(error.value)
     assert ascii(train) in text and ascii(val) in text and "\u732b" in text
 
@@ -584,7 +584,7 @@ def test_numbers_as_names_and_a_class_in_a_class_are_told(
     """Classes stay in the order of text; the command of the warning moves the images."""
     names = "0", "1", "2", "10"
     plant(tmp_path, *(f"{name}/{i}.jpg" for name in names for i in range(2)), "1/x/2/9.jpg")
-    assert open_folder_splits(tmp_path, 0.5, 0)[0].classes == ("0", "1", "10", "2")
+    assert open_folder_splits(tmp_path, 0.5)[0].classes == ("0", "1", "10", "2")
     assert "0, 1, 10, 2" in capsys.readouterr().out
     command = re.search("mv .*", caplog.text)
     assert command

@@ -134,7 +134,7 @@ def test_splits_may_be_numbered(root: Path) -> None:
     """0, 1 and 2 are train, val and test, as CelebA has them."""
     rows = "".join(f"{a},{b},{i % 3}\n" for i, (a, b) in enumerate(ROWS))
     (root / "labels.csv").write_text(f"image_id,label,partition\n{rows}")
-    found = opened(root).sets(None, 0)
+    found = opened(root).sets()
     assert {name: len(own) for name, own in found.items()} == {"train": 4, "val": 4, "test": 4}
 
 
