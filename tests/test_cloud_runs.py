@@ -25,7 +25,7 @@ from run_state import digest
 from harness.config import Config, ConfigError, DataConfig
 from harness.data import ahead, remote
 from harness.data.ahead import Ahead
-from harness.data.remote import open_remote
+from harness.data.remote import RemoteStore
 from harness.runtime.errors import DataError
 
 pytest.importorskip("obstore")
@@ -111,7 +111,7 @@ def test_a_bucket_trains_the_weights_of_its_folder(
 
 
 def test_ranges_are_read(bucket: Bucket) -> None:
-    store = open_remote("s3://b/d/")
+    store = RemoteStore("s3://b/d/")
     assert store.names() == ["a.tar", "b.tar", "x"]
     size, tag = store.state("x")
     assert size == len(DATA) and tag != store.state("a.tar")[1]
@@ -125,7 +125,7 @@ def test_ranges_are_read(bucket: Bucket) -> None:
 
 @pytest.mark.parametrize("fault", [500, 503, "short"])
 def test_what_passes_is_tried_again(bucket: Bucket, fault: int | str) -> None:
-    store = open_remote("s3://b/d")
+    store = RemoteStore("s3://b/d")
     store.names()
     faults = iter([fault])
     bucket.fault = lambda method, path: next(faults, None)
@@ -134,7 +134,7 @@ def test_what_passes_is_tried_again(bucket: Bucket, fault: int | str) -> None:
 
 @pytest.mark.parametrize("fault", [401, 403, 404, 500, 503, "short"])
 def test_what_stays_is_reported_in_a_line(bucket: Bucket, fault: int | str) -> None:
-    store = open_remote("s3://b/d")
+    store = RemoteStore("s3://b/d")
     store.names()
     bucket.fault = lambda method, path: fault
     for call in (lambda: store.read("x", 0, 500), store.names):
@@ -146,7 +146,7 @@ def test_what_stays_is_reported_in_a_line(bucket: Bucket, fault: int | str) -> N
 
 
 def test_a_shard_that_is_replaced_is_refused(bucket: Bucket) -> None:
-    store = open_remote("s3://b/d")
+    store = RemoteStore("s3://b/d")
     store.names()
     bucket.tags["d/x"] = '"another"'
     for reader in (store, pickle.loads(pickle.dumps(store))):
@@ -157,25 +157,25 @@ def test_a_shard_that_is_replaced_is_refused(bucket: Bucket) -> None:
 @pytest.mark.parametrize("root", ["s3://me:hunter2@b/x", "s3://b/x?sig=hunter2", "ftp://hunter2/x"])
 def test_an_address_of_no_store_is_refused(root: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_remote(root)
+        RemoteStore(root)
     assert root.startswith("ftp") or "hunter2" not in str(caught.value)
 
 
 def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(DataError, match="pip install obstore"):
-        open_remote("s3://b/d")
+        RemoteStore("s3://b/d")
 
 
 def test_a_fork_is_refused(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_remote("s3://b/d")
+    store = RemoteStore("s3://b/d")
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with pytest.raises(ConfigError, match=r"loader\.start_method"):
         store.names()
 
 
 def opened(scratch: Path | None = None, most: float = 1.0) -> Ahead:
-    store = open_remote("s3://b/d")
+    store = RemoteStore("s3://b/d")
     store.names()
     return Ahead(
         store, DataConfig(name="shards", scratch=scratch and str(scratch), scratch_gb=most)
@@ -235,8 +235,8 @@ def test_scratch_keeps_mends_and_ends(
 def test_processes_that_read_and_end_succeed(bucket: Bucket) -> None:
     """Without waiting for their threads; asynchronous calls abort some of them."""
     script = (
-        "import threading; from harness.data.remote import open_remote; "
-        "s = open_remote('s3://b/d'); s.names(); "
+        "import threading; from harness.data.remote import RemoteStore; "
+        "s = RemoteStore('s3://b/d'); s.names(); "
         "[threading.Thread(target=s.read, args=('x', 0, 9000)).start() for _ in range(8)]; "
         "s.read('a.tar', 0, 10)"
     )

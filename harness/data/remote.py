@@ -25,11 +25,18 @@ class RemoteStore:
     Messages never include server URLs, which may be signed.
 
     Raises:
-        ConfigError: ``root`` is no such address.
+        ConfigError: ``root`` is no such address, or has a user name, a password or a query.
         DataError: obstore is not installed.
     """
 
     def __init__(self, root: str, states: dict[str, tuple[int, str]] | None = None) -> None:
+        scheme, _, rest = root.partition("://")
+        if re.search(r"[@?#]", rest):
+            # not repeated: it may hold a secret
+            raise ConfigError(
+                f"data.root={scheme}://...: a user name, password or query would be logged; set "
+                "credentials in the environment, such as AWS_ACCESS_KEY_ID"
+            )
         self.root = root.rstrip("/")
         # objects that changed since they were listed are refused
         self._states = states or {}
@@ -103,23 +110,6 @@ class RemoteStore:
             raise OSError("no such object") from None
         except self._obstore.exceptions.BaseError as error:
             raise OSError(_plain(error)) from None
-
-
-def open_remote(url: str) -> RemoteStore:
-    """Returns the store at ``url``.
-
-    Raises:
-        ConfigError: it holds a user name, a password or a query, or is of no known kind.
-        DataError: obstore is not installed.
-    """
-    scheme, _, rest = url.partition("://")
-    if re.search(r"[@?#]", rest):
-        # not repeated: it may hold a secret
-        raise ConfigError(
-            f"data.root={scheme}://...: a user name, password or query would be logged; set "
-            "credentials in the environment, such as AWS_ACCESS_KEY_ID"
-        )
-    return RemoteStore(url)
 
 
 def _state(meta: dict[str, Any]) -> tuple[int, str]:

@@ -5,36 +5,9 @@ from __future__ import annotations
 import os
 import resource
 from functools import lru_cache
-from importlib import import_module
-from typing import Protocol
 
 from ..runtime.files import open_regular
-
-
-class Store(Protocol):
-    """Files below ``root``, which names them in messages and holds no secret.
-
-    Threads may call at once. Pickled, a store opens its files again.
-    """
-
-    root: str
-
-    def names(self) -> list[str]:
-        """Returns the names of all files, with "/" between folders, sorted."""
-
-    def state(self, name: str) -> tuple[int, str]:
-        """Returns the size of a file in bytes, and a text that changes with its content.
-
-        Raises:
-            OSError: there is no such file.
-        """
-
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        """Returns exactly ``length`` bytes of a file.
-
-        Raises:
-            OSError: they cannot be read, or the file ends before them.
-        """
+from .remote import RemoteStore
 
 
 class FolderStore:
@@ -49,11 +22,8 @@ class FolderStore:
     def __reduce__(self) -> tuple[object, ...]:
         return FolderStore, (self.root,)
 
-    def _path(self, name: str) -> str:
-        return os.path.join(self.root, name)
-
     def _open(self, name: str) -> Descriptor:
-        return Descriptor(open_regular(self._path(name)))
+        return Descriptor(open_regular(os.path.join(self.root, name)))
 
     def names(self) -> list[str]:
         """Returns the names of all files, sorted."""
@@ -63,7 +33,7 @@ class FolderStore:
 
     def state(self, name: str) -> tuple[int, str]:
         """Returns the size of a file, and its number and times as text."""
-        status = os.stat(self._path(name))
+        status = os.stat(os.path.join(self.root, name))
         return status.st_size, f"{status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}"
 
     def read(self, name: str, offset: int, length: int) -> bytes:
@@ -92,9 +62,11 @@ class Descriptor:
         os.close(self.fd)
 
 
+# Files by name below ``root``, which names them in messages and holds no secret. Threads may call
+# at once. Pickled, a store opens its files again.
+Store = FolderStore | RemoteStore
+
+
 def open_store(root: str) -> Store:
     """Returns the store at ``root``, a folder or an address with "://"."""
-    if "://" in root:
-        store: Store = import_module(".remote", __package__).open_remote(root)
-        return store
-    return FolderStore(root)
+    return RemoteStore(root) if "://" in root else FolderStore(root)

@@ -50,8 +50,8 @@ SECRET = "hunter2hunter2"
 SHORT = 200
 # program of a short process
 READ = (
-    "from harness.data.remote import open_remote; from harness.data.ahead import Ahead; "
-    "from harness.config import DataConfig; s = open_remote('s3://b/d'); n = s.names(); "
+    "from harness.data.remote import RemoteStore; from harness.data.ahead import Ahead; "
+    "from harness.config import DataConfig; s = RemoteStore('s3://b/d'); n = s.names(); "
     "a = Ahead(s, DataConfig()); p = [(n[0], 512 * i, 9000) for i in range(40)]; "
     "a.expect(p); [a.read(*each) for each in p[:20]]"
 )
