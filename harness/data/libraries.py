@@ -120,10 +120,6 @@ def decode_jpeg_part(
     return pixels, (left - x, top - y, part_width, part_height)
 
 
-def decodes_parts() -> bool:
-    """Returns whether ``decode_jpeg_part`` has its library."""
-    return _turbojpeg() is not None
-
 
 def in_use() -> list[str]:
     """Returns the libraries that decode images instead of Pillow."""
@@ -151,7 +147,7 @@ def _turbojpeg() -> SimpleNamespace | None:
         # the system library, version 3
         [*_beside("turbojpeg", "turbojpeg.libs/libturbojpeg*"), "libturbojpeg.so.0"],
         "tj3",
-        {"Decompress8"},
+        "Decompress8",
         Init=(_ADDRESS, _INT),
         Destroy=(None, _ADDRESS),
         Set=(_INT, _ADDRESS, _INT, _INT),
@@ -167,7 +163,7 @@ def _spng() -> SimpleNamespace | None:
     return _library(
         _beside("pyspng", "_pyspng_c*.so"),
         "spng_",
-        {"decode_image"},
+        "decode_image",
         ctx_new=(_ADDRESS, _INT),
         ctx_free=(None, _ADDRESS),
         set_chunk_limits=(_INT, _ADDRESS, _SIZE, _SIZE),
@@ -182,27 +178,27 @@ def _webp() -> SimpleNamespace | None:
     return _library(
         [*_beside("PIL", "../pillow.libs/libwebp-*"), *_beside("PIL", ".dylibs/libwebp.*")],
         "WebP",
-        {"DecodeRGBInto"},
+        "DecodeRGBInto",
         DecodeRGBInto=(_ADDRESS, _BYTES, _SIZE, _ADDRESS, _SIZE, _INT),
     )
 
 
 def _library(
-    paths: Sequence[str], prefix: str, long: set[str], **types: tuple[Any, ...]
+    paths: Sequence[str], prefix: str, long: str, **types: tuple[Any, ...]
 ) -> SimpleNamespace | None:
     """Returns functions of the first library that has them, or None.
 
     Args:
         paths: candidate files.
         prefix: of the function names.
-        long: functions that release the GIL; the others are too short for it.
+        long: the function that releases the GIL; the others are too short for it.
         types: result and argument types of each function.
     """
     for path in paths:
         with suppress(OSError, AttributeError):
             found = SimpleNamespace()
             for name, (result, *arguments) in types.items():
-                library = ctypes.CDLL(path) if name in long else ctypes.PyDLL(path)
+                library = ctypes.CDLL(path) if name == long else ctypes.PyDLL(path)
                 call = getattr(library, prefix + name)
                 call.restype, call.argtypes = result, arguments
                 setattr(found, name, call)

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from ..config import DataConfig
-from .libraries import decodes_parts
+from .libraries import in_use
 from .mapped import MappedFile, memory, path_of, reserve
 from .shards import ShardSource
 from .storage import FileSource, Source, Subset, cache_root
@@ -25,10 +25,10 @@ _FORMAT = 1
 
 @dataclass(eq=False)
 class Whole:
-    """The checksums of images, in order; 0 if an image was not decoded yet.
+    """The checksums of images by number; 0 if an image was not decoded yet.
 
-    Eight bytes are written at once, so a killed process leaves no partial checksum. Without a file
-    all images count as decoded, to measure the cost of crops.
+    Numbers beyond the last wrap around. Eight bytes are written at once, so a killed process leaves
+    no partial checksum. Without a file all images count as decoded, to measure the cost of crops.
     """
 
     file: MappedFile | None
@@ -42,37 +42,27 @@ class Whole:
 
     def has(self, i: int, checksum: int) -> bool:
         """Returns whether image ``i`` with this checksum was decoded in full."""
-        return self.file is None or int(self._sums[i]) == checksum
+        return self.file is None or int(self._sums[i % len(self._sums)]) == checksum
 
     def add(self, i: int, checksum: int) -> None:
         """Records that image ``i`` was decoded in full."""
         if self.file is not None:
-            self._sums[i] = checksum
+            self._sums[i % len(self._sums)] = checksum
 
 
-class Seen:
-    """A lossy hash table of the checksums of images that this run decoded in full.
+class Seen(Whole):
+    """A lossy table of the images that this run decoded in full; their checksums number them.
 
     Workers share it. A colliding checksum replaces the older one.
     """
 
-    # 32 MiB of address space, allocated on write
-    _SLOTS = 1 << 22
-
     def __init__(self, file: MappedFile | None = None) -> None:
-        self.file = file or MappedFile(memory(8 * self._SLOTS), writable=True)
-        self._sums = np.frombuffer(self.file.map, np.uint64)
+        # 32 MiB of address space, allocated on write
+        super().__init__(file or MappedFile(memory(32 << 20), writable=True))
 
     def __reduce__(self) -> tuple[object, ...]:
+        assert self.file is not None
         return _seen, (path_of(self.file.fd),)
-
-    def has(self, checksum: int) -> bool:
-        """Returns whether an image with this checksum was decoded in full; may forget."""
-        return int(self._sums[checksum % self._SLOTS]) == checksum
-
-    def add(self, checksum: int) -> None:
-        """Records that an image was decoded in full."""
-        self._sums[checksum % self._SLOTS] = checksum
 
 
 def _seen(path: str) -> Seen:
@@ -93,12 +83,12 @@ def open_whole(source: Source, options: DataConfig) -> Whole | None:
     count = len(source)
     while isinstance(source, Subset):
         source = source.source
-    if not isinstance(source, FileSource | ShardSource) or not decodes_parts():
+    if not isinstance(source, FileSource | ShardSource) or "parts of JPEG" not in in_use():
         return None
     read = _FORMAT, count, options.exif_orientation, options.max_pixels
     name = hashlib.sha256(repr(read).encode() + os.fsencode(os.path.realpath(source.root)))
     path = cache_root() / "whole" / name.hexdigest()[:32]
-    size = 8 * max(1, count)
+    size = 8 * count
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -171,11 +171,11 @@ class _Jpeg(ImageFile):
         data = self._held.data
         digest = checksum(data)
         with suppress(ValueError):
-            if seen.has(digest) and (found := decode_jpeg_part(data, lambda *_: box)):
+            if seen.has(digest, digest) and (found := decode_jpeg_part(data, lambda *_: box)):
                 return found
         pixels, intact = _whole(self._held)
         if intact:
-            seen.add(digest)
+            seen.add(digest, digest)
         return pixels, box
 
 

@@ -28,7 +28,7 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample
 
 pytestmark = pytest.mark.skipif(
-    not libraries.decodes_parts(), reason="needs libjpeg-turbo 3: the package turbojpeg"
+    "parts of JPEG" not in libraries.in_use(), reason="needs libjpeg-turbo 3: the package turbojpeg"
 )
 OPTIONS = DataConfig(exif_orientation=True)
 WIDTH, HEIGHT = 333, 251
