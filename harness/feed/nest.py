@@ -38,17 +38,3 @@ def changed(part: Any, change: Callable[[Tensor], Any]) -> Any:
             object.__setattr__(made, field.name, changed(getattr(part, field.name), change))
         return made
     return part
-
-
-def find(batch: Any, name: str | int) -> Any:
-    """Returns the part ``name``: a key, an index or an attribute.
-
-    Raises:
-        LookupError: there is none.
-    """
-    if isinstance(name, str) and not isinstance(batch, Mapping):
-        try:
-            return getattr(batch, name)
-        except AttributeError as error:
-            raise LookupError from error
-    return batch[name]

@@ -12,7 +12,7 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -359,8 +359,14 @@ class _Transfer:
         nest.changed(parts, tensors.append)
         images = None
         if self.images is not None or not hasattr(parts, "keys"):
-            with suppress(LookupError, TypeError):
-                images = parts if isinstance(parts, Tensor) else nest.find(parts, self.images or 0)
+            name = self.images or 0
+            with suppress(LookupError, TypeError, AttributeError):
+                if isinstance(parts, Tensor):
+                    images = parts
+                elif isinstance(name, str) and not isinstance(parts, Mapping):
+                    images = getattr(parts, name)
+                else:
+                    images = parts[name]
         at = next((i for i, each in enumerate(tensors) if each is images), None)
         if not tensors or (at is None and self.must):
             has = ", ".join(map(repr, getattr(parts, "keys", list)())) or type(parts).__name__
