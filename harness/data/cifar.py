@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import math
 import os
@@ -21,7 +22,7 @@ import numpy as np
 from ..config import DataConfig
 from ..runtime.errors import DataError
 from ..runtime.files import open_regular, read_regular
-from .download import fetch, make_once, md5_of
+from .download import fetch, make_once
 from .mapped import memory, path_of
 from .storage import ArraySource, cache_root
 
@@ -121,7 +122,9 @@ def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
         found = part / archive.name
         _fetch(archive, found, data)
     try:
-        digest = md5_of(found)
+        with open(open_regular(found), "rb") as file:
+            md5_of = partial(hashlib.md5, usedforsecurity=False)
+            digest = hashlib.file_digest(file, md5_of).hexdigest()
     except OSError as error:
         raise DataError(
             f"{archive}: cannot be read ({error}); fix its permissions or delete it"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
 import time
@@ -102,12 +101,6 @@ def make_once(folder: Path, is_made: Callable[[], object], write: Callable[[Path
             f"{folder}: cannot be written: {error.strerror or error}; free space or set another "
             "data.root"
         ) from error
-
-
-def md5_of(path: Path) -> str:
-    """Returns the MD5 digest of a file, in hexadecimal."""
-    with open(open_regular(path), "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 @contextmanager

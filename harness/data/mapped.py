@@ -52,8 +52,7 @@ def path_of(fd: int) -> str:
 
 def in_memory(content: bytes) -> MappedFile:
     """Returns an in-memory file with ``content``, for reading."""
-    # an empty file cannot be mapped
-    fd = memory(max(1, len(content)))
+    fd = memory(len(content))
     os.pwrite(fd, content, 0)
     return MappedFile(fd)
 

@@ -140,10 +140,10 @@ def _content(
     }
     told = json.dumps(facts).encode()
     shard, offset, length, labels = (np.asarray(column)[order] for column in columns)
-    narrow = [column.astype(np.int32) for column in (shard, length, labels)]
+    narrow = np.array([shard, length, labels], np.int32)
     sizes = np.array([len(order), len(told)])
     wide = offset.astype(np.int64)
-    return b"".join((wide.data, *(column.data for column in narrow), told, sizes.data))
+    return b"".join((wide.data, narrow.data, told, sizes.data))
 
 
 def _ready(content: bytes, sizes: dict[str, int]) -> _Columns | None:

@@ -91,9 +91,6 @@ class ThreadFeed(Backend):
         self.meter: StageMeter = StageMeter(stages_of(dataset), MOST_THREADS, shared=False)
         self._dataset = dataset
         self._shape = dataset.image_size, dataset.image_size, 3
-        self._batch_size = settings.batch_size
-        self._pin_memory = settings.pin_memory
-        self._timeout_s = settings.timeout_s
         self._ahead = 1 + settings.batches_ahead
         # both set at the first pass; the filler is the consumer's
         self._memory: BufferPool | None = None
@@ -118,8 +115,8 @@ class ThreadFeed(Backend):
         self._coming = announced(self._coming, self._dataset)
         if self._memory is None:
             # the consumer holds two: one in use or being copied, and the one it receives
-            size = self._batch_size * math.prod(self._shape)
-            self._memory = BufferPool(self._ahead + 2, size, self._pin_memory)
+            size = self.settings.batch_size * math.prod(self._shape)
+            self._memory = BufferPool(self._ahead + 2, size, self.settings.pin_memory)
             # the system may have refused more threads last time
             self._wanted = self.settings.num_workers
             self._own = self._filler(0)
@@ -144,7 +141,7 @@ class ThreadFeed(Backend):
     def _start(self) -> None:
         """Starts the wanted threads; fewer, or raises, if the system refuses more."""
         # a new thread uses the first device
-        prepare = accelerator.taking_over() if self._pin_memory else None
+        prepare = accelerator.taking_over() if self.settings.pin_memory else None
         for slot in sorted({*range(self._wanted)} - self._threads.keys()):
             thread = threading.Thread(
                 target=_serve,
@@ -173,7 +170,7 @@ class ThreadFeed(Backend):
 
     def take(self, poll_s: float) -> HostBatch | None:
         """As in ``Backend``; raises the error of a failed batch."""
-        timeout_s = self._timeout_s
+        timeout_s = self.settings.timeout_s
         began_s = time.monotonic()
         until_s = began_s + min(poll_s, _POLL_S, timeout_s or _POLL_S)
         with self._work:
@@ -248,7 +245,7 @@ class ThreadFeed(Backend):
                 count = len(indices)
                 images = self._memory.acquire(count * math.prod(self._shape))
                 images = images.view(count, *self._shape).permute(0, 3, 1, 2)
-                labels = torch.empty(count, dtype=torch.int64, pin_memory=self._pin_memory)
+                labels = torch.empty(count, dtype=torch.int64, pin_memory=self.settings.pin_memory)
                 pending.append(_Batch(epoch, indices, images.numpy(), labels.numpy(), count))
             except BaseException as error:
                 # before another thread starts the next batch
@@ -257,7 +254,7 @@ class ThreadFeed(Backend):
         batch = pending[-1]
         # Several chunks per thread, so that threads finish a batch together. At most 8 samples,
         # because a thread checks between chunks whether it is still needed.
-        share = self._batch_size // (4 * max(1, self._wanted))
+        share = self.settings.batch_size // (4 * max(1, self._wanted))
         first = batch.handed
         batch.handed = min(first + max(1, min(share, 8)), len(batch.indices))
         return batch, slice(first, batch.handed)
