@@ -24,7 +24,7 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffI
 from PIL.WebPImagePlugin import WebPImageFile
 
 from ..config import DataConfig
-from .libraries import decode_png, decode_webp
+from .libraries import decode_png, decode_webp, webp_sides
 
 try:
     import simplejpeg
@@ -66,12 +66,6 @@ _TURNS = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}
-# by the type of the first WebP chunk: first bit of width and height, mask, offset
-_WEBP_SIDES = {
-    b"WEBPVP8 ": (208, 224, 0x3FFF, 0),
-    b"WEBPVP8L": (168, 182, 0x3FFF, 1),
-    b"WEBPVP8X": (192, 216, 0xFFFFFF, 1),
 }
 
 
@@ -157,10 +151,10 @@ def decoded(data: bytes, options: DataConfig) -> tuple[np.ndarray, bool]:
         pixels = decode_jpeg(data, options.max_pixels)
         turns = (b"\xff\xe1",)
     elif data.startswith(_PNG):
-        pixels = _usual_png(data, options.max_pixels)
+        pixels = decode_png(data, options.max_pixels)
         turns = b"eXIf", b"exif", b"adobe"
     elif data[:4] == b"RIFF":
-        pixels = _usual_webp(data, options.max_pixels)
+        pixels = decode_webp(data, options.max_pixels)
     if pixels is None or (options.exif_orientation and any(turn in data for turn in turns)):
         image = np.asarray(_by_pillow(data, options, pixels))
         return image, is_jpeg and pixels is not None and np.array_equal(image, pixels)
@@ -220,39 +214,6 @@ def jpeg_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
     return None
 
 
-def _usual_png(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Returns the PNG ``data``, uint8 ``[H, W, 3]``; None: left to Pillow.
-
-    Decodes 8-bit gray, RGB and palette images without transparency.
-    """
-    width, height = (int.from_bytes(data[at : at + 4]) for at in (16, 20))
-    usual = data[24:26] in (b"\x08\0", b"\x08\x02") or data[25:26] == b"\x03"
-    if not usual or width * height > max_pixels or b"tRNS" in data:
-        return None
-    return decode_png(data, width, height)
-
-
-def _usual_webp(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Returns the WebP ``data``, uint8 ``[H, W, 3]``; None: left to Pillow.
-
-    Decodes still images without transparency and without metadata other than a color profile.
-    """
-    kind = data[12:16]
-    unusual = {b"VP8 ": 0, b"VP8L": data[24:25] >= b"\x10", b"VP8X": data[20:21] not in b"\0\x20"}
-    width, height = _webp_sides(data)
-    cut = len(data) < 8 + int.from_bytes(data[4:8], "little")
-    if unusual.get(kind, True) or cut or width * height > max_pixels:
-        return None
-    return decode_webp(data, width, height)
-
-
-def _webp_sides(data: bytes) -> tuple[int, int]:
-    """Returns the width and height in a WebP header; 1 and 1 for another format."""
-    x, y, mask, more = _WEBP_SIDES.get(data[8:16], (0, 0, 0, 1))
-    head = int.from_bytes(data[:30], "little")
-    return (head >> x & mask) + more, (head >> y & mask) + more
-
-
 def _by_pillow(data: bytes, options: DataConfig, pixels: np.ndarray | None) -> Image.Image:
     """Returns the image in mode RGB, from ``pixels`` if given.
 
@@ -277,7 +238,7 @@ def _by_pillow(data: bytes, options: DataConfig, pixels: np.ndarray | None) -> I
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, options.max_pixels)
     try:
         # Pillow's WebP reader allocates the whole canvas when it opens
-        _check_size(*_webp_sides(data), options)
+        _check_size(*webp_sides(data), options)
         # Not Image.open, which tries other formats and warns of images that the next line rejects.
         image = plugin(io.BytesIO(data))
         _check_size(*image.size, options)

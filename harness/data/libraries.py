@@ -36,14 +36,22 @@ _LEAST_PIXELS = 60_000
 _SPNG_RGB8 = 4
 # size limit of a comment or a profile, as in Pillow
 _CHUNK_BYTES = 1 << 20
+# by the type of the first WebP chunk: first bit of width and height, mask, offset
+_WEBP_SIDES = {
+    b"WEBPVP8 ": (208, 224, 0x3FFF, 0),
+    b"WEBPVP8L": (168, 182, 0x3FFF, 1),
+    b"WEBPVP8X": (192, 216, 0xFFFFFF, 1),
+}
 
 
-def decode_png(data: bytes, width: int, height: int) -> np.ndarray | None:
-    """Decodes a PNG by libspng to uint8 ``[H, W, 3]``, without its transparency.
+def decode_png(data: bytes, max_pixels: int) -> np.ndarray | None:
+    """Decodes a PNG by libspng to uint8 ``[H, W, 3]``: 8-bit gray, RGB or palette, not transparent.
 
-    Returns None unless the file is complete and all checksums match.
+    Returns None for other images, and unless the file is complete and all checksums match.
     """
-    if not (spng := _spng()):
+    width, height = (int.from_bytes(data[at : at + 4]) for at in (16, 20))
+    usual = data[24:26] in (b"\x08\0", b"\x08\x02") or data[25:26] == b"\x03"
+    if not usual or width * height > max_pixels or b"tRNS" in data or not (spng := _spng()):
         return None
     pixels = np.empty((height, width, 3), np.uint8)
     context = spng.ctx_new(0)
@@ -59,16 +67,28 @@ def decode_png(data: bytes, width: int, height: int) -> np.ndarray | None:
     return None if bad else pixels
 
 
-def decode_webp(data: bytes, width: int, height: int) -> np.ndarray | None:
-    """Decodes a still WebP by libwebp to uint8 ``[H, W, 3]``, without its transparency.
+def decode_webp(data: bytes, max_pixels: int) -> np.ndarray | None:
+    """Decodes a still WebP by libwebp to uint8 ``[H, W, 3]``.
 
-    Returns None if anything is wrong with it.
+    Returns None for an image with transparency or with metadata other than a color profile, and if
+    anything is wrong with it.
     """
-    if not (webp := _webp()):
+    kind = data[12:16]
+    unusual = {b"VP8 ": 0, b"VP8L": data[24:25] >= b"\x10", b"VP8X": data[20:21] not in b"\0\x20"}
+    width, height = webp_sides(data)
+    cut = len(data) < 8 + int.from_bytes(data[4:8], "little")
+    if unusual.get(kind, True) or cut or width * height > max_pixels or not (webp := _webp()):
         return None
     pixels = np.empty((height, width, 3), np.uint8)
     given = data, len(data), pixels.ctypes.data, pixels.nbytes, 3 * width
     return pixels if webp.DecodeRGBInto(*given) else None
+
+
+def webp_sides(data: bytes) -> tuple[int, int]:
+    """Returns the width and height in a WebP header; 1 and 1 for another format."""
+    x, y, mask, more = _WEBP_SIDES.get(data[8:16], (0, 0, 0, 1))
+    head = int.from_bytes(data[:30], "little")
+    return (head >> x & mask) + more, (head >> y & mask) + more
 
 
 def decode_jpeg_part(

@@ -11,7 +11,7 @@ from PIL import Image
 
 from harness.config import DataConfig
 from harness.data import libraries
-from harness.data.decode import DecodeError, _by_pillow, _usual_png, _usual_webp, decode
+from harness.data.decode import DecodeError, _by_pillow, decode
 
 OPTIONS = DataConfig()
 COLOURS = photo()
@@ -42,7 +42,7 @@ UNUSUAL = {
 
 
 def quickly(data: bytes) -> np.ndarray | None:
-    usual = _usual_png if data.startswith(b"\x89PNG") else _usual_webp
+    usual = libraries.decode_png if data.startswith(b"\x89PNG") else libraries.decode_webp
     return usual(data, OPTIONS.max_pixels)
 
 
