@@ -318,10 +318,8 @@ class _Scan:
 
 def _with_parents(folder: bytes) -> set[bytes]:
     """Returns the real path of ``folder``, and those of all folders above it."""
-    paths = [os.path.realpath(folder)]
-    while (parent := os.path.dirname(paths[-1])) != paths[-1]:
-        paths.append(parent)
-    return {*paths}
+    real = Path(os.fsdecode(os.path.realpath(folder)))
+    return {os.fsencode(path) for path in (real, *real.parents)}
 
 
 def path_state(path: bytes) -> list[int]:

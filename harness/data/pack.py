@@ -271,17 +271,17 @@ class _Rows:
                     found.append((number, self._copy.tell(), len(data), name))
                     self._copy.write(data)
         self._copy.flush()
-        found.sort()
-        columns: Any = zip(*found, strict=True) if found else ((),) * 4
-        self.labels, self._begins, self._lengths, self._names = columns
+        self._rows = sorted(found)
+        self.labels = [number for number, *_ in self._rows]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def read(self, i: int) -> tuple[bytes, int]:
         """Returns the bytes of an image, and its label."""
-        return os.pread(self._copy.fileno(), self._lengths[i], self._begins[i]), self.labels[i]
+        number, begin, length, _ = self._rows[i]
+        return os.pread(self._copy.fileno(), length, begin), number
 
     def where(self, i: int) -> str:
         """Returns a name made of the row number."""
-        return f"/{self._names[i]}"
+        return f"/{self._rows[i][-1]}"

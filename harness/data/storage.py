@@ -70,7 +70,7 @@ class FileSource:
 
     def where(self, i: int) -> str:
         """Returns the path; bytes that are not UTF-8 are escaped as by ``os.fsdecode``."""
-        return os.path.join(self.root, self.index.name(i))
+        return os.path.join(self.root, self.classes[self.labels[i]], self.index.name(i))
 
     def name(self, i: int) -> str:
         """Returns the path below ``root``, with the same escapes."""
@@ -141,9 +141,6 @@ class FolderSource(FileSource):
                 "folder of images per class; images for prediction can be anywhere below"
             )
 
-    def where(self, i: int) -> str:
-        """Returns the path; bytes that are not UTF-8 are escaped as by ``os.fsdecode``."""
-        return os.path.join(self.root, self.classes[self.labels[i]], self.index.name(i))
 
 
 class ArraySource:

@@ -219,7 +219,7 @@ class _Table:
         self._labelled = labelled
         self._state = path_state(os.fsencode(self.path))
         self._rows = records(self.path)
-        first = next(self._rows, (0, ()))
+        first = next(self._rows)
         self.header = [text(name).strip() for name in first[1]]
         self._find_columns(data)
         # a first row with an image is not a header; checking may require a listing
