@@ -35,8 +35,9 @@ _TRIES = 3
 # batches that are announced before they start, and their bytes
 _AHEAD = 8
 _AHEAD_BYTES = 64 << 20
-# the epoch and the sample indices of each batch
-Requests = Iterator[tuple[int, np.ndarray]]
+# the epoch and the sample indices of a batch
+Request = tuple[int, np.ndarray]
+Requests = Iterator[Request]
 
 
 class Failure(NamedTuple):
@@ -322,7 +323,7 @@ def announced(coming: Requests, dataset: FillableDataset) -> Requests:
     are read ahead; 0: none, and the batch need not wait.
     """
     expect = getattr(dataset, "expect", None)
-    waiting: deque[tuple[int, tuple[int, np.ndarray]]] = deque()
+    waiting: deque[tuple[int, Request]] = deque()
     size = 0
     for request in coming:
         waiting.append((expect(request[1]) if expect else 0, request))

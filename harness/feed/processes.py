@@ -15,7 +15,6 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Any
 
-import numpy as np
 import torch
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -33,6 +32,7 @@ from .base import (
     FeedSettings,
     FillableDataset,
     HostBatch,
+    Request,
     Requests,
     stages_of,
     too_slow,
@@ -326,7 +326,7 @@ class _Batches(Dataset[HostBatch]):
     # this worker's, set at its first batch
     _filler: BatchWorker | None = None
 
-    def __getitems__(self, key: tuple[int, np.ndarray]) -> HostBatch:
+    def __getitems__(self, key: Request) -> HostBatch:
         epoch, indices = key
         count = len(indices)
         if expect := getattr(self.dataset, "expect", None):
