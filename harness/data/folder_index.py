@@ -52,6 +52,7 @@ class Index:
     number of columns and the length of the facts.
 
     Attributes:
+        file: the mapped file.
         folders: the class folders' names or the labels of a table, sorted.
         labels: int64 ``[N]``, read-only, indices into ``folders``.
         ends: int64 ``[N]``, the end of each image's name in ``names``.
@@ -63,7 +64,7 @@ class Index:
     """
 
     def __init__(self, file: MappedFile) -> None:
-        self._file = file
+        self.file = file
         content = np.frombuffer(file.map, np.uint8)
         count, columns, size = content[-24:].view(np.int64).tolist()
         end = 8 * columns * count
@@ -75,11 +76,7 @@ class Index:
         self.skipped = Counter[str](skipped)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Index, (self._file,)
-
-    def content(self) -> bytes:
-        """Returns the bytes of the file."""
-        return self._file.map[:]
+        return Index, (self.file,)
 
     def name(self, i: int) -> str:
         """Returns the name of image ``i``; bytes that are not UTF-8 are escaped."""
@@ -149,7 +146,7 @@ def remembered(kept: Path, source: bytes, make: Callable[[], tuple[Index, bool]]
     racy_ns = time.time_ns() - _RACY_NS
     index, shows = make()
     if shows and all(max(state[1:]) < racy_ns for state in index.watched.values()):
-        write_kept(place, key, index.content())
+        write_kept(place, key, index.file.map[:])
     return index
 
 

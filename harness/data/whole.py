@@ -11,7 +11,6 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from ..config import DataConfig
 from .libraries import in_use
@@ -73,9 +72,6 @@ def _seen(path: str) -> Seen:
         return Seen()
 
 
-def checksum(data: bytes) -> int:
-    """Returns 64 bits of ``data``."""
-    return xxhash.xxh3_64_intdigest(data)
 
 
 def open_whole(source: Source, options: DataConfig) -> Whole | None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from PIL import Image
 from PIL.ImageFile import ImageFile
 from torchvision import transforms, tv_tensors
@@ -22,7 +23,7 @@ from torchvision.transforms import v2
 from ..data.decode import DecodeError, decode_jpeg, jpeg_size
 from ..data.libraries import decode_jpeg_part
 from ..data.transforms import Box, CropTransform, resize_into
-from ..data.whole import Seen, checksum
+from ..data.whole import Seen
 from ..runtime.files import read_regular
 
 _Set = TypeVar("_Set")
@@ -169,7 +170,7 @@ class _Jpeg(ImageFile):
         if self._held is None:
             return np.asarray(self), box
         data = self._held.data
-        digest = checksum(data)
+        digest = xxhash.xxh3_64_intdigest(data)
         with suppress(ValueError):
             if seen.has(digest, digest) and (found := decode_jpeg_part(data, lambda *_: box)):
                 return found

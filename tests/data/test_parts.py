@@ -14,6 +14,7 @@ import simplejpeg
 import torch
 from pictures import encoded, photo
 from PIL import Image
+from xxhash import xxh3_64_intdigest
 
 from harness.config import Config, DataConfig, LoaderConfig
 from harness.data import libraries
@@ -21,7 +22,7 @@ from harness.data.datasets import ImageDataset, Splits
 from harness.data.decode import decode
 from harness.data.storage import FolderSource
 from harness.data.transforms import CropTransform
-from harness.data.whole import checksum, open_whole
+from harness.data.whole import open_whole
 from harness.feed.base import THREADS
 from harness.feed.feeds import Feeds
 from harness.runtime.distributed import World
@@ -124,7 +125,7 @@ def test_a_file_that_changed_is_decoded_whole(tmp_path: Path) -> None:
     data = (tmp_path / "a" / "0.jpg").read_bytes()
     filled(source, 0)
     known = open_whole(source, OPTIONS)
-    assert known is not None and known.has(0, checksum(data))
+    assert known is not None and known.has(0, xxh3_64_intdigest(data))
     # missing below any part
     (tmp_path / "a" / "0.jpg").write_bytes(data[:-200])
     for epoch in (1, 2):
@@ -144,7 +145,7 @@ def test_probes_decode_parts_and_the_same_pixels(tmp_path: Path) -> None:
         probed = next(iter(feed))
     # nothing was decoded whole for it
     assert known is not None and not any(
-        known.has(i, checksum(source.read(i)[0])) for i in range(8)
+        known.has(i, xxh3_64_intdigest(source.read(i)[0])) for i in range(8)
     )
     with closing(feeds.train(settings)) as feed:
         trained = {
@@ -152,6 +153,6 @@ def test_probes_decode_parts_and_the_same_pixels(tmp_path: Path) -> None:
             for batch in feed
             for i, image in zip(batch.indices, batch.images, strict=True)
         }
-    assert all(known.has(i, checksum(source.read(i)[0])) for i in range(8))
+    assert all(known.has(i, xxh3_64_intdigest(source.read(i)[0])) for i in range(8))
     for i, image in zip(probed.indices, probed.images, strict=True):
         assert torch.equal(image, trained[int(i)])
