@@ -138,7 +138,6 @@ class Backend(ABC):
 
     Attributes:
         name: value of ``loader.backend``.
-        shares_interpreter: whether samples are made in the main process.
         made_on_device: whether batches are made on the device and need no copy.
         restarts: whether lost workers are replaced. Batches depend only on their position in the
             order, so none is lost or repeated.
@@ -151,7 +150,6 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    shares_interpreter: ClassVar[bool] = False
     made_on_device = False
     restarts = False
     meter: StageMeter | None = None

@@ -213,7 +213,6 @@ class ArrayFeed(Backend):
     """
 
     name = ARRAYS
-    shares_interpreter = True
 
     def __init__(
         self,
@@ -259,7 +258,6 @@ class SyntheticFeed(Backend):
     """
 
     name = "synthetic"
-    shares_interpreter = True
     made_on_device = True
 
     def __init__(
@@ -344,10 +342,10 @@ class Feeds:
         if named not in (None, BackendName.auto):
             return (named.name,)
         train = self.splits.train
-        found = [name for name in BACKENDS if name != ARRAYS or stored(train) is not None]
         if isinstance(train, OwnDataset):
-            found = [name for name in found if not BACKENDS[name].shares_interpreter]
-        return tuple(found)
+            # threads would share its RNGs
+            return (PROCESSES,)
+        return tuple(name for name in BACKENDS if name != ARRAYS or stored(train) is not None)
 
     def settings(self, limits: Limits) -> FeedSettings:
         """Returns the training feed's settings before tuning, with nulls filled in.
@@ -377,7 +375,7 @@ class Feeds:
             start_method=loader.start_method.name,
             backend=backend,
         )
-        if isinstance(train, OwnDataset) and BACKENDS[settings.backend].shares_interpreter:
+        if isinstance(train, OwnDataset) and settings.backend != PROCESSES:
             raise ConfigError(
                 f"loader.backend={settings.backend}: {self.splits.name} returns a Dataset, whose "
                 "RNGs threads would share; use loader.backend=processes, or return a source"

@@ -47,16 +47,6 @@ _START_S = 5.0
 _FILES = 64
 
 
-def _check_files(num_workers: int) -> None:
-    """Raises LoaderError if the open-file limit is too low; a worker would print endlessly."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if num_workers and 0 <= files < _FILES:
-        raise LoaderError(
-            f"num_workers={num_workers}: {files} open files are allowed (ulimit -n), but worker "
-            f"processes need {_FILES}; raise the limit, or set loader.backend=threads"
-        )
-
-
 class ProcessFeed(Backend):
     """Batches of ``dataset`` in ``order``.
 
@@ -177,7 +167,13 @@ class ProcessFeed(Backend):
     def _start(self) -> None:
         """Creates torch's iterator over the remaining batches, with its workers started."""
         s = self.settings
-        _check_files(s.num_workers)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if s.num_workers and 0 <= files < _FILES:
+            # a worker would print endlessly
+            raise LoaderError(
+                f"num_workers={s.num_workers}: {files} open files are allowed (ulimit -n), but "
+                f"worker processes need {_FILES}; raise the limit, or set loader.backend=threads"
+            )
         if self._loader is None:
             # for the workers' sockets, because a killed worker would leave its own folder behind
             multiprocessing.util.get_temp_dir()

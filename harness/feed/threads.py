@@ -84,7 +84,6 @@ class ThreadFeed(Backend):
     """
 
     name = THREADS
-    shares_interpreter = True
 
     def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings) -> None:
         super().__init__(order, settings)
