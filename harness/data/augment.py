@@ -100,7 +100,7 @@ class BatchAugment:
         if policy := Policy.from_config(augment):
             parts.append(policy)
         if any(augment.color_jitter):
-            parts.append(ColorJitter(*augment.color_jitter))
+            parts.append(ColorJitter(augment.color_jitter))
         name = augment.own_batch
         own = OwnAugment("augment.own_batch", name) if name else None
         return cls(parts, seed, own) if parts or own else None
@@ -154,14 +154,12 @@ class ColorJitter:
     """Changes brightness, contrast, saturation and hue in random order, as ``v2.ColorJitter``.
 
     Args:
-        brightness: largest change of the factor 1, clamped at 0; 0 disables it.
-        contrast: the same for contrast.
-        saturation: the same for saturation.
-        hue: largest hue rotation in either direction, 1 being the full circle; 0 disables it.
+        most: largest changes of the factors 1 of brightness, contrast and saturation, clamped at 0,
+            and largest hue rotation in either direction, 1 being the full circle; 0 disables an
+            operation.
     """
 
-    def __init__(self, brightness: float, contrast: float, saturation: float, hue: float) -> None:
-        most = np.array([brightness, contrast, saturation, hue])
+    def __init__(self, most: Sequence[float]) -> None:
         neutral = np.array([1.0, 1.0, 1.0, 0.0])
         low = neutral - most
         low[:HUE] = low[:HUE].clip(0)

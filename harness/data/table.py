@@ -192,8 +192,8 @@ def open_evaluated_table(
             "split, or name another table with data.table=FILE"
         )
     called = {"val": "validation images", "test": "test images"}[name]
-    chosen: Source = sets.get(name, source)
-    return in_classes(chosen, classes, source.origin), called if name in sets else "images"
+    images = in_classes(sets.get(name, source), classes, source.origin)
+    return images, called if name in sets else "images"
 
 
 class _Table:

@@ -49,7 +49,7 @@ def test_jittered_pixels_are_torchvisions(strengths: tuple[float, float, float, 
     A turned hue may be off by one grey level, of which a later operation may make a few.
     """
     images = pictures(24, 20, 24)
-    jitter = ColorJitter(*strengths)
+    jitter = ColorJitter(strengths)
     draws = np.random.default_rng(0).random((24, jitter.draws))
     kinds, amounts = jitter.choose(draws)
     theirs = v2.ColorJitter(*strengths)
@@ -67,7 +67,7 @@ def test_jittered_pixels_are_torchvisions(strengths: tuple[float, float, float, 
 def test_jitter_draws_as_torchvision() -> None:
     """Every order is equally likely; each factor has torchvision's distribution."""
     strengths = STRENGTHS["all"]
-    kinds, amounts = ColorJitter(*strengths).choose(uniforms(0, 0, np.arange(6000), 8, BATCH))
+    kinds, amounts = ColorJitter(strengths).choose(uniforms(0, 0, np.arange(6000), 8, BATCH))
     orders = list(itertools.permutations(range(4)))
     assert chisquare([(kinds == order).all(axis=1).sum() for order in orders]).pvalue > 0.001
     torch.manual_seed(0)
