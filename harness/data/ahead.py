@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
+from torch import Tensor
 
 from ..clock.stages import shared_rows
 from ..config import ConfigError, DataConfig
@@ -19,9 +19,6 @@ from ..runtime import workers
 from ..runtime.folder import log
 from .stores import Descriptor, Store
 from .tar import BLOCK, padded
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # name, first byte and length of a sample
 _Part = tuple[str, int, int]

@@ -55,6 +55,7 @@ from .storage import (
     open_folder_splits,
     part,
     split,
+    undivided,
 )
 from .table import TableSource, open_evaluated_table, open_table_splits
 from .transforms import Box, CropTransform
@@ -216,10 +217,9 @@ class Splits:
     @property
     def fetched(self) -> dict[str, int] | None:
         """Requests and bytes from a slow store so far; None: nothing is fetched ahead."""
-        source: Any = self.train.source if isinstance(self.train, ImageDataset) else None
-        while isinstance(source, Subset):
-            source = source.source
-        store = getattr(source, "store", None)
+        if not isinstance(self.train, ImageDataset):
+            return None
+        store = getattr(undivided(self.train.source), "store", None)
         return store.counts() if isinstance(store, Ahead) else None
 
     @property
@@ -288,9 +288,7 @@ class Splits:
         if not isinstance(self.train, ImageDataset):
             return found
         source: Any = self.train.source
-        whole = source
-        while isinstance(whole, Subset):
-            whole = whole.source
+        whole = undivided(source)
         # names would miss a rewritten file
         digest = hashlib.sha256(os.fsencode("\n".join(source.classes)))
         if isinstance(whole, FileSource | ShardSource):

@@ -233,6 +233,13 @@ class Subset:
         return state
 
 
+def undivided(source: Source) -> Source:
+    """Returns the source of which ``source`` is a part, or ``source`` itself."""
+    while isinstance(source, Subset):
+        source = source.source
+    return source
+
+
 def by_class(labels: np.ndarray, classes: int = 0) -> list[np.ndarray]:
     """Returns the sorted int64 indices of each label, for at least ``classes`` labels."""
     counts = np.bincount(labels, minlength=classes)

@@ -16,7 +16,7 @@ from ..config import DataConfig
 from .libraries import in_use
 from .mapped import MappedFile, memory, path_of, reserve
 from .shards import ShardSource
-from .storage import FileSource, Source, Subset, cache_root
+from .storage import FileSource, Source, cache_root, undivided
 
 # increase it if decoding becomes stricter
 _FORMAT = 1
@@ -77,12 +77,11 @@ def _seen(path: str) -> Seen:
 def open_whole(source: Source, options: DataConfig) -> Whole | None:
     """Opens the checksums of a folder's images; None if they would not be used."""
     count = len(source)
-    while isinstance(source, Subset):
-        source = source.source
-    if not isinstance(source, FileSource | ShardSource) or "parts of JPEG" not in in_use():
+    whole = undivided(source)
+    if not isinstance(whole, FileSource | ShardSource) or "parts of JPEG" not in in_use():
         return None
     read = _FORMAT, count, options.exif_orientation, options.max_pixels
-    name = hashlib.sha256(repr(read).encode() + os.fsencode(os.path.realpath(source.root)))
+    name = hashlib.sha256(repr(read).encode() + os.fsencode(os.path.realpath(whole.root)))
     path = cache_root() / "whole" / name.hexdigest()[:32]
     size = 8 * count
     try:

@@ -29,7 +29,7 @@ from ..config import Config, ConfigError, Precision
 from ..data import shrink
 from ..data.datasets import ImageDataset
 from ..data.decode import reader
-from ..data.storage import FileSource, Source, Subset, evenly_spaced
+from ..data.storage import FileSource, Source, evenly_spaced, undivided
 from ..feed.base import Backend, FeedSettings
 from ..feed.feeds import Feeds
 from ..monitor.console import AddRow, aligned, live_table
@@ -92,10 +92,7 @@ class FirstReads(Feeds):
 
 def files_of(source: Source) -> list[str]:
     """Returns the samples' files, at most 20,000 in random order, if each has its own."""
-    whole = source
-    while isinstance(whole, Subset):
-        whole = whole.source
-    if not isinstance(whole, FileSource):
+    if not isinstance(undivided(source), FileSource):
         return []
     count = len(source)
     return [source.where(i) for i in random.Random().sample(range(count), min(count, 20_000))]
