@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import forkserver
 from operator import attrgetter
 from pathlib import Path
@@ -264,7 +265,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
             with trials.preserved_state():
                 trials.demand(feeds.noise(config.loader.batch_size), 0.0)
         # normalize -> step -> evaluate -> save
-        sized = lambda size: feeds.resize(size).train(plans[size], rest)
+        sized = partial(feeds.sized, plans, rest)
         engine = Engine(step, sized, feeds.val(val), monitor, job.folder, splits.classes, called)
         if found:
             monitor.on_window.append(lambda *seen: found[engine.size].look(engine, *seen))

@@ -89,7 +89,7 @@ class ImageDataset:
     def stages(self) -> tuple[str, ...]:
         """The lap names of ``fill``, in order."""
         own = () if self.own is None else (self.own.setting,)
-        return ("read", "decode", "resize", *own)
+        return ("read", "decode", *self.transform.stages, *own)
 
     def expect(self, indices: np.ndarray) -> int:
         """Announces samples by their indices; returns the bytes that the source reads ahead."""
@@ -350,7 +350,7 @@ def open_listed(data: DataConfig) -> tuple[Source, Source]:
     return open_table_splits(_LISTINGS[data.name](_root(data), data), _held_out(data))
 
 
-def _held_out(data: DataConfig) -> float | Fold | None:
+def _held_out(data: DataConfig) -> HeldOut:
     if data.fold is None:
         return data.split_fraction
     if data.split_fraction is not None:

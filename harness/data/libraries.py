@@ -140,7 +140,6 @@ def decode_jpeg_part(
     return pixels, (left - x, top - y, part_width, part_height)
 
 
-
 def in_use() -> list[str]:
     """Returns the libraries that decode images instead of Pillow."""
     libraries = {

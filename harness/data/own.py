@@ -206,9 +206,7 @@ def _targets(given: Any) -> np.ndarray:
     return np.asarray(given.targets)
 
 
-def open_own(
-    data: DataConfig, seed: int
-) -> tuple[Source, Source] | tuple[OwnDataset, OwnDataset]:
+def open_own(data: DataConfig, seed: int) -> tuple[Source, Source] | tuple[OwnDataset, OwnDataset]:
     """Opens the training and the validation set by the user's function ``data.name``.
 
     With ``data.evaluate=test`` the second is the test set. The function receives ``data`` and

@@ -142,7 +142,6 @@ class FolderSource(FileSource):
             )
 
 
-
 class ArraySource:
     """Pixels in memory: ``images`` uint8 ``[N, H, W, 3]`` with integer ``labels`` ``[N]``."""
 
@@ -431,9 +430,7 @@ def check_unsplit(held_out: HeldOut, sets: Iterable[str], where: object) -> None
         )
 
 
-def find_sets(
-    root: str | os.PathLike[str], held_out: HeldOut
-) -> tuple[Path, dict[str, Path]]:
+def find_sets(root: str | os.PathLike[str], held_out: HeldOut) -> tuple[Path, dict[str, Path]]:
     """Returns ``root`` as a path, and its folders by set.
 
     Raises:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ class CropTransform:
     squash: bool = False
     # bilinear or bicubic
     interpolation: str = "bilinear"
+    stages: ClassVar[tuple[str, ...]] = ("resize",)
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, data: DataConfig) -> CropTransform:
@@ -91,8 +92,8 @@ class CropTransform:
         """Writes ``image``, uint8 ``[H, W, 3]``, into ``out``, uint8 ``[3, S, S]`` of any strides.
 
         Everything random comes from ``rng``: the crop first, then the flips. ``image`` is not
-        changed. ``lap`` is called with "resize" at the end. A ``part`` of ``image`` was already
-        drawn from ``rng``. Several threads may call at once.
+        changed. ``lap`` is called with the stage's name at the end of each of the ``stages``. A
+        ``part`` of ``image`` was already drawn from ``rng``. Several threads may call at once.
 
         Raises:
             ValueError: the image is so narrow that its resized version would not fit in memory.

@@ -72,8 +72,6 @@ def _seen(path: str) -> Seen:
         return Seen()
 
 
-
-
 def open_whole(source: Source, options: DataConfig) -> Whole | None:
     """Opens the checksums of a folder's images; None if they would not be used."""
     count = len(source)

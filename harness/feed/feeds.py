@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
@@ -278,8 +279,6 @@ class SyntheticFeed(Backend):
         return HostBatch(self._images[:n], self._labels[:n], torch.from_numpy(indices), epoch=epoch)
 
 
-
-
 # the backends by name, to choose from
 BACKENDS: dict[str, Any] = {kind.name: kind for kind in (ProcessFeed, ThreadFeed, ArrayFeed)}
 
@@ -451,6 +450,11 @@ class Feeds:
         order = replace(self._train_order(), rest=rest)
         return self._make(self.splits.train, order, settings, self.config.loader.restart_workers)
 
+    def sized(
+        self, plans: Mapping[int, FeedSettings], rest: EpochRemainder | None, size: int
+    ) -> Backend:
+        """Returns the training feed for images of ``size`` pixels, with settings from ``plans``."""
+        return self.resize(size).train(plans[size], rest)
 
     def val(self, settings: FeedSettings, dataset: AnyDataset | None = None) -> Backend:
         """Returns a feed of every sample once, in order, on one rank.

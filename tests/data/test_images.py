@@ -63,6 +63,7 @@ class Failing:
     """A transform that raises."""
 
     error: BaseException
+    stages = ("fail",)
 
     def __call__(self, *args: object) -> None:
         raise self.error
@@ -254,3 +255,6 @@ def test_laps_are_told_in_order_and_change_nothing(folder: FolderSource, encoded
     assert np.array_equal(out, filled(images, 1, 4))
 
 
+def test_the_stages_of_a_transform_of_one_s_own_are_named() -> None:
+    """Between reading, decoding and the batch come the stages that the transform names."""
+    assert dataset(Failing(ValueError())).stages == ("read", "decode", "fail")
