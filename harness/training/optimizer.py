@@ -283,15 +283,6 @@ class Schedule:
         """Returns the fraction of the peak rates for that update."""
         return self.factor(update) * self.gamma**self.drops
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the values that checkpoints store."""
-        return {"last_epoch": self.last_epoch, "base_lrs": self.base_lrs}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of ``state_dict``."""
-        self.base_lrs = state["base_lrs"]
-        self.go_to(state["last_epoch"])
-
 
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:
     """Returns the fraction of ``optim.lr`` for update number ``step`` (from 0).

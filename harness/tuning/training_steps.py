@@ -13,6 +13,7 @@ from torch import Tensor
 from ..clock.clock import StepClock
 from ..config import Precision
 from ..feed.base import Backend, HostBatch
+from ..training.optimizer import Schedule
 from ..training.step import Step, autocast_of
 from .snapshot import Snapshot
 from .steps import Batches, StepBenchmark, StepRun
@@ -40,22 +41,23 @@ class TrainingBenchmark(StepBenchmark):
         """
         state = self._step.state
         step = state.step
-        parts = [state.network, state.optimizer, state.schedule]
+        parts = [state.network, state.optimizer]
         if state.scaler.is_enabled():
             parts.append(state.scaler)
         snapshot = Snapshot(parts, self.device)
         self._made = 0
         average = state.average
         state.average = None
+        schedule = state.schedule
         try:
             self._step.begin_epoch()
-            state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]
-            state.schedule.go_to(state.schedule.last_epoch)
+            state.schedule = Schedule(state.optimizer, lambda _: 0.0)
             yield
         finally:
             snapshot.restore()
             state.step = step
             state.average = average
+            state.schedule = schedule
             # a failed step may have left figures
             self._step.forget()
 

@@ -162,13 +162,14 @@ def plain(value: Any) -> Any:
 def everything(step: Step) -> dict[str, Any]:
     """All that a step may change, by name."""
     state = step.state
+    schedule = state.schedule
     held = {
         "weights": dict(state.network.named_parameters()),
         "buffers": dict(state.network.named_buffers()),
         "gradients": [parameter.grad for parameter in state.network.parameters()],
         "modes": [module.training for module in state.network.modules()],
         "optimizer": state.optimizer.state_dict(),
-        "schedule": state.schedule.state_dict(),
+        "schedule": [schedule.last_epoch, schedule.base_lrs, schedule.share(schedule.last_epoch)],
         "scaler": state.scaler.state_dict(),
         "counts": [state.epoch, state.step],
         "figures": [step._losses, step._found_inf, step._streak],
