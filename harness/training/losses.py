@@ -27,41 +27,32 @@ def make_loss(config: OptimConfig, weights: Tensor | None) -> Loss:
     Raises:
         ConfigError: the function does not exist, or a later call of it failed.
     """
+    smoothing = config.label_smoothing
+    threshold = config.bce_threshold
+
+    def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+        if weights is not None and labels.ndim == 1:
+            # with weights, torch divides the sum for labels by the batch's weights, so an image
+            # would count differently on other ranks; the mean for class probabilities is over images
+            labels = F.one_hot(labels, len(weights)).float()
+        return F.cross_entropy(logits, labels, weights, label_smoothing=smoothing)
+
+    def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns the binary cross-entropy averaged over images and classes, as in timm."""
+        classes = logits.shape[1]
+        shares = F.one_hot(labels, classes).float() if labels.ndim == 1 else labels
+        shares = shares * (1 - smoothing) + smoothing / classes
+        if threshold is not None:
+            shares = (shares > threshold).float()
+        return F.binary_cross_entropy_with_logits(logits.float(), shares, weights)
+
     if user_code.is_own(config.loss):
         function = user_code.found("optim.loss", config.loss)
         # such as an nn.Module
         if isinstance(function, type):
             function = user_code.call("optim.loss", config.loss)
         return partial(_own, function, config.loss)
-    if config.loss == "bce":
-        return partial(_bce, weights, config.label_smoothing, config.bce_threshold)
-    return partial(_cross_entropy, weights, config.label_smoothing)
-
-
-def _cross_entropy(
-    weights: Tensor | None, smoothing: float, logits: Tensor, labels: Tensor
-) -> Tensor:
-    if weights is not None and labels.ndim == 1:
-        # with weights, torch divides the sum for labels by the batch's weights, so an image would
-        # count differently on other ranks; the mean for class probabilities is over images
-        labels = F.one_hot(labels, len(weights)).float()
-    return F.cross_entropy(logits, labels, weights, label_smoothing=smoothing)
-
-
-def _bce(
-    weights: Tensor | None,
-    smoothing: float,
-    threshold: float | None,
-    logits: Tensor,
-    labels: Tensor,
-) -> Tensor:
-    """Returns the binary cross-entropy averaged over images and classes, as in timm."""
-    classes = logits.shape[1]
-    shares = F.one_hot(labels, classes).float() if labels.ndim == 1 else labels
-    shares = shares * (1 - smoothing) + smoothing / classes
-    if threshold is not None:
-        shares = (shares > threshold).float()
-    return F.binary_cross_entropy_with_logits(logits.float(), shares, weights)
+    return binary_cross_entropy if config.loss == "bce" else cross_entropy
 
 
 def _own(function: Loss, name: str, logits: Tensor, labels: Tensor) -> Tensor:
