@@ -12,7 +12,7 @@ import io
 import operator
 import re
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -1170,18 +1170,21 @@ def classifiers(package: str = "torchvision") -> list[str]:
     )
 
 
-def check_model(model: ModelConfig, known: Sequence[str]) -> None:
-    """Refuses a network that is none of ``known`` or timm's, and published weights it has not.
+def check_model(model: ModelConfig) -> None:
+    """Refuses unknown networks and published weights that a network lacks, without importing torch.
 
     Raises:
         ConfigError: names the setting and the way out.
     """
     is_own = ":" in model.name
     name = model.name
+    # no names where a package is laid out in another way: building the network then refuses it
     if name.startswith(TIMM):
         # behind a dot are its weights'
         name = name.partition(".")[0]
         known = classifiers("timm") or [name]
+    else:
+        known = [*OURS, *(classifiers() or [name])]
     if not is_own and name not in known:
         hint = suggestions.nearest(model.name, known)
         hint = hint or "; a network of your own is named module:function"
@@ -1198,10 +1201,7 @@ def check_names(config: Config) -> None:
     Raises:
         ConfigError: with the nearest names.
     """
-    torchvisions = classifiers()
-    # empty where torchvision is laid out in another way: building the network then refuses the name
-    if torchvisions:
-        check_model(config.model, [*OURS, *torchvisions])
+    check_model(config.model)
     name = config.data.name
     # data=own only says that a function of the user's is to be named
     sets = [known for known in choices("data") if known != "own"]

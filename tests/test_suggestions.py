@@ -130,7 +130,7 @@ def test_timm_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     """With the commands that install it."""
     monkeypatch.setattr(schema.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="timm: .*uv sync --extra timm"):
-        schema.check_model(ModelConfig(name="timm/resnet18"), ["small"])
+        schema.check_model(ModelConfig(name="timm/resnet18"))
 
 
 def test_torchvisions_names_are_known_without_importing_it() -> None:

@@ -53,7 +53,7 @@ def build(
         ConfigError: unknown name, no pretrained weights, or an unsupported image size.
         CheckpointError: the file is missing, corrupt or from another network.
     """
-    check_model(config, names())
+    check_model(config)
     where = f"model.name={config.name}"
     with user_code.explained(f"{where}: for data.image_size={image_size} it failed with"):
         network: nn.Module = _made(config, num_classes, image_size)
@@ -99,11 +99,6 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
             "transform_input": config.weights == "DEFAULT",
         }
     return zoo.get_model(name, weights=None, num_classes=num_classes, **extra, **config.args)
-
-
-def names() -> list[str]:
-    """Returns every built-in and torchvision name that ``model.name`` accepts."""
-    return [*OURS, *zoo.list_models(module=zoo)]
 
 
 def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:

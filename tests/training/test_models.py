@@ -14,7 +14,7 @@ from torch import nn
 from torchvision import models as zoo
 from torchvision.models.regnet import BlockParams
 
-from harness.config import ConfigError, ModelConfig
+from harness.config import OURS, ConfigError, ModelConfig
 from harness.runtime.errors import CheckpointError
 from harness.training import models
 
@@ -29,7 +29,7 @@ def test_a_head_for_the_classes(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", [*OURS, *zoo.list_models(module=zoo)])
 def test_every_name_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name that is offered can be built for other classes (on the meta device)."""
     make = BlockParams.from_init_params
