@@ -54,12 +54,12 @@ def command() -> NoReturn:
         torch = metadata.version("torch")
         print(f"wellfed {__version__}, torch {torch}, Python {platform.python_version()}")
         sys.exit()
-    for name, module in _COMMANDS.items():
-        if arguments[:1] == [name]:
-            if name in ("page", "compare", "table"):
-                # the reader may stop early, as head does
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            sys.exit(import_module(f"..{module}", __package__).main(arguments[1:]))
+    first = arguments[0] if arguments else ""
+    if first in _COMMANDS:
+        if first in ("page", "compare", "table"):
+            # the reader may stop early, as head does
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        sys.exit(import_module(f"..{_COMMANDS[first]}", __package__).main(arguments[1:]))
     try:
         with signals.handle_signals(grace_s=0):
             signals.leave(cli())

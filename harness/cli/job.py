@@ -156,8 +156,7 @@ def main_worker(local_rank: int, job: Job) -> None:
         from ..training import resume
 
         # before any use of the settings, and identical on every rank
-        if config.model.weights is not None:
-            config = resume.settings(config, None, job.overridden)
+        config = resume.settings(config, None, job.overridden)
         saved = resume.find(config, job.folder, world)
         if saved is not None:
             config = resume.settings(config, saved, job.overridden, world.size)
@@ -167,7 +166,7 @@ def main_worker(local_rank: int, job: Job) -> None:
 
 
 def _feeds(config: Config, saved: Saved | None, world: World) -> Feeds:
-    """Opens the training or the evaluated dataset."""
+    """Opens the dataset."""
     from ..data import datasets
     from ..feed.feeds import Feeds
 
@@ -182,19 +181,15 @@ def _feeds(config: Config, saved: Saved | None, world: World) -> Feeds:
 
 def _verify(world: World, job: Job) -> None:
     """Reads every image of the dataset."""
-    from ..data import datasets
     from ..diagnose.verify import verify
-    from ..feed.feeds import Feeds
     from ..runtime import limits
 
     config = job.config
     signals.set_grace(config.checkpoint.grace_s)
-    data = config.data
-    if user_code.is_own(data.name):
+    if user_code.is_own(config.data.name):
         # opening must not fail at the first bad sample
-        data = replace(data, on_error=OnError.skip)
-    splits = datasets.load(data, config.augment, config.seed, world.gathered)
-    feeds = Feeds(splits, config, world)
+        config = replace(config, data=replace(config.data, on_error=OnError.skip))
+    feeds = _feeds(config, None, world)
     verify(feeds, feeds.settings(limits.measure(world.local_size)), job.folder)
 
 

@@ -50,7 +50,7 @@ class RunError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return printable(": ".join(self.args))
 
 
 class DataError(RunError):
@@ -71,9 +71,6 @@ class BadSample(DataError):
         super().__init__(where, reason)
         self.where = where
         self.reason = reason
-
-    def __str__(self) -> str:
-        return printable(f"{self.where}: {self.reason}")
 
 
 class CheckpointError(RunError):

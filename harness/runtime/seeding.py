@@ -76,9 +76,8 @@ def instead_of(index: int, length: int) -> list[int]:
 
     They depend on nothing else, so every worker, rank and epoch tries the same samples.
     """
-    drawn = uniforms(0, 0, np.array([index]), 32, _INSTEAD)[0]
-    places: list[int] = (length * drawn).astype(np.int64).tolist()
-    return places
+    rng = SampleRng(0, 0, index, _INSTEAD)
+    return [rng.randrange(length) for _ in range(32)]
 
 
 @lru_cache(maxsize=64)

@@ -32,8 +32,9 @@ def make_loss(config: OptimConfig, weights: Tensor | None) -> Loss:
 
     def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         if weights is not None and labels.ndim == 1:
-            # with weights, torch divides the sum for labels by the batch's weights, so an image would
-            # count differently on other ranks; the mean for class probabilities is over images
+            # with weights, torch divides the sum for labels by the batch's weights, so an image
+            # would count differently on other ranks; the mean for class probabilities is over
+            # images
             labels = F.one_hot(labels, len(weights)).float()
         return F.cross_entropy(logits, labels, weights, label_smoothing=smoothing)
 
