@@ -103,10 +103,9 @@ class CheckpointWriter:
         config = state.config
         self._state = state
         self._order = order
-        # made once because it is slow
-        settings = to_plain(config)
         self._facts = {
-            "settings": settings,
+            # made once because it is slow
+            "settings": to_plain(config),
             "classes": [*classes],
             "ranks": state.world.size,
             "length": order.length,
@@ -253,13 +252,11 @@ def clear(folder: Path) -> None:
     """
     # leftovers are harmless; a later save deletes them
     with suppress(OSError):
-        orphans = list(folder.glob(".*.tmp"))
+        for path in folder.glob(".*.tmp"):
+            path.unlink()
         for path in folder.glob("step-*.pt"):
             if order(path) != UNNAMED and not path.with_suffix(".json").exists():
-                orphans.append(path)
-        for path in orphans:
-            if not path.is_dir():
-                path.unlink(missing_ok=True)
+                path.unlink()
 
 
 @contextmanager

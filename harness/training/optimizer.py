@@ -79,8 +79,8 @@ def _named(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
             f"optim.name={name}: needs a closure or sparse gradients, which this loop does not "
             "have; use optim.name=Adam"
         )
-    classes = [each for each in vars(torch.optim).values() if isinstance(each, type)]
-    by_name: dict[str, Any] = {each.__name__: each for each in classes if each is not Optimizer}
+    by_name: dict[str, Any] = dict(inspect.getmembers(torch.optim, inspect.isclass))
+    del by_name["Optimizer"]
     if name in by_name:
         takes = inspect.signature(by_name[name]).parameters
         if "weight_decay" not in takes and config.weight_decay:
@@ -326,8 +326,9 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
         warmup = 0
     after = step + ahead - warmup
     done = min(1.0, after / max(1.0, total - warmup))
-    left = 1 - done if linear else (1 + math.cos(math.pi * done)) / 2
-    return config.final_fraction + (1 - config.final_fraction) * left
+    if linear:
+        return config.final_fraction + (1 - config.final_fraction) * (1 - done)
+    return _cosine(1.0, config.final_fraction, done)
 
 
 def _cosine(start: float, end: float, done: float) -> float:

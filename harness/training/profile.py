@@ -48,25 +48,22 @@ class Trace:
             return
         if not self._made:
             with self._optional():
-                self._start()
+                activities = [ProfilerActivity.CPU]
+                if accelerator.count():
+                    activities.append(ProfilerActivity.CUDA)
+                else:
+                    # else it warns that there is no GPU
+                    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+                every_thread = _ExperimentalConfig(profile_all_threads=True)
+                profiler = profile(activities=activities, experimental_config=every_thread)
+                profiler.start()
+                self._profiler = profiler
+                spans.record(record_function)
         self._made.append(number)
         with spans.named(f"step {number}"):
             yield
         if number == self._last:
             self.close()
-
-    def _start(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if accelerator.count():
-            activities.append(ProfilerActivity.CUDA)
-        else:
-            # else it warns that there is no GPU
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        every_thread = _ExperimentalConfig(profile_all_threads=True)
-        profiler = profile(activities=activities, experimental_config=every_thread)
-        profiler.start()
-        self._profiler = profiler
-        spans.record(record_function)
 
     def close(self) -> None:
         """Stops recording and writes the trace; warns if none of the steps ran."""

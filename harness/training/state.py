@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +42,7 @@ class TrainState:
         stale: end-of-epoch evaluations since ``best_top1`` improved.
         steps_per_epoch: optimizer steps in a full epoch, used by the schedule.
         average: of the weights, if enabled.
-        frozen: names of parameters and buffers frozen for the first ``freeze_epochs``.
+        frozen: names of parameters and buffers frozen for the first ``optim.freeze_epochs``.
     """
 
     config: Config
@@ -61,7 +60,6 @@ class TrainState:
     steps_per_epoch: int = 1
     average: Average | None = None
     frozen: Collection[str] = ()
-    freeze_epochs: float = math.inf
 
     @property
     def evaluated(self) -> nn.Module:
@@ -205,5 +203,4 @@ def make_state(
             state.average = Average(network, optim.ema_decay)
     if optim.freeze is not None:
         state.frozen = frozen_names(network, optim.freeze, name)
-        state.freeze_epochs = optim.freeze_epochs or math.inf
     return state

@@ -111,7 +111,7 @@ class Step:
         state = self.state
         network = state.network
         network.train()
-        freezes = state.epoch < state.freeze_epochs
+        freezes = state.epoch < (self.config.optim.freeze_epochs or math.inf)
         changed = False
         for name in state.frozen:
             path, _, key = name.rpartition(".")
