@@ -1,4 +1,4 @@
-"""Adds activation checkpointing and synchronized batch norms to networks."""
+"""Adds activation checkpointing to networks."""
 
 from __future__ import annotations
 
@@ -7,28 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from ..config import ConfigError
-from ..runtime import accelerator
-
-
-def with_synced_norms(network: nn.Module, device: torch.device) -> nn.Module:
-    """Returns ``network`` with its batch norms replaced by ``torch.nn.SyncBatchNorm``.
-
-    Raises:
-        ConfigError: PyTorch does not support it on this device.
-    """
-    if accelerator.get(device).is_host:
-        raise ConfigError(
-            "trainer.sync_batch_norm=true: torch has synchronized batch norms for GPUs only; set "
-            "it to false"
-        )
-    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-    return synced
 
 
 def checkpoint_blocks(network: nn.Module) -> None:

@@ -11,9 +11,9 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -153,10 +153,14 @@ class CheckpointWriter:
         # one hangs.
         file = BytesIO() if at_once else self._file
         file.seek(0)
-        # "stop" is the end of this epoch's order over all ranks
-        # the file's digest makes PyTorch's slower checksums redundant
-        with _without_checksums():
+        # the file's digest makes PyTorch's slower checksums redundant, which torch 2.5 cannot omit
+        use_checksums = getattr(torch.serialization, "set_crc32_options", lambda _: None)
+        use_checksums(False)
+        try:
+            # "stop" is the end of this epoch's order over all ranks
             torch.save(state.to_dict({**self._facts, "stop": self._order.taken(state.epoch)}), file)
+        finally:
+            use_checksums(True)
         file.truncate()
         facts = state.step, state.epoch, top1, state.config.checkpoint.keep_last
         self._last = self._thread.submit(commit, self._folder, self._past, file, *facts)
@@ -257,14 +261,3 @@ def clear(folder: Path) -> None:
         for path in folder.glob("step-*.pt"):
             if order(path) != UNNAMED and not path.with_suffix(".json").exists():
                 path.unlink()
-
-
-@contextmanager
-def _without_checksums() -> Iterator[None]:
-    """Disables the checksums of torch.save, from PyTorch 2.6."""
-    switch = getattr(torch.serialization, "set_crc32_options", lambda _: None)
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)

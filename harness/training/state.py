@@ -11,16 +11,16 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..config import Config, Mode, Precision, train_sizes
+from ..config import Config, ConfigError, Mode, Precision, train_sizes
 from ..monitor.console import say
-from ..runtime import user_code
+from ..runtime import accelerator, user_code
 from ..runtime.distributed import World
 from ..runtime.errors import CheckpointError
 from ..runtime.files import from_json
 from ..runtime.seeding import random_state, restore_random_state
 from . import models
 from .average import Average
-from .blocks import checkpoint_blocks, with_synced_norms
+from .blocks import checkpoint_blocks
 from .checkpoint_read import COUNTS, Saved
 from .optimizer import Schedule, adopt, frozen_names, lr_factor, make_optimizer
 
@@ -144,7 +144,12 @@ def _placed_network(config: Config, num_classes: int, world: World, filled: bool
     if trainer.channels_last:
         network = network.to(memory_format=torch.channels_last)
     if trainer.sync_batch_norm and world.size > 1:
-        network = with_synced_norms(network, world.device)
+        if accelerator.get(world.device).is_host:
+            raise ConfigError(
+                "trainer.sync_batch_norm=true: torch has synchronized batch norms for GPUs only; "
+                "set it to false"
+            )
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     if trainer.checkpoint_blocks:
         checkpoint_blocks(network)
     if trainer.compile:

@@ -27,7 +27,7 @@ from harness.config import (
 from harness.feed.order import Order
 from harness.runtime.distributed import World
 from harness.training import models
-from harness.training.blocks import checkpoint_blocks, with_synced_norms
+from harness.training.blocks import checkpoint_blocks
 from harness.training.losses import make_loss
 from harness.training.optimizer import lr_factor, make_optimizer
 from harness.training.state import make_state
@@ -309,8 +309,9 @@ def test_recomputed_blocks_give_the_same_gradients() -> None:
 
 
 def test_synchronized_norms_need_a_gpu() -> None:
+    config = Config(trainer=TrainerConfig(sync_batch_norm=True))
     with pytest.raises(ConfigError, match=r"^trainer\.sync_batch_norm=true"):
-        with_synced_norms(nn.BatchNorm2d(2), torch.device("cpu"))
+        make_state(config, 2, World(0, 2, 0, 2, torch.device("cpu")), 10)
 
 
 @pytest.mark.slow
