@@ -23,6 +23,7 @@ from harness.config import (
     OptimConfig,
     ScheduleConfig,
     ScheduleName,
+    TrainerConfig,
 )
 from harness.feed.order import Order
 from harness.runtime.distributed import World
