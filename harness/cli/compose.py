@@ -99,10 +99,12 @@ def cli_overrides(chosen: HydraConf) -> tuple[str, ...]:
     First the flags for other config folders or files, then the overrides.
     """
     places = {source.provider: source.path for source in chosen.runtime.config_sources}
-    flags = {"path": places.get("main"), "name": chosen.job.config_name}
-    flags["dir"] = places.get("command-line")
-    usual = {"path": str(CONF), "name": "config", "dir": None}
-    others = [f"--config-{name}={flags[name]}" for name in flags if flags[name] != usual[name]]
+    flags = (
+        ("path", places.get("main"), str(CONF)),
+        ("name", chosen.job.config_name, "config"),
+        ("dir", places.get("command-line"), None),
+    )
+    others = [f"--config-{name}={value}" for name, value, usual in flags if value != usual]
     # as written: items of the list itself are resolved
     overrides: Any = OmegaConf.to_container(chosen.overrides.task)
     return (*others, *overrides)
@@ -195,25 +197,21 @@ Choices that set several values:
 """
 
 
-_SETTINGS = """
-All settings with their current values; add data=cifar10, for example, to see its changes.
-"""
-
-
 def help_text(config: Config) -> str:
     """Returns the text of ``--help``: the calls, the choices, all settings with their values."""
     lines = []
     for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
         values = choices(name)
         if name == "model":
-            values += [
-                "any torchvision classifier",
-                "timm/NAME",
-                "or model.name=my_module:build",
-            ]
+            values.append(
+                "any torchvision classifier, timm/NAME, or model.name=my_module:build"
+            )
         if len(values) > 1:
             lines.append(f"  {name}= {', '.join(values)}")
-    lines.append(_SETTINGS.rstrip())
+    lines.append(
+        "\nAll settings with their current values; add data=cifar10, for example, to see its "
+        "changes."
+    )
     for section, settings in groupby(
         walk(config), lambda leaf: leaf[0].rpartition(".")[0] or "run"
     ):
