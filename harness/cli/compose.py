@@ -203,9 +203,7 @@ def help_text(config: Config) -> str:
     for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
         values = choices(name)
         if name == "model":
-            values.append(
-                "any torchvision classifier, timm/NAME, or model.name=my_module:build"
-            )
+            values.append("any torchvision classifier, timm/NAME, or model.name=my_module:build")
         if len(values) > 1:
             lines.append(f"  {name}= {', '.join(values)}")
     lines.append(
