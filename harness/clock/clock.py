@@ -354,7 +354,7 @@ class StepClock:
                 except StopIteration:
                     self.end_epoch()
                     return
-                count = (images or _images_in)(batch)
+                count = (images or images_in)(batch)
                 with self.computing():
                     yield batch
                 self.step(count)
@@ -408,13 +408,22 @@ class StepClock:
         return whole.window(self._tells)
 
 
-def _images_in(batch: Any) -> int:
-    items = [*batch.values()] if isinstance(batch, dict) else batch
-    nested = isinstance(items, (tuple, list)) and items and hasattr(items[0], "__len__")
-    if not nested:
-        return len(items)
-    first = items[0]
+def images_in(batch: Any) -> int:
+    """Returns the number of images in a batch: the length of its first tensor or list of images.
+
+    1 for an object without a length.
+    """
+    if isinstance(batch, Mapping):
+        batch = [*batch.values()]
+    if not isinstance(batch, (tuple, list)):
+        return len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", 1) else 1
+    # numbers and texts are one per image
+    kinds = (tuple, list, Mapping)
+    parts = [part for part in batch if isinstance(part, kinds) or hasattr(part, "ndim")]
+    if not parts:
+        return len(batch)
+    first = parts[0]
     # a detector's images differ in size
     if isinstance(first, (tuple, list)) and getattr(next(iter(first), None), "ndim", 0) == 3:
         return len(first)
-    return _images_in(first)
+    return images_in(first)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ..clock.clock import StepClock
+from ..clock.clock import StepClock, images_in
 from ..feed.base import FeedSettings
 from ..runtime import accelerator
 from .workers import Meter
@@ -219,7 +219,7 @@ class LoopTracker:
         if loader.settings.persistent_workers is False and loader.passes and not own.last_s:
             loader.starts += 1
             loader.started_s += now_s - own.began_s
-        samples = _samples(batch)
+        samples = images_in(batch)
         if not loader.settings.batch_size:
             # the dataset makes its own batches
             loader.settings = replace(loader.settings, batch_size=samples)
@@ -298,10 +298,7 @@ class LoopTracker:
             self._stepped.clear()
         self.updates += not self._stepped
         self._stepped.add(id(optimizer))
-        if self.clock is None:
-            self._start(optimizer)
-        clock = self.clock
-        assert clock is not None
+        clock = self.clock or self._start(optimizer)
         for own in [each for each in self._undecided if each.graded]:
             own.told = own.loader.trains = True
             if self._main is None:
@@ -312,12 +309,12 @@ class LoopTracker:
             own.updates += 1
         clock.computed()
 
-    def _start(self, optimizer: Any) -> None:
-        """Makes the clock, once the weights are known."""
+    def _start(self, optimizer: Any) -> StepClock:
+        """Makes and returns the clock, once the weights are known."""
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
         device = next(weights).device
-        self.clock = StepClock(device)
-        self._now = self.clock.now
+        clock = self.clock = StepClock(device)
+        self._now = clock.now
         self.own = accelerator.get(device)
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized():
@@ -325,6 +322,7 @@ class LoopTracker:
             self.world_size = dist.get_world_size()
         self.on_start()
         self._closed_s = self._now()
+        return clock
 
     def backward(self) -> None:
         """Records that gradients are about to be computed."""
@@ -344,21 +342,18 @@ class LoopTracker:
     def copying(self, tensor: Tensor) -> Any:
         """Returns the start event for ``copied``, if a tensor may be copied to the device."""
         own = self.own
-        if not own.has_streams or own.holds(tensor):
+        if self.clock is None or not own.has_streams or own.holds(tensor):
             return None
-        start = self._event()
+        start = self.clock.event(own)
         start.record(own.stream())
         return start
 
-    def _event(self) -> Any:
-        own = self.own
-        return self.clock.event(own) if self.clock else own.event(timed=True)
-
     def copied(self, made: Tensor, start: Any) -> None:
         """Records a copy, unless the tensor stayed in place."""
-        end = self._event()
-        end.record(self.own.stream())
-        if self.clock and self.own.holds(made):
+        own = self.own
+        if self.clock and own.holds(made):
+            end = self.clock.event(own)
+            end.record(own.stream())
             self.clock.copied(start, end)
 
     def end(self, *, completed: bool) -> None:
@@ -459,20 +454,3 @@ def caller() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*inside, "<frozen")):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def _tensors(batch: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Yields the tensors in nested containers."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif depth and isinstance(batch, (Mapping, list, tuple)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part, depth - 1)
-
-
-def _samples(batch: Any) -> int:
-    """Returns the number of samples in a batch: the length of its first part."""
-    if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], (list, tuple)):
-        return len(batch[0])
-    first = next(_tensors(batch), None)
-    return len(first) if first is not None and first.ndim else 1

@@ -338,7 +338,7 @@ def test_a_fault_of_ours_ends_the_watching_alone(
     def fail(batch: Any) -> int:
         raise LookupError("a batch of a new kind")
 
-    monkeypatch.setattr(loops_module, "_samples", fail)
+    monkeypatch.setattr(loops_module, "images_in", fail)
     count = 0
     for _ in range(2):
         for batch in loader(time):
