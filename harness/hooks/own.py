@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -41,7 +40,7 @@ def watching(
         yield Session.running
         return
     place = None if out is None else Path(out)
-    session = Session(name or sys.argv[0], place, tensorboard, None, time.perf_counter())
+    session = Session(name or sys.argv[0], place, tensorboard)
     with session.watching():
         yield session
 
@@ -94,7 +93,7 @@ def _running() -> Session:
     """Returns the running session, or a new one."""
     if Session.running is not None:
         return Session.running
-    session = Session(sys.argv[0], None, True, None, time.perf_counter())
+    session = Session(sys.argv[0], None)
     session.tells_passes = True
     _until_exit.enter_context(session.watching())
     shell = "IPython" in sys.modules and sys.modules["IPython"].get_ipython()

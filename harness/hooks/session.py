@@ -166,7 +166,7 @@ class Session(LoopTracker):
         place: the folder for the report; None: ``outputs/<date>/<time>``.
         tensorboard: whether to write an event file.
         base: base of paths, even if the script changes folders; None: the current folder.
-        began_s: when the command began, on ``time.perf_counter``.
+        began_s: when the command began, on ``time.perf_counter``; None: now.
 
     Attributes:
         running: the session of this process, until it is finished.
@@ -178,9 +178,9 @@ class Session(LoopTracker):
         self,
         name: str,
         place: Path | None,
-        tensorboard: bool,
-        base: Path | None,
-        began_s: float,
+        tensorboard: bool = True,
+        base: Path | None = None,
+        began_s: float | None = None,
     ) -> None:
         super().__init__()
         Session.running = self
@@ -188,7 +188,7 @@ class Session(LoopTracker):
         self._base = base or Path.cwd()
         self._place = place and self._base / place
         self._tensorboard = tensorboard
-        self._course = GoodputTimer(began_s)
+        self._course = GoodputTimer(began_s or time.perf_counter())
         self._began = time.time()
         self._stack = ExitStack()
         self._writer: RunWriter | None = None
@@ -443,7 +443,7 @@ class _Started:
     def __call__(self, *args: Any) -> None:
         """Runs torch's function in the process."""
         name, place, tensorboard, base = self._args
-        with Session(name, place, tensorboard, base, time.perf_counter()).watching():
+        with Session(name, place, tensorboard, base).watching():
             _torchs_wrap(*args)
 
 

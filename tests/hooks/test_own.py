@@ -98,7 +98,7 @@ def test_progress_is_told_on_a_terminal(
     """A line each time, and nothing of the kind where nobody looks."""
     monkeypatch.setattr(session, "_TELL_S", 0.0)
     for tells in (True, False):
-        own = Session("train.py", tmp_path / str(tells), False, None, time.perf_counter())
+        own = Session("train.py", tmp_path / str(tells), False)
         own.tells, own.window_s = tells, 0.0
         with own.watching():
             train(DataLoader(torch.ones(40, 2), 4))  # type: ignore[arg-type]
