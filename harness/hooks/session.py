@@ -307,7 +307,11 @@ class Session(LoopTracker):
             return
         if self.rank:
             figures = RankFigures.of(self.rank, clock.total(), self.forward_ms)
-            _write_rank(_ranks(self._base), figures)
+            path = _ranks(self._base) / f"{self.rank}.json"
+            # the first rank's report then lacks it
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, json.dumps(asdict(figures)).encode())
             return
         if self._writer is None or self._place is None:
             # there is no folder for the report
@@ -368,8 +372,8 @@ class Session(LoopTracker):
         total = replace(clock.total(), pauses_s={"evaluate": self.evaluated_s})
         evidence = self._evidence(total)
         if self.world_size > 1:
-            others = _read_ranks(_ranks(self._base), self.world_size, self._began)
-            evidence = replace(evidence, ranks=(RankFigures.of(0, total, self.forward_ms), *others))
+            own = RankFigures.of(0, total, self.forward_ms)
+            evidence = replace(evidence, ranks=(own, *self._other_ranks()))
         verdict = judge(evidence)
         change = None
         expected: list[str] = []
@@ -396,6 +400,22 @@ class Session(LoopTracker):
             expected=expected,
             run={"name": self._place and self._place.name, "overrides": [self._name]},
         )
+
+    def _other_ranks(self) -> Iterator[RankFigures]:
+        """Yields the other ranks' figures, if they arrive in time."""
+        place = _ranks(self._base)
+        until_s = time.perf_counter() + _PATIENCE_S
+        for rank in range(1, self.world_size):
+            path = place / f"{rank}.json"
+            # an earlier job may have left one
+            while not path.exists() or path.stat().st_mtime < self._began:
+                if time.perf_counter() > until_s:
+                    return
+                time.sleep(0.05)
+            yield RankFigures(**read_json(path))
+            path.unlink()
+        with suppress(OSError):
+            place.rmdir()
 
     def _words(self, found: dict[str, Any]) -> Iterator[str]:
         """Yields the closing lines."""
@@ -458,26 +478,3 @@ def _ranks(base: Path) -> Path:
     """Returns the folder for the figures of this job's ranks."""
     job = "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return base / "outputs" / f".ranks-{job}"
-
-
-def _write_rank(place: Path, figures: RankFigures) -> None:
-    # the first rank's report then lacks it
-    with suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-        write_whole(place / f"{figures.rank}.json", json.dumps(asdict(figures)).encode())
-
-
-def _read_ranks(place: Path, world_size: int, since: float) -> Iterator[RankFigures]:
-    """Yields the other ranks' figures, if they arrive in time."""
-    until_s = time.perf_counter() + _PATIENCE_S
-    for rank in range(1, world_size):
-        path = place / f"{rank}.json"
-        # an earlier job may have left one
-        while not path.exists() or path.stat().st_mtime < since:
-            if time.perf_counter() > until_s:
-                return
-            time.sleep(0.05)
-        yield RankFigures(**read_json(path))
-        path.unlink()
-    with suppress(OSError):
-        place.rmdir()
