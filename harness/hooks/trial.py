@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -94,14 +95,12 @@ def _end_after(limit_s: float) -> None:
     """Ends this process by SIGTERM after ``limit_s`` seconds."""
 
     def end() -> None:
+        time.sleep(limit_s)
         os.kill(os.getpid(), signal.SIGTERM)
-        late = threading.Timer(_GRACE_S, os._exit, [1])
-        late.daemon = True
-        late.start()
+        time.sleep(_GRACE_S)
+        os._exit(1)
 
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _changing(told: Mapping[str, Any]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
