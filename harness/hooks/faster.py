@@ -101,9 +101,9 @@ def _transform(transform: Any) -> Any:
     """
     name = _inside(transform)
     if not name:
-        return _fast([*_steps(transform)])
+        return _fast(transform)
     found = copy.copy(transform)
-    setattr(found, name, _fast([*_steps(getattr(transform, name))]))
+    setattr(found, name, _fast(getattr(transform, name)))
     return found
 
 
@@ -314,15 +314,16 @@ class _Fast:
         return self.rest(out if to_float else Image.fromarray(out))
 
 
-def _fast(steps: Sequence[Any]) -> _Fast:
-    """Returns a transform that fuses the first ``steps`` and then applies the others.
+def _fast(transform: Any) -> _Fast:
+    """Returns a transform that fuses the first steps of ``transform`` and applies the others.
 
     Raises:
         ValueError: they begin otherwise.
     """
     found = None
-    first = [*steps[:1]] if isinstance(next(iter(steps), None), _TO_TENSOR) else []
-    match [*steps[len(first) :]]:
+    steps = [*_steps(transform)]
+    first = [step for step in steps[:1] if isinstance(step, _TO_TENSOR)]
+    match steps[len(first) :]:
         case [crop, *rest] if _cuts(crop):
             found = _Fast(_side(crop), _filter(crop), crop)
         case [
