@@ -24,13 +24,6 @@ if TYPE_CHECKING:
     from ..training.checkpoint_read import Saved
     from ..tuning.tuner import Tuned
 
-
-# settings that may name a user-defined function
-_PARTS = (
-    "model.name", "data.name", "optim.name", "optim.loss", "augment.own", "augment.own_batch",
-)  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """One run.
@@ -65,7 +58,7 @@ def check(config: Config) -> None:
     """
     _check_launcher(config.dist.name)
     schema.check_names(config)
-    for setting in _PARTS:
+    for setting in user_code.PARTS:
         user_code.check(setting, attrgetter(setting)(config))
     for name in config.callbacks:
         user_code.check("callbacks", name)

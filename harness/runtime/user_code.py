@@ -21,6 +21,10 @@ from .. import suggestions
 from ..config import ConfigError
 from .errors import RunError, is_out_of_memory, printable, words
 
+# settings that may name a user-defined function
+PARTS = (
+    "model.name", "data.name", "optim.name", "optim.loss", "augment.own", "augment.own_batch",
+)  # fmt: skip
 _PACKAGE = str(Path(__file__).parents[1])
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -537,14 +538,11 @@ def fingerprint(
     for room in ("data", "feed", "tuning"):
         for path in sorted((package / room).glob("*.py")):
             sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
-    augment, optim = config.augment, config.optim
-    names = (
-        config.data.name, config.model.name, augment.own, augment.own_batch, optim.name, optim.loss,
-    )  # fmt: skip
+    names = attrgetter(*user_code.PARTS)(config)
     return {
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
         "sources": sources.hexdigest(),
-        "own": [user_code.digest(name) for name in names if name and user_code.is_own(name)],
+        "own": [user_code.digest(name) for name in names if user_code.is_own(name)],
         "ranks": [world.size, world.local_size],
         "data": dict(data),
         "settings": settings,
