@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..training.checkpoint_read import Saved
     from ..tuning.tuner import Tuned
 
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One run.
