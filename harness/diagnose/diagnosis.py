@@ -24,13 +24,13 @@ from typing import Any
 import psutil
 
 from ..clock.figures import Ledger, Tag
-from ..clock.stages import SAMPLE, StageCost, StageMeter, StageTotals, total
+from ..clock.stages import SAMPLE, StageCost, StageTotals, total
 from ..config import Config, ConfigError, Precision
 from ..data import shrink
 from ..data.datasets import ImageDataset
 from ..data.decode import reader
 from ..data.storage import FileSource, Source, evenly_spaced, undivided
-from ..feed.base import Backend, FeedSettings
+from ..feed.base import FeedSettings
 from ..feed.feeds import Feeds
 from ..monitor.console import AddRow, aligned, live_table
 from ..monitor.host import Neighbours
@@ -70,24 +70,6 @@ _WHAT = {
     "P": "loader only, files already read",
     "F": "reading cold files",
 }
-
-
-class FirstReads(Feeds):
-    """Feeds whose probes read new samples, or while ``warm`` the last ones again.
-
-    Attributes:
-        warm: repeat the samples seen by the last probe.
-        meter: of the latest feed.
-    """
-
-    warm = False
-    meter: StageMeter | None = None
-
-    def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
-        """Returns an endless feed."""
-        feed = super().probe(settings, again=again or self.warm)
-        self.meter = feed.meter
-        return feed
 
 
 def files_of(source: Source) -> list[str]:
@@ -165,7 +147,6 @@ class Session:
     """
 
     lab: LoaderBenchmark
-    probes: FirstReads
     source: Source
     add_row: AddRow
     ends: float  # on ``now``
@@ -189,8 +170,8 @@ class Session:
                 "try other loader settings"
             )
         self._row("", loading.rate)
-        self.has_seen = self.lab.ranks.smallest(len(self.probes.cursor.seen)) > 0
-        stages = self.probes.meter.read() if self.probes.meter else None
+        self.has_seen = self.lab.ranks.smallest(len(self.lab.probes.cursor.seen)) > 0
+        stages = self.lab.meter.read() if self.lab.meter else None
         if not stages or not stages.samples:
             # no whole batch came: only times of single samples are known
             stages = StageTotals(1, cost.wall_s, {SAMPLE: StageCost(cost.wall_s, cost.cpu_s)})
@@ -242,18 +223,14 @@ class Session:
             # another round may take as long as this one
             if not trial.rate or self._left_s(self.now() - began) <= after_s:
                 break
-        found = {
-            name: (_middle([rate for rate, _ in rounds]), median(each for _, each in rounds))
-            for name, rounds in (("G", demands), ("A", steps))
-            if rounds
-        }
-        delivered, wait_fraction = found.get("A", (None, None))
-        self._row("G", found["G"][0])
+        demand, step_cpu_s = _middle(demands)
+        delivered, wait_fraction = _middle(steps) if steps else (None, None)
+        self._row("G", demand)
         remark = "" if settings.num_workers else "on images read before"
         self._row("A", delivered, remark, trial.refused)
         return {
-            "demand": found["G"][0],
-            "step_cpu_s": found["G"][1],
+            "demand": demand,
+            "step_cpu_s": step_cpu_s,
             "delivered": delivered,
             "wait_fraction": wait_fraction,
         }
@@ -285,7 +262,7 @@ class Session:
         if not self.has_seen:
             missing = _UNREAD
         elif self._left_s() > 2 * _LOADING_S + _START_S:
-            self.probes.warm = True
+            self.lab.warm = True
             trial = self._supply(settings)
             self._row("P", trial.rate, "warm", trial.refused)
             return trial if trial.rate else None
@@ -324,11 +301,13 @@ class Session:
         self.add_row((name, _WHAT[name], str(rate or "-"), missing or remark))
 
 
-def _middle(rates: list[Rate]) -> Rate:
-    """Returns the median rate, with its order-statistics interval; a single one as is."""
-    if len(rates) == 1:
-        return rates[0]
-    return Rate.typical([rate.images_per_s for rate in rates], [1.0] * len(rates))
+def _middle(rounds: list[tuple[Rate, float]]) -> tuple[Rate, float]:
+    """Returns the medians of rounds; the rate of a single round keeps its interval."""
+    rates, others = zip(*rounds, strict=True)
+    rate = rates[0]
+    if len(rates) > 1:
+        rate = Rate.typical([each.images_per_s for each in rates], 1.0)
+    return rate, median(others)
 
 
 # the rates are too uneven, or include other programs
@@ -562,7 +541,6 @@ def diagnose(
     verdict = judged(found, trainer=config.trainer, half_precision=half_precision)
     if verdict.kind == "decode":
         verdict.shares.shrinks = shrink.speedup(feeds.splits.train)
-    runs = {name: getattr(found, name) for name in _RUNS}
     diagnosis = {
         "bottleneck": verdict.kind,
         "ceiling": None if verdict.kind in _NO_CEILING else found.ceiling,
@@ -571,7 +549,7 @@ def diagnose(
         "sentence": stated(verdict).sentence,
         "command": command(config, overridden, verdict, feeds.world),
         "settings": found.settings,
-        "runs": {name: figure for name, figure in runs.items() if figure is not None},
+        "runs": {name: run for name in _RUNS if (run := getattr(found, name)) is not None},
         "stages": found.stages.rows(),
         "what_ifs": [
             {"change": change, "images_per_s": rate, "speedup": rate / found.got}
@@ -624,11 +602,11 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
         add_row = live_table(title, columns)
         size, notes = fitting_batch(feeds, trainee)
         loader = replace(config.loader, batch_size=size)
-        probes = FirstReads(feeds.splits, replace(config, loader=loader), world)
+        probes = Feeds(feeds.splits, replace(config, loader=loader), world)
         settings = world.agreed(probes.settings(limits))
         lab = LoaderBenchmark(probes, trainee, limits, world, batch=feeds.noise(size))
         # setup takes time, and runs may end late
-        session = Session(lab, probes, train.source, add_row, ends - 5.0, notes=notes)
+        session = Session(lab, train.source, add_row, ends - 5.0, notes=notes)
         runs = session.run(settings)
         trainer = config.trainer
         if (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from ..clock.stages import Work
+from ..clock.stages import StageMeter, Work
 from ..feed.base import PROCESSES, THREADS, Backend, FeedSettings, HostBatch
 from ..monitor.console import AddRow
 from ..runtime import accelerator, signals
@@ -136,6 +136,8 @@ class LoaderBenchmark:
         launch_s: the step's, as in ``StepRun``.
         trials: all settings measured or refused, in order.
         tell: called with a table row for each trial.
+        warm: whether loader-only trials repeat the samples that were seen.
+        meter: of the latest feed that was measured alone.
     """
 
     probes: Probes
@@ -148,6 +150,8 @@ class LoaderBenchmark:
     launch_s: float = 0.0
     trials: list[Trial] = field(default_factory=list)
     tell: AddRow = lambda row: None
+    warm: bool = False
+    meter: StageMeter | None = None
     cpu_now: Clock = time.process_time
 
     def attempt(self, settings: FeedSettings, kind: Kind, limit_s: float = 1.5) -> Trial:
@@ -377,6 +381,7 @@ class LoaderBenchmark:
                 agreed = self.ranks.smallest(float(is_over))
             if agreed < 0:
                 raise LoaderError("refused on another rank")
+            self.meter = feed.meter
             if feed.worker_pids:
                 with suppress(psutil.Error):
                     supply.worker_bytes = psutil.Process(feed.worker_pids[0]).memory_full_info().uss
@@ -391,7 +396,8 @@ class LoaderBenchmark:
         cursor = self.probes.cursor
         seen = len(cursor.seen)
         again = settings.num_workers == 0 and seen > 0
-        found = self.supplied(self.probes.probe(settings, again=again), limit_s, again * seen)
+        feed = self.probes.probe(settings, again=again or self.warm)
+        found = self.supplied(feed, limit_s, again * seen)
         # assumed until a worker has been measured
         self.worker_bytes = max(self.ranks.gathered(found.worker_bytes)) or self.worker_bytes
         if found.batches and not again:

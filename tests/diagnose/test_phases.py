@@ -18,11 +18,8 @@ import samples
 import torch
 
 from harness.clock.stages import StageMeter
-from harness.config import Config
-from harness.data import datasets
-from harness.diagnose.diagnosis import FirstReads, Session
+from harness.diagnose.diagnosis import Session
 from harness.feed.base import HostBatch
-from harness.feed.feeds import Feeds
 from harness.feed.order import Cursor
 from harness.runtime.distributed import World
 from harness.runtime.errors import LoaderError
@@ -57,6 +54,7 @@ class Rig:
             torch.zeros(10, 3, 4, 4, dtype=torch.uint8), torch.zeros(10), torch.arange(10)
         )
         self.meter, self.warm, self.cursor = StageMeter(("read",), 0), False, Cursor()
+        self.probes = self
 
     def spend(self, what: str) -> None:
         self.did.append(what)
@@ -100,7 +98,7 @@ class Rig:
         parts: Any = self
         nothing: Any = ()
         session = Session(
-            parts, parts, nothing, self.rows.append, 60.0, now=lambda: self.at, fetch=self.fetched
+            parts, nothing, self.rows.append, 60.0, now=lambda: self.at, fetch=self.fetched
         )
         settings = samples.settings(workers, batch_size=10)
         return session.run(dataclasses.replace(settings, pin_memory=pinned))
@@ -174,26 +172,6 @@ def test_without_workers_nothing_unread_is_read_in_this_process() -> None:
     ]
 
 
-def test_warm_probes_go_round_what_was_read(
-    composed: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While warm, and where the lab asks for it; any other probe reads samples of its own."""
-    asked: list[bool] = []
-
-    def probe(*_: object, again: bool) -> SimpleNamespace:
-        asked.append(again)
-        return SimpleNamespace(meter=None)
-
-    monkeypatch.setattr(Feeds, "probe", probe)
-    config = composed("data=fake", "data.image_size=8")
-    world = World(0, 1, 0, 1, torch.device("cpu"))
-    reads = FirstReads(datasets.load(config.data, config.augment, 0), config, world)
-    assert not reads.cursor.seen
-    for again, warm in ((False, False), (True, False), (False, True)):
-        reads.warm = warm
-        reads.probe(samples.settings(0, batch_size=10), again=again)
-    reads.cursor.saw(7)
-    assert asked == [False, True, True] and reads.cursor.seen
 
 
 class Meeting:

@@ -197,6 +197,15 @@ def test_arrays_are_probed_on_what_was_seen() -> None:
     assert [again for _, again in asked(own)] == [False, False, True]
 
 
+@pytest.mark.usefixtures("supply")
+def test_a_warm_lab_goes_round_what_was_read() -> None:
+    """While warm; any other trial of workers reads samples of its own."""
+    own = lab()
+    for own.warm in (False, True):
+        own.attempt(OWN, "supply")
+    assert [again for _, again in asked(own)] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
