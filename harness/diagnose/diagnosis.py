@@ -42,7 +42,6 @@ from ..runtime import accelerator
 from ..runtime.distributed import World, resume_command
 from ..runtime.errors import LoaderError
 from ..runtime.files import open_regular
-from ..runtime.folder import log
 from ..runtime.limits import Limits
 from ..tuning.lab import LoaderBenchmark
 from ..tuning.measures import Model, Rate, Trial
@@ -615,9 +614,7 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
             and accelerator.get(trainee.device).half_precision == "bf16"
         ):
             runs["in_bf16"] = session.in_bf16(trainee)
-    others = neighbours.look()
-    if others is not None:
-        log.warning("%s", neighbours.warning(others))
+    others = neighbours.warned()
 
     # including the time of a batch beyond its samples
     stages = runs["stages"]

@@ -7,7 +7,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,7 @@ import psutil
 from ..clock.figures import Tag
 from ..runtime import limits
 from ..runtime.errors import rounded
+from ..runtime.folder import log
 from ..runtime.gpus import nvml_sees_gpu
 from .device import Figures, Sensor
 from .tree import Tree
@@ -31,15 +32,9 @@ class HostSensor(Sensor):
     sample.
     """
 
-    def __init__(
-        self,
-        now: Callable[[], float] = time.monotonic,
-        root: Path = Path("/"),
-        cores: float | None = None,
-    ) -> None:
+    def __init__(self, root: Path = Path("/"), cores: float | None = None) -> None:
         """``cores`` are available to these processes; None: other programs are not measured."""
         super().__init__()
-        self._now = now
         self._cores = cores
         tree = Tree(proc=root / "proc")
         groups = limits.control_groups(root)
@@ -70,8 +65,11 @@ class HostSensor(Sensor):
         return found
 
     def _machine(self) -> Figures:
-        total, busy = machine_times()
-        return self._growth("share", total, busy), self._growth("busy", self._now(), busy)
+        times = psutil.cpu_times()
+        total = sum(times)
+        # waiting for I/O is not busy
+        busy = total - times.idle - getattr(times, "iowait", 0.0)
+        return self._growth("share", total, busy), self._growth("busy", time.monotonic(), busy)
 
     def _disks(self) -> Figures:
         counters = psutil.disk_io_counters()
@@ -82,7 +80,7 @@ class HostSensor(Sensor):
         own = [group / "memory.pressure" for group in groups if (group / "cgroup.type").exists()]
         # v1 groups have no pressure; at the run's own limit the machine's is the run's
         hits = [int(n) for group in groups for n in limits.words(group / "memory.failcnt")]
-        is_short = self._growth("limits", self._now(), sum(hits))
+        is_short = self._growth("limits", time.monotonic(), sum(hits))
         stalled = self._rates("memory", memory_stalled([*own, root / "proc/pressure/memory"]))
         return stalled if own or is_short else ()
 
@@ -92,7 +90,7 @@ class HostSensor(Sensor):
 
     def _rates(self, name: str, totals: Sequence[float] | None) -> list[float | None]:
         """Returns the growth of each total per second."""
-        now = self._now()
+        now = time.monotonic()
         return [self._growth((name, place), now, total) for place, total in enumerate(totals or ())]
 
     def _growth(self, name: Hashable, at: float, value: float) -> float | None:
@@ -205,26 +203,22 @@ def memory_stalled(paths: Sequence[Path]) -> tuple[float, ...]:
     return (int(said[4].removeprefix("total=")) / 1e6,) if said else ()
 
 
-def machine_times() -> tuple[float, float]:
-    """Returns total and busy core-seconds of the machine since boot.
-
-    Idle and I/O wait time is not busy.
-    """
-    times = psutil.cpu_times()
-    return sum(times), sum(times) - times.idle - getattr(times, "iowait", 0.0)
-
 
 def environment(device_name: str | None = None) -> dict[str, object]:
     """Returns versions and hardware, without names of hosts, users or folders."""
     import torch
 
+    named = None
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        named = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
     found: dict[str, object] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
         "device": device_name,
-        "cpu": cpu_model(),
+        "cpu": named[1] if named else platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": limits.measure().cores,
     }
@@ -237,14 +231,6 @@ def environment(device_name: str | None = None) -> dict[str, object]:
         found["driver"] = seen[0]
     return {name: value for name, value in found.items() if value is not None}
 
-
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the CPU name from Linux or else the platform."""
-    named = None
-    with suppress(OSError):
-        text = cpuinfo.read_text(errors="replace")
-        named = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
-    return named[1] if named else platform.machine()
 
 
 # twice the threshold of harm, because kernel threads working for the run count as others
@@ -271,13 +257,12 @@ def taken(sampled: Mapping[str, float]) -> float | None:
 class Neighbours:
     """Measures the load of other programs during a measurement."""
 
-    def __init__(self, cores: float | None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cores: float | None) -> None:
         """``cores`` are available; None, for example if ranks share the machine: unknown."""
         self._cores = cores
-        self._sensor = HostSensor(now, cores=cores)
-        self._now = now
+        self._sensor = HostSensor(cores=cores)
         self._sensor.sample()
-        self._looked_s = now()
+        self._looked_s = time.monotonic()
 
     def look(self) -> float | None:
         """Returns the cores that others used since the last call; None if that is harmless.
@@ -285,9 +270,9 @@ class Neighbours:
         Returns None within half a second of the last call.
         """
         # CPU time is counted in ticks of 10 ms
-        if self._now() - self._looked_s < 0.5:
+        if time.monotonic() - self._looked_s < 0.5:
             return None
-        self._looked_s = self._now()
+        self._looked_s = time.monotonic()
         sampled = self._sensor.sample()
         others = sampled.get(Tag.OTHERS_CPU_CORES, 0.0)
         # alternating measurements have no permanently waiting threads, so full CPUs suffice
@@ -296,9 +281,12 @@ class Neighbours:
             return others
         return taken(sampled)
 
-    def warning(self, others: float) -> str:
-        """Returns the warning for the user."""
-        return (
-            f"other programs used {rounded(others)} of {self._cores:g} cores during measurements, "
-            "so these numbers are unreliable"
-        )
+    def warned(self, advice: str = "") -> float | None:
+        """As ``look``; warns the user of other programs, with an ``advice``."""
+        others = self.look()
+        if others is not None:
+            log.warning(
+                f"other programs used {rounded(others)} of {self._cores:g} cores during "
+                f"measurements, so these numbers are unreliable{advice}"
+            )
+        return others

@@ -137,9 +137,7 @@ def tune(
             report = grid(lab, own, pins, config.budget_s or math.inf)
         else:
             report = AutoSearch(lab, own, config, images_left, begin).run()
-        others = neighbours.look()
-        if others is not None:
-            log.warning("%s; tune again after they end", neighbours.warning(others))
+        others = neighbours.warned("; tune again after they end")
     device.release()
     return replace(report, seconds=device.now() - begin, others_cores=others)
 

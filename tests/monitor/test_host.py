@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from harness.clock.figures import Tag
+from harness.monitor import host
 from harness.monitor.device import Figures, Sensor
 from harness.monitor.host import HostSensor, Sampler, environment
 
@@ -32,11 +33,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         psutil, "disk_io_counters", lambda: SimpleNamespace(read_bytes=state.read_bytes)
     )
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(used=7_000_000))
+    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: state.now))
     return state
 
 
 def source_of(machine: SimpleNamespace) -> HostSensor:
-    return HostSensor(now=lambda: machine.now, root=machine.root)
+    return HostSensor(machine.root)
 
 
 def test_rates_are_since_the_sample_before(machine: SimpleNamespace) -> None:
@@ -128,7 +130,7 @@ def test_others_take_what_is_busy_and_not_ours(
 ) -> None:
     """What is busy and not ours counts as far as other cores cannot hold it."""
     monkeypatch.setattr(psutil, "cpu_count", lambda: count)
-    sensor = HostSensor(lambda: machine.now, machine.root, cores)
+    sensor = HostSensor(machine.root, cores)
     found = {}
     for own_s in (0.0, 1.0):
         write_kernel(machine.root, own_s, 0, (0, 0), 0, ["", ""])
@@ -144,7 +146,7 @@ def test_what_others_take_is_not_known_without_what_is_ours(
 ) -> None:
     """Where processes can no longer be looked at, their work does not become others'."""
     monkeypatch.setattr(psutil, "cpu_count", lambda: 1)
-    sensor = HostSensor(lambda: machine.now, machine.root, 1.0)
+    sensor = HostSensor(machine.root, 1.0)
     known = []
     for seconds in (1.0, 2.0, 3.0):
         write_kernel(machine.root, seconds / 2, 0, (0, 0), 0, ["", ""])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from harness.clock.figures import Tag
@@ -56,5 +58,6 @@ def test_looks_are_some_time_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = iter([{}, sampled(1.6, 1.2, 0.4), sampled(0.0, 0.0, 0.4)])
     monkeypatch.setattr(host.HostSensor, "sample", lambda self: next(samples))
     times = iter([0.0, 0.4, 1.0, 1.0, 2.0, 2.0])
-    looked = Neighbours(2.0, lambda: next(times))
+    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    looked = Neighbours(2.0)
     assert [look(looked) for _ in range(3)] == [None, 1.6, None]
