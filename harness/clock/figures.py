@@ -267,15 +267,14 @@ class Ledger:
     exact. Bucket bounds grow by a constant factor (DDSketch; Masson, Rim and Lee, VLDB 2019).
 
     Attributes:
-        sums: numbers by name, in groups. ``run`` has host clock sums, and initially the arguments;
+        sums: numbers by name, in groups. ``run`` has host clock sums;
             ``device``, ``wait``, ``host`` and ``pause`` have seconds by part. Each time of a
             ``Window`` is also a group, with the number of values per bucket.
         longest: the largest value of each time, in milliseconds.
     """
 
-    def __init__(self, **run: float) -> None:
+    def __init__(self) -> None:
         self.sums: defaultdict[str, Sums] = defaultdict(partial(defaultdict, float))
-        self.sums["run"].update(run)
         self.longest: Sums = defaultdict(float)
 
     def count(self, name: str, seconds: float) -> None:

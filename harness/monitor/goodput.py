@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,15 +11,14 @@ from ..clock.figures import Window
 
 @dataclass(slots=True)
 class GoodputTimer:
-    """Wall time since ``began_s`` on the clock ``now``, by activity."""
+    """Wall time since ``began_s`` on ``time.perf_counter``, by activity."""
 
     began_s: float
-    now: Callable[[], float] = time.perf_counter
     _spent_s: dict[str, float] = field(default_factory=dict)
 
     def mark(self, name: str) -> None:
         """Book the time since the last mark, or since the start, under ``name``."""
-        unmarked_s = self.now() - self.began_s - sum(self._spent_s.values())
+        unmarked_s = time.perf_counter() - self.began_s - sum(self._spent_s.values())
         self._spent_s[name] = self._spent_s.get(name, 0.0) + unmarked_s
 
     def goodput(self, figures: Window) -> dict[str, Any] | None:
@@ -32,7 +30,7 @@ class GoodputTimer:
         time is unknown.
         """
         spent = {name: share * figures.elapsed_s for name, share in figures.shares.items()}
-        wall_s = self.now() - self.began_s
+        wall_s = time.perf_counter() - self.began_s
         if "compute" not in spent:
             return None
         busy_s = min(spent.pop("compute"), wall_s)

@@ -8,7 +8,7 @@ import math
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -49,7 +49,6 @@ class RunWriter:
         tensorboard: bool,
         resumed_step: int | None = None,
         wandb: WandbWriter | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
         self._resumed_step = resumed_step
@@ -57,8 +56,7 @@ class RunWriter:
         self._step = resumed_step or 0
         self._folder = folder
         self._wandb = wandb
-        self._now = now
-        self._began = now()
+        self._began = time.monotonic()
         # descriptors of append-only files
         self._open: dict[str, int] = {}
         # tags already logged at the resumed step
@@ -105,7 +103,8 @@ class RunWriter:
             flat = {tag: figure for tag, figure in flat.items() if tag not in self._there}
             if not flat:
                 return
-        line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **flat}
+        time_s = round(time.monotonic() - self._began, 3)
+        line = {"step": step, "epoch": epoch, "time_s": time_s, **flat}
         if not all(map(math.isfinite, flat.values())):
             line = plain(line)
         self._append(_METRICS, f"{json.dumps(line)}\n".encode())
@@ -199,7 +198,7 @@ class RunWriter:
                 time_s = from_json(float, values.get("time_s", 0.0))
                 if line.endswith(b"\n") and (step is None or found <= step):
                     kept.append(line)
-                    self._began = self._now() - time_s
+                    self._began = time.monotonic() - time_s
                     if found == step:
                         self._there.update(values)
         if (whole := b"".join(kept)) != data:

@@ -41,8 +41,6 @@ from .steps import StepBenchmark
 POLL_S = 0.05
 _BLOCKS = 10
 
-Clock = Callable[[], float]
-
 
 class Needs(NamedTuple):
     """The peak resource use of a feed.
@@ -152,7 +150,6 @@ class LoaderBenchmark:
     tell: AddRow = lambda row: None
     warm: bool = False
     meter: StageMeter | None = None
-    cpu_now: Clock = time.process_time
 
     def attempt(self, settings: FeedSettings, kind: Kind, limit_s: float = 1.5) -> Trial:
         """Returns the result of one measurement on the slowest rank.
@@ -228,7 +225,7 @@ class LoaderBenchmark:
         )
 
     @property
-    def now(self) -> Clock:
+    def now(self) -> Callable[[], float]:
         """The device's clock."""
         return accelerator.get(self.trainee.device).now
 
@@ -371,7 +368,7 @@ class LoaderBenchmark:
                     looked = self.now()
                     if feed.meter is None:
                         raise LoaderError("no shared memory for counting samples")
-                    supply.look(looked, self.cpu_now(), feed.meter.work())
+                    supply.look(looked, time.process_time(), feed.meter.work())
                     is_over = supply.is_known(limit_s) and (self.batch or supply.last) is not None
                 except Exception:
                     # notify all ranks before raising

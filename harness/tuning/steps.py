@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,6 @@ class StepBenchmark(ABC):
     Args:
         world: this rank.
         parts: steps per update.
-        now: the clock; None: the device's own.
 
     Raises:
         ConfigError: the device cannot report when it is busy.
@@ -46,9 +45,7 @@ class StepBenchmark(ABC):
 
     copies = False
 
-    def __init__(
-        self, world: World, parts: int = 1, now: Callable[[], float] | None = None
-    ) -> None:
+    def __init__(self, world: World, parts: int = 1) -> None:
         self.world = world
         self.device = world.device
         self._own = accelerator.get(world.device)
@@ -57,7 +54,7 @@ class StepBenchmark(ABC):
                 f"device={world.device}: steps on this type of device cannot be timed; set the "
                 "number of workers by hand"
             )
-        self._now = now or self._own.now
+        self._now = self._own.now
         # even without workers
         self.overlaps = self._own.has_events
         self._parts = parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -24,11 +24,10 @@ class TrainingBenchmark(StepBenchmark):
 
     Args:
         step: the run's own step.
-        now: the clock; None: the device's own.
     """
 
-    def __init__(self, step: Step, now: Callable[[], float] | None = None) -> None:
-        super().__init__(step.world, step.config.trainer.accumulate_steps, now)
+    def __init__(self, step: Step) -> None:
+        super().__init__(step.world, step.config.trainer.accumulate_steps)
         self._step = step
 
     @contextmanager

@@ -337,7 +337,6 @@ class OnlineTuner:
         cores: cores that this process may use.
         most: most threads to try.
         step: updates already done.
-        cpu_now: returns the CPU seconds of this process.
 
     Attributes:
         changes: all changes, in order.
@@ -350,7 +349,6 @@ class OnlineTuner:
         most: int,
         *,
         step: int = 0,
-        cpu_now: Callable[[], float] = time.process_time,
     ) -> None:
         settings = feeds[0].settings
         self.feeds = feeds
@@ -370,7 +368,6 @@ class OnlineTuner:
         self._next_rest = 30
         self._step = step
         self._step_cpu_s = 0.0
-        self._cpu_now = cpu_now
         self._begin()
 
     @property
@@ -387,7 +384,7 @@ class OnlineTuner:
         # seconds, stalled seconds, images, steps, windows that include more than steps
         self._sums = np.zeros(5)
         self._worked = self._work()
-        self._began_cpu_s = self._cpu_now()
+        self._began_cpu_s = time.process_time()
 
     def _work(self) -> StageTotals:
         meter = self.feeds[0].meter
@@ -409,7 +406,7 @@ class OnlineTuner:
             cpu_s = sum(cost.cpu_s for cost in worked.stages.values())
             if not mixed:
                 # the CPU time is only that of steps and threads
-                spent_s = self._cpu_now() - self._began_cpu_s
+                spent_s = time.process_time() - self._began_cpu_s
                 self._step_cpu_s = max(0.0, spent_s - cpu_s) / images
             wall_s = worked.busy_s / worked.samples
             cpu_s /= worked.samples
@@ -483,12 +480,12 @@ class OnlineTuner:
 
 
 class TuningCache:
-    """The stored result for one fingerprint, as a file in ``folder``, else in the cache."""
+    """The stored result for one fingerprint, as a file in the cache."""
 
-    def __init__(self, fingerprint: Mapping[str, Any], folder: Path | None = None) -> None:
+    def __init__(self, fingerprint: Mapping[str, Any]) -> None:
         self._key = json.dumps(fingerprint, sort_keys=True).encode()
         name = hashlib.sha256(self._key).hexdigest()
-        self.path = (folder or cache_root() / "tuning") / f"{name}.json"
+        self.path = cache_root() / "tuning" / f"{name}.json"
 
     def recall(self) -> Any:
         """Returns the stored result; None if there is none or it is over 30 days old."""

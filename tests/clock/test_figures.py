@@ -68,8 +68,10 @@ def test_an_empty_ledger_has_no_figures() -> None:
 
 def test_merged_ledgers_count_everything() -> None:
     """Sums add, quantiles are of all values, pauses add by name."""
-    one = Ledger(steps=1, images=8, elapsed_s=0.5)
-    two = Ledger(steps=3, images=24, elapsed_s=1.5)
+    one = Ledger()
+    one.sums["run"] |= {"steps": 1, "images": 8, "elapsed_s": 0.5}
+    two = Ledger()
+    two.sums["run"] |= {"steps": 3, "images": 24, "elapsed_s": 1.5}
     one.sums["pause"] |= {"evaluate": 1.0}
     two.sums["pause"] |= {"evaluate": 2.0, "checkpoint": 0.5}
     one.sums["device"] |= {"compute": 1.0}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from model_time import Hand, known
 
 from harness.clock.figures import Ledger, Window
+from harness.monitor import goodput
 from harness.monitor.goodput import GoodputTimer
 
 
@@ -16,10 +18,11 @@ def figures(**known: object) -> Window:
     return dataclasses.replace(Ledger().window(), **known)
 
 
-def test_busy_seconds_and_the_rest_make_up_the_wall_time() -> None:
+def test_busy_seconds_and_the_rest_make_up_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start, tuning, parts of the steps, first steps and pauses are named; the rest is other."""
     clock = Hand()
-    course = GoodputTimer(90.0, clock)
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(perf_counter=clock))
+    course = GoodputTimer(90.0)
     course.mark("start")
     clock.now = 106.0
     course.mark("tuning")
@@ -46,4 +49,4 @@ def test_busy_seconds_and_the_rest_make_up_the_wall_time() -> None:
 
 def test_there_is_none_where_the_device_time_is_not_known() -> None:
     """Without a share of computing nothing is claimed."""
-    assert GoodputTimer(0.0, Hand()).goodput(figures(shares={}, elapsed_s=5.0)) is None
+    assert GoodputTimer(0.0).goodput(figures(shares={}, elapsed_s=5.0)) is None

@@ -6,9 +6,11 @@ import json
 import logging
 import math
 import os
+import time
 import warnings
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,13 +38,20 @@ def events(folder: Path) -> Any:
     return read
 
 
+def at(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
+    """Has the writer's clock tell these times, one after the other."""
+    clock = SimpleNamespace(monotonic=iter(times).__next__, time=time.time)
+    monkeypatch.setattr("harness.monitor.writer.time", clock)
+
+
 def logged(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events(folder).Scalars(tag)]
 
 
-def test_scalars_reach_both_files(tmp_path: Path) -> None:
+def test_scalars_reach_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of JSON and an event hold the same tags; a spread is three; None is absent."""
-    with RunWriter(tmp_path, tensorboard=True, now=iter([5.0, 7.5]).__next__) as writer:
+    at(monkeypatch, 5.0, 7.5)
+    with RunWriter(tmp_path, tensorboard=True) as writer:
         writer.scalars(
             10,
             {Tag.LOSS: 0.5, "time/step_ms": Spread(1.0, 2.0, 3.0), Tag.GPU_POWER_W: None},
@@ -181,7 +190,8 @@ def test_text_reaches_the_text_page(tmp_path: Path) -> None:
 
 def test_the_report_is_plain_json(tmp_path: Path) -> None:
     """Dataclasses are objects without what is absent; NaN is null; enums are their names."""
-    ledger = Ledger(steps=2)
+    ledger = Ledger()
+    ledger.sums["run"]["steps"] = 2
     ledger.count("data_wait_ms", 0.002)
     with RunWriter(tmp_path, tensorboard=False) as writer:
         writer.report(
@@ -285,12 +295,14 @@ def test_an_odd_step_is_dropped_on_resuming(tmp_path: Path, step: str) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_a_resumed_step_is_not_logged_twice(tmp_path: Path) -> None:
+def test_a_resumed_step_is_not_logged_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the resumed step has logged stays; what it lacks is added; the time goes on."""
-    clock = iter([100.0, 107.0, 200.0, 203.0, 204.0, 205.0])
-    with RunWriter(tmp_path, tensorboard=True, now=lambda: next(clock)) as writer:
+    at(monkeypatch, 100.0, 107.0, 200.0, 203.0, 204.0, 205.0)
+    with RunWriter(tmp_path, tensorboard=True) as writer:
         writer.scalars(5, {Tag.LOSS: 0.5, Tag.VAL_TOP1: 0.25}, epoch=1)
-    with RunWriter(tmp_path, tensorboard=True, resumed_step=5, now=lambda: next(clock)) as writer:
+    with RunWriter(tmp_path, tensorboard=True, resumed_step=5) as writer:
         writer.scalars(5, {Tag.VAL_TOP1: 0.25}, epoch=1)
         writer.scalars(5, {Tag.VAL_TOP1: 0.25, Tag.VAL_LOSS: 1.0}, epoch=1)
     told = [{key: line[key] for key in line if key != "epoch"} for line in lines(tmp_path)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 from typing import Any
 
 import pytest
@@ -82,7 +83,9 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
         config=Config(),
     )
     window = clock.total()
-    with RunWriter(folder, tensorboard=False, now=lambda: 0.0) as writer:
+    still = SimpleNamespace(monotonic=lambda: 0.0)
+    at_once = mock.patch("harness.monitor.writer.time", still)
+    with at_once, RunWriter(folder, tensorboard=False) as writer:
         writer.scalars(40, by_tag(window), epoch=1)
         report = Reporter(
             (), None, 2.0, SimpleNamespace(cache=None, root="", fetched=None)

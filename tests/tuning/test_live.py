@@ -234,7 +234,8 @@ class Run:
             self.seconds += took_s
             self.feeds[0].work(160, period.wall_s, period.cpu_s)
             self.cpu_s[0] += 160 * (period.cpu_s + period.step_cpu_s) + extra_cpu_s
-            ledger = Ledger(
+            ledger = Ledger()
+            ledger.sums["run"].update(
                 steps=10,
                 images=160,
                 elapsed_s=took_s,
@@ -246,15 +247,15 @@ class Run:
 
 
 @pytest.fixture
-def run() -> Run:
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     feeds = (Feed(2), Feed(2))
     cpu_s = [0.0]
+    monkeypatch.setattr("time.process_time", lambda: cpu_s[0])
     live = OnlineTuner(
         cast("list[ThreadFeed]", feeds),
         CORES,
         MOST,
         step=100,
-        cpu_now=lambda: cpu_s[0],
     )
     return Run(feeds, live, cpu_s)
 
@@ -309,7 +310,7 @@ def test_threads_are_no_more_than_samples_in_the_making(run: Run) -> None:
     """Of small batches there are too few to share."""
     small = Feed(2)
     small.settings = replace(small.settings, batch_size=1)
-    live = OnlineTuner([cast(Any, small)], CORES, MOST, cpu_now=lambda: run.cpu_s[0])
+    live = OnlineTuner([cast(Any, small)], CORES, MOST)
     alone = Run((small, small), live, run.cpu_s)
     alone.windows(LATE, 40)
     assert small.settings.num_workers == 3

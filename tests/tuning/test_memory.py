@@ -28,8 +28,9 @@ DAY_S = 24 * 3600.0
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> TuningCache:
-    return TuningCache({"cores": 4, "ranks": (1, 1)}, tmp_path / "tuning")
+def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TuningCache:
+    monkeypatch.setenv("WELLFED_CACHE", str(tmp_path))
+    return TuningCache({"cores": 4, "ranks": (1, 1)})
 
 
 @pytest.fixture
@@ -39,25 +40,25 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_what_was_kept_is_recalled_by_runs_alike(one: TuningCache, tmp_path: Path) -> None:
+def test_what_was_kept_is_recalled_by_runs_alike(one: TuningCache) -> None:
     """Another run with the same fingerprint has the answer, whatever the order of its keys; another
     fingerprint has not.
     """
     one.keep({"num_workers": 3, "rates": [1.5, 2.5]})
-    assert TuningCache({"ranks": [1, 1], "cores": 4}, tmp_path / "tuning").recall() == {
+    assert TuningCache({"ranks": [1, 1], "cores": 4}).recall() == {
         "num_workers": 3,
         "rates": [1.5, 2.5],
     }
-    assert TuningCache({"ranks": [1, 1], "cores": 8}, tmp_path / "tuning").recall() is None
+    assert TuningCache({"ranks": [1, 1], "cores": 8}).recall() is None
 
 
-def test_an_answer_that_was_changed_is_none(one: TuningCache, tmp_path: Path) -> None:
+def test_an_answer_that_was_changed_is_none(one: TuningCache) -> None:
     """Although it reads well; and so is one of another run under this one's name."""
     one.keep({"num_workers": 3})
     kept = one.path.read_bytes()
     one.path.write_bytes(kept.replace(b" 3}", b" 4}"))
     assert one.recall() is None
-    other = TuningCache({"cores": 8}, tmp_path / "tuning")
+    other = TuningCache({"cores": 8})
     other.path.write_bytes(kept)
     assert other.recall() is None
 
@@ -114,11 +115,12 @@ def test_an_odd_file_gives_way_with_one_warning(
 
 
 def test_a_cache_that_cannot_be_used_is_one_warning(
-    tmp_path: Path, warnings: Callable[[], list[str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     """With a file where the folder should be, all goes on, without a memory."""
     (tmp_path / "file").write_text("")
-    lost = TuningCache({}, tmp_path / "file" / "tuning")
+    monkeypatch.setenv("WELLFED_CACHE", str(tmp_path / "file"))
+    lost = TuningCache({})
     assert lost.recall() is None
     lost.keep({"num_workers": 3})
     lost.forget()
@@ -129,7 +131,7 @@ def test_a_cache_that_cannot_be_used_is_one_warning(
 def test_the_memory_lies_in_the_users_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a folder of its own it is below the one that WELLFED_CACHE names."""
+    """It is below the folder that WELLFED_CACHE names."""
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path))
     TuningCache({}).keep({})
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "tuning"]

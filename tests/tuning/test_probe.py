@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import samples
@@ -153,10 +154,10 @@ def measure(
     world: Any = ranks or OneRank()
     lab = Timed(cast(Any, None), cast(Any, None), LIMITS, world)
     lab.feed = feed
-    lab.cpu_now = feed.cpu_now
     # of single samples, no batch of which comes
     lab.batch = cast(Any, "seen")
-    return lab.supplied(cast(Any, feed), limit_s, skip)
+    with mock.patch("time.process_time", feed.cpu_now):
+        return lab.supplied(cast(Any, feed), limit_s, skip)
 
 
 def test_samples_are_counted_in_the_workers() -> None:

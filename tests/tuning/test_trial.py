@@ -95,6 +95,13 @@ class TimedStep:
         pass
 
 
+def on_hand(step: Any, hand: Hand) -> TrainingBenchmark:
+    """Trials of ``step`` on a fake clock."""
+    trials = TrainingBenchmark(step)
+    trials._now = hand
+    return trials
+
+
 class Counting(nn.Module):
     """Counts its calls in a buffer that no checkpoint holds."""
 
@@ -224,7 +231,7 @@ def test_all_is_as_before(config: Config, before: int) -> None:
     train(step, config, before)
     # a norm that does not learn
     step.state.network[2].eval()
-    trials = TrainingBenchmark(step, now=Hand(0.02))
+    trials = on_hand(step, Hand(0.02))
     was = everything(step)
     where = addresses(step)
     with trials.preserved_state():
@@ -241,7 +248,7 @@ def test_all_is_as_before_after_an_error() -> None:
     step = make(config)
     train(step, config, 1)
     was = everything(step)
-    trials = TrainingBenchmark(step, now=Hand(0.02))
+    trials = on_hand(step, Hand(0.02))
     with pytest.raises(LoaderError, match="third"), trials.preserved_state():
         trials.deliver(Endless(batch(), broken_at(3)), 0, 9.0)
     assert everything(step) == was
@@ -251,7 +258,7 @@ def test_weights_stand_still() -> None:
     """In the block the learning rate is 0, so that no batch can make NaNs."""
     step = make(settled("adamw"))
     weights = [parameter.detach().clone() for parameter in step.state.network.parameters()]
-    trials = TrainingBenchmark(step, now=Hand(0.02))
+    trials = on_hand(step, Hand(0.02))
     with trials.preserved_state():
         try_out(trials)
         assert step.state.step > 5
@@ -269,7 +276,7 @@ def timed(
     config = settled(parts=parts)
     config.data.image_size = 8
     step = TimedStep(hand, seconds, config, world)
-    return TrainingBenchmark(step, now=hand), step, hand  # type: ignore[arg-type]
+    return on_hand(step, hand), step, hand
 
 
 @pytest.mark.parametrize(
@@ -332,7 +339,7 @@ def test_augmentation_is_part_of_a_trial() -> None:
     expected = next(step.batches([batch()]))[0]
     seen = []
     step.state.network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    trials = TrainingBenchmark(step, now=Hand(0.02))
+    trials = on_hand(step, Hand(0.02))
     with trials.preserved_state():
         trials.demand(batch(), 0.5)
         trials.deliver(Endless(batch()), 1, 0.5)
@@ -493,7 +500,7 @@ def test_gradients_that_were_there_come_back() -> None:
     step.read()
     was = everything(step)
     where = [parameter.grad for parameter in step.state.network.parameters()]
-    trials = TrainingBenchmark(step, now=Hand(0.02))
+    trials = on_hand(step, Hand(0.02))
     with trials.preserved_state():
         try_out(trials)
     assert everything(step) == was
