@@ -77,7 +77,6 @@ class Bar:
     description: str
     total: int | None
     unit: str
-    now: Callable[[], float]
     # seconds from the start to the next line; infinite: nothing is shown
     due_s: float = math.inf
     done: int = 0
@@ -87,7 +86,7 @@ class Bar:
     def advance(self, n: int = 1) -> None:
         """Add ``n`` finished units."""
         self.done += n
-        took_s = self.now() - self.began_s
+        took_s = time.monotonic() - self.began_s
         if took_s < self.due_s:
             return
         text = ", ".join(filter(None, (str(self), self._note)))
@@ -122,9 +121,7 @@ class Bar:
 
 
 @contextmanager
-def progress(
-    description: str, total: int | None, unit: str, *, now: Callable[[], float] = time.monotonic
-) -> Iterator[Bar]:
+def progress(description: str, total: int | None, unit: str) -> Iterator[Bar]:
     """Show the block's progress: a line that changes on a terminal, else a few lines.
 
     Lines appear after 5, 10, 20, 40 s and so on, and at the end; none for work under a second.
@@ -132,17 +129,17 @@ def progress(
     noun, or B for bytes, shown in millions.
     """
     global _busy
-    bar = Bar(description, total, unit, now)
+    bar = Bar(description, total, unit)
     if _quiet or _busy:
         yield bar
         return
     _busy = True
     live = draws(sys.stdout)
     bar.due_s = 0.1 if live else 5.0
-    bar.began_s = now()
+    bar.began_s = time.monotonic()
     try:
         yield bar
-        took_s = now() - bar.began_s
+        took_s = time.monotonic() - bar.began_s
         if not live and took_s >= 1:
             _print(f"{bar} in {took_s:.0f} s")
     finally:

@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from model_time import Hand
@@ -18,6 +19,14 @@ from harness.runtime.folder import LOGGER
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, LOGGER)
     return caplog
+
+
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    """The clock of progress."""
+    clock = Hand()
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
 def on_terminal(code: str) -> str:
@@ -66,7 +75,7 @@ def test_text_from_outside_is_only_text(
     """Neither markup nor control characters in a name have an effect."""
     console.say(text)
     assert console.aligned(["a"], [[text]]) == ["a", shown]
-    with console.progress(text, 3, "files", now=Hand()) as bar:
+    with console.progress(text, 3, "files") as bar:
         bar.advance()
     assert capsys.readouterr().out.splitlines() == [shown]
 
@@ -74,10 +83,12 @@ def test_text_from_outside_is_only_text(
 def test_markup_is_only_text_on_a_terminal_too() -> None:
     """On a terminal too no control character comes from outside."""
     seen = on_terminal(
-        "from itertools import count; from harness.monitor.console import say, progress\n"
+        "import time; from itertools import count\n"
+        "from harness.monitor.console import say, progress\n"
+        "time.monotonic = count().__next__\n"
         "text = '[red]x[/red] \\x1b[2J[/]'\n"
         "say(text); say(text)\n"
-        "with progress(text, 9, 'files', now=count().__next__) as bar:\n"
+        "with progress(text, 9, 'files') as bar:\n"
         "    bar.note(text); bar.advance(2)\n"
     )
     assert "\x1b[2J" not in seen
@@ -104,7 +115,7 @@ def test_other_ranks_are_silent_and_still_log(
         console.say("hello")
         console.live_table("live", ["b"])(["2"])
         logging.getLogger(LOGGER).warning("careful")
-        with console.progress("work", 10, "steps", now=Hand()) as bar:
+        with console.progress("work", 10, "steps") as bar:
             bar.advance(10)
     assert capsys.readouterr() == ("", "")
     assert [record.getMessage() for record in log.records] == ["hello", "live", "b", "2", "careful"]
@@ -116,10 +127,9 @@ def test_a_table_has_columns() -> None:
     assert lines == ["num_workers  images/s", "0            1200", "16           9"]
 
 
-def test_short_work_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str], hand: Hand) -> None:
     """Work of less than a second leaves no lines."""
-    hand = Hand()
-    with console.progress("quick", 100, "files", now=hand) as bar:
+    with console.progress("quick", 100, "files") as bar:
         for _ in range(100):
             hand.now += 0.009
             bar.advance(1)
@@ -143,11 +153,10 @@ def test_short_work_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_long_work_in_a_pipe_says_a_few_lines(
-    capsys: pytest.CaptureFixture[str], unit_s: float, expected: list[str]
+    capsys: pytest.CaptureFixture[str], hand: Hand, unit_s: float, expected: list[str]
 ) -> None:
     """A line after 5 s, then when the time has doubled; the last tells the end."""
-    hand = Hand()
-    with console.progress("unpacking", 100, "files", now=hand) as bar:
+    with console.progress("unpacking", 100, "files") as bar:
         for _ in range(100):
             hand.now += unit_s
             bar.advance(1)
@@ -155,10 +164,11 @@ def test_long_work_in_a_pipe_says_a_few_lines(
     assert [line.removeprefix("unpacking: ") for line in out] == expected
 
 
-def test_what_work_shows_so_far_stands_after_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_work_shows_so_far_stands_after_its_counts(
+    capsys: pytest.CaptureFixture[str], hand: Hand
+) -> None:
     """A window's loss and speed are printed once; the last line has the time that it took."""
-    hand = Hand()
-    with console.progress("epoch 1/5", 8, "steps", now=hand) as bar:
+    with console.progress("epoch 1/5", 8, "steps") as bar:
         for loss in (0.9, 0.8, 0.7, None, None, None, None, None):
             hand.now += 6
             bar.advance()
@@ -171,10 +181,9 @@ def test_what_work_shows_so_far_stands_after_its_counts(capsys: pytest.CaptureFi
     ]  # fmt: skip
 
 
-def test_a_bar_goes_over_items(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_goes_over_items(capsys: pytest.CaptureFixture[str], hand: Hand) -> None:
     """An item is done when the next one is asked for; what is not asked for is not done."""
-    hand = Hand()
-    with console.progress("evaluating", 3, "batches", now=hand) as bar:
+    with console.progress("evaluating", 3, "batches") as bar:
         for item in bar.over("abc"):
             hand.now += 2
             if item == "c":
@@ -214,10 +223,9 @@ def test_errors_have_a_colour_on_a_terminal_that_has_some(
     assert on_terminal(code).strip().startswith(shown)
 
 
-def test_bytes_of_unknown_total_are_millions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_of_unknown_total_are_millions(capsys: pytest.CaptureFixture[str], hand: Hand) -> None:
     """A download without a length still says how far it is."""
-    hand = Hand()
-    with console.progress("download", None, "B", now=hand) as bar:
+    with console.progress("download", None, "B") as bar:
         for _ in range(3):
             hand.now += 6.0
             bar.advance(1_500_000)
@@ -228,11 +236,10 @@ def test_bytes_of_unknown_total_are_millions(capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_progress_inside_progress_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_inside_progress_is_silent(capsys: pytest.CaptureFixture[str], hand: Hand) -> None:
     """One thing at a time is shown: the outer one, also after the inner one has ended."""
-    hand = Hand()
-    with console.progress("outer", 2, "parts", now=hand) as outer:
-        with console.progress("inner", 2, "files", now=hand) as inner:
+    with console.progress("outer", 2, "parts") as outer:
+        with console.progress("inner", 2, "files") as inner:
             hand.now += 10
             inner.advance(2)
         outer.advance(2)
@@ -242,14 +249,13 @@ def test_progress_inside_progress_is_silent(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
-def test_progress_ends_with_its_exception(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_ends_with_its_exception(capsys: pytest.CaptureFixture[str], hand: Hand) -> None:
     """Failed work does not say that it is done, and the next progress shows again."""
-    hand = Hand()
-    with contextlib.suppress(KeyError), console.progress("failing", 4, "files", now=hand) as bar:
+    with contextlib.suppress(KeyError), console.progress("failing", 4, "files") as bar:
         hand.now += 3
         bar.advance(1)
         raise KeyError
-    with console.progress("next", 4, "files", now=hand) as bar:
+    with console.progress("next", 4, "files") as bar:
         hand.now += 3
         bar.advance(4)
     assert capsys.readouterr().out.splitlines() == ["next: 4 of 4 files in 3 s"]
