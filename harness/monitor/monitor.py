@@ -51,14 +51,13 @@ def watched(
     monitor.timer.mark("start")
     with ExitStack() as stack:
         if world.is_main:
-            goes_on = resumed_step is not None
             wandb = config.watch.wandb is not Wandb.disabled
             monitor.writer = stack.enter_context(
                 RunWriter(
                     folder,
                     tensorboard=config.watch.tensorboard,
                     resumed_step=resumed_step,
-                    wandb=WandbWriter(folder, config, goes_on) if wandb else None,
+                    wandb=WandbWriter(folder, config, resumed_step is not None) if wandb else None,
                 )
             )
             looks = sampling(accelerator.get(world.device), world.local_size, config.watch.sample_s)

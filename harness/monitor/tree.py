@@ -127,11 +127,8 @@ class Tree:
         self._seen = there
 
     def _read(self, pid: int | str, name: str) -> bytes:
-        handle = os.open(f"{self._proc}/{pid}/{name}", os.O_RDONLY)
-        try:
-            return os.read(handle, 4096)
-        finally:
-            os.close(handle)
+        with open(f"{self._proc}/{pid}/{name}", "rb", buffering=0) as file:
+            return file.read(4096)
 
 
 def _after_name(stat: bytes) -> list[bytes]:
