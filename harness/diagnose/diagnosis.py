@@ -332,7 +332,7 @@ class Figures:
         copy_per_s: images/s of copies to a CUDA device, from the memory that the settings choose.
         notes: skipped runs with reasons, a sentence each.
         device: cpu, cuda or mps.
-        cores_from: source of the number of cores.
+        by_quota: whether a quota limits the cores.
         image_size: side of the crop in pixels.
         short_sides: of some stored images, in pixels.
         fits: why settings do not fit into this machine, or None.
@@ -353,7 +353,7 @@ class Figures:
     copy_per_s: float | None = None
     notes: Sequence[str] = ()
     device: str
-    cores_from: str
+    by_quota: bool
     image_size: int
     short_sides: Sequence[int]
     fits: Callable[[FeedSettings], str | None]
@@ -433,7 +433,7 @@ def judged(found: Figures, **network: Any) -> Verdict:
             stages=found.stages,
             settings=found.settings,
             cores=model.cores,
-            cores_from=found.cores_from,
+            by_quota=found.by_quota,
             device=found.device,
             sampled={Tag.CPU_CORES: (model.cost.cpu_s + model.step_cpu_s) * found.got},
             autotuned=False,
@@ -625,7 +625,7 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
         **runs,
         model=lab.model(runs["demand"].images_per_s, runs["step_cpu_s"], loading),
         device=accelerator.get(trainee.device).kind,
-        cores_from="quota" if limits.by_quota else "affinity",
+        by_quota=limits.by_quota,
         image_size=train.image_size,
         short_sides=short_sides(train.source),
         # smaller batches may have been measured

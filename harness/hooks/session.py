@@ -334,14 +334,6 @@ class Session(LoopTracker):
             "wellfed.watching():` around the loop"
         )
 
-    def _unfed(self) -> str:
-        gave = [f"; the one at {each.where} gave {each.batches} batches" for each in self.followed]
-        return (
-            f"Unknown. No DataLoader fed the {self.updates} steps{''.join(gave)}. Try: "
-            "`for batch in wellfed.watched(batches):`, or for a function "
-            "`batches = iter(wellfed.watched(iter(get_batch, None)))` and next(batches)"
-        )
-
     def _evidence(self, total: Window) -> Evidence:
         """Returns the measurements of the steps so far."""
         main = self.main
@@ -363,7 +355,13 @@ class Session(LoopTracker):
         """Returns ``verdict`` in the terms of the loop."""
         main = self.main
         if main is None:
-            return Statement("unknown", None, self._unfed())
+            others = [f"; the one at {it.where} gave {it.batches} batches" for it in self.followed]
+            text = (
+                f"Unknown. No DataLoader fed the {self.updates} steps{''.join(others)}. Try: "
+                "`for batch in wellfed.watched(batches):`, or for a function "
+                "`batches = iter(wellfed.watched(iter(get_batch, None)))` and next(batches)"
+            )
+            return Statement("unknown", None, text)
         return stated(verdict, partial(in_script, followed=main))
 
     def _report(self, clock: StepClock, status: str) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class Evidence:
         trainer: the trainer's settings.
         half_precision: the faster of bf16 and fp16 on the device; None if unknown.
         window_steps: steps per logged window.
-        cores_from: source of the number of cores.
+        by_quota: whether a quota limits the cores.
         most_workers: most workers that fit and are worth trying; default: max(8, 4 per core).
         others: cores used by other programs; None derives it from ``sampled``.
         ceiling: measured speedup if loading were free; None derives it from the stall.
@@ -197,7 +197,7 @@ class Evidence:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     half_precision: str | None = None
     window_steps: int = 10
-    cores_from: str = ""
+    by_quota: bool = False
     most_workers: int | None = None
     others: float | None = None
     ceiling: float | None = None

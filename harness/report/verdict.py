@@ -179,7 +179,7 @@ def explain_shortage(r: Evidence, kind: Bottleneck) -> Verdict | None:
         # a quota that throttles most periods also stops the run within reads
         waits = kind == "storage" and r.throttled < 0.5 and r.cost and r.cost.waits
         if not waits and kind not in ("copy", "rank", "unknown"):
-            full = r.others is None and r.cores_from.startswith("quota") and not r.has_room()
+            full = r.others is None and r.by_quota and not r.has_room()
             if r.throttled >= THROTTLED or (full and r.cost and r.cost.kind == kind):
                 return Verdict("quota", r)
             return None if r.others is None else Verdict("neighbours", r)

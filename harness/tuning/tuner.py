@@ -30,7 +30,6 @@ import numpy as np
 
 from ..clock.clock import StepClock
 from ..clock.figures import Window
-from ..clock.stages import StageTotals
 from ..config import Config, TunerConfig, TunerName, shown, train_sizes, walk
 from ..data.storage import cache_root
 from ..feed.base import Backend, FeedSettings
@@ -383,13 +382,8 @@ class OnlineTuner:
     def _begin(self) -> None:
         # seconds, stalled seconds, images, steps, windows that include more than steps
         self._sums = np.zeros(5)
-        self._worked = self._work()
+        self._worked = self.feeds[0].meter.read()
         self._began_cpu_s = time.process_time()
-
-    def _work(self) -> StageTotals:
-        meter = self.feeds[0].meter
-        assert meter is not None
-        return meter.read()
 
     def look(self, window: Window) -> None:
         """Adds a window of steps; judges once there are enough."""
@@ -401,7 +395,7 @@ class OnlineTuner:
         # too short to judge
         if seconds < 1.0 or steps < 8:
             return
-        worked = self._work().since(self._worked)
+        worked = self.feeds[0].meter.read().since(self._worked)
         if worked.samples and images:
             cpu_s = sum(cost.cpu_s for cost in worked.stages.values())
             if not mixed:
