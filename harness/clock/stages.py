@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,8 +93,7 @@ class StageCost(NamedTuple):
     cpu_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StageTotals:
+class StageTotals(NamedTuple):
     """The work of a feed's workers.
 
     Attributes:

@@ -32,8 +32,7 @@ THROTTLED = 0.25
 FED = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCost:
+class WorkerCost(NamedTuple):
     """The cost of a sample to the loader's workers, by kind.
 
     Attributes:

@@ -8,8 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -230,8 +229,7 @@ class StepBenchmark(ABC):
             signals.check()
 
 
-@dataclass(frozen=True, slots=True)
-class StepRun:
+class StepRun(NamedTuple):
     """Consecutive steps, or groups of them.
 
     Attributes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class TrainingBenchmark(StepBenchmark):
         run = super().demand(batch, limit_s)
         if self._step.config.loader.device_prefetch:
             # a separate thread loads while the host launches
-            run = replace(run, launch_s=0.0)
+            run = run._replace(launch_s=0.0)
         return run
 
     def repeated(self, batch: HostBatch) -> Batches:

@@ -289,7 +289,7 @@ def drawn(rng: random.Random) -> Evidence:
     )
     return Evidence(
         window=window,
-        stages=maybe(dataclasses.replace(totals(stages), samples=rng.choice([0, 1000]))),
+        stages=maybe(totals(stages)._replace(samples=rng.choice([0, 1000]))),
         settings=samples.settings(rng.choice([0, 1, 8, 64]), batch_size=rng.choice([1, 256])),
         cores=rng.choice([0.1, 2.0, 64.0]),
         device=rng.choice(["cpu", "cuda", "mps"]),

@@ -152,8 +152,8 @@ class Crowd(Machine):
     def period(self, threads: int, luck: float = 1.0) -> Period:
         alone = super().period(threads, luck)
         rate = min(self.demand, 1200 / (1 + 0.05 * threads))
-        return replace(
-            alone, images_per_s=rate, stall=1 - rate / self.demand, wall_s=threads / rate
+        return alone._replace(
+            images_per_s=rate, stall=1 - rate / self.demand, wall_s=threads / rate
         )
 
 
@@ -180,7 +180,7 @@ def test_a_hiccup_in_a_try_is_not_for_ever() -> None:
     live = policy(2, CORES, MOST)
     course(live, LATE, each=2)
     assert live.threads == 8 and live.settled == 2
-    assert after(live, replace(LATE.period(8), images_per_s=300.0)) == 2
+    assert after(live, LATE.period(8)._replace(images_per_s=300.0)) == 2
     assert course(live, LATE, each=40)[-1] == live.settled == 8
 
 
