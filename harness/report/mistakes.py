@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..config import Config
 from ..data.datasets import Splits
 from ..monitor.writer import RunWriter, plain
 from ..runtime.errors import BadSample, printable
@@ -35,15 +36,14 @@ _UNEVEN = 10
 def show(
     answers: PredictionLog,
     splits: Splits,
+    config: Config,
     writer: RunWriter,
     *,
     read: bool,
-    balanced: bool = False,
 ) -> None:
     """Writes ``classes.csv``, ``confusion.csv``, ``mistakes.json`` and TensorBoard's pictures.
 
-    If ``read``, misclassified images are read again, as the network saw them. ``balanced``: the run
-    corrects for class imbalance.
+    If ``read``, misclassified images are read again, as the network saw them.
     """
     names = [*map(printable, splits.classes)]
     kinds = answers.confused()
@@ -69,7 +69,7 @@ def show(
         grey = (255 - 255 * shares).astype(np.uint8)
         writer.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
     found = {
-        "counts": class_counts(splits, balanced),
+        "counts": class_counts(splits, config),
         "classes": classes,
         "kinds": kinds[:_MOST_KINDS].tolist(),
         "mistakes": _mistakes(answers, names, splits, writer, read),
@@ -113,7 +113,7 @@ def _mistakes(
     return rows
 
 
-def class_counts(splits: Splits, balanced: bool = False) -> str | None:
+def class_counts(splits: Splits, config: Config) -> str | None:
     """Returns a sentence on the training images per class, with a remedy for imbalance."""
     if splits.labels is None:
         return None
@@ -123,7 +123,7 @@ def class_counts(splits: Splits, balanced: bool = False) -> str | None:
     text = f"{len(counts)} classes with {number} training images each"
     if least * _UNEVEN <= most:
         text += ", very imbalanced"
-        if not balanced:
+        if not (config.data.balance or config.optim.class_weights):
             text += ". Try: data.balance=0.5, or optim.class_weights=balanced"
     return text
 

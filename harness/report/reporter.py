@@ -51,7 +51,7 @@ class Reporter:
     def reporting(self, engine: Engine) -> Iterator[None]:
         """Reports on ``engine`` at the end of the block, however it ends."""
         if engine.config.mode is Mode.train:
-            if told := mistakes.class_counts(self.splits, _balanced(engine)):
+            if told := mistakes.class_counts(self.splits, engine.config):
                 say(told)
             if engine.config.watch.tensorboard:
                 say(f"watch it: tensorboard --logdir {_root(engine.folder)}")
@@ -102,9 +102,7 @@ class Reporter:
         if engine.answers is not None:
             # an interrupted run reads no more images
             read = engine.status == "completed"
-            mistakes.show(
-                engine.answers, self.splits, writer, read=read, balanced=_balanced(engine)
-            )
+            mistakes.show(engine.answers, self.splits, engine.config, writer, read=read)
         write_report(engine.folder)
         if engine.status == "completed":
             self._close(engine, found)
@@ -257,7 +255,3 @@ def _root(folder: Path) -> str:
     if len(parts) > 1 and parts[0] in ("outputs", "multirun"):
         return parts[0]
     return shell_word(path)
-
-
-def _balanced(engine: Engine) -> bool:
-    return bool(engine.config.data.balance or engine.config.optim.class_weights)

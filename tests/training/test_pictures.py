@@ -16,7 +16,7 @@ from PIL import Image
 from samples import eval_transform
 from sklearn.metrics import precision_score, recall_score
 
-from harness.config import DataConfig
+from harness.config import Config, DataConfig
 from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.storage import ArraySource
 from harness.monitor.writer import RunWriter
@@ -59,9 +59,9 @@ def answers_of(splits: Splits, given: list[int]) -> PredictionLog:
 GIVEN = [1, 1, 2, 3, 4, 5, 1, 1, 2, 4, 4, 5]
 
 
-def shown(folder: Path, splits: Splits, **more: bool) -> dict[str, Any]:
+def shown(folder: Path, splits: Splits, *, read: bool = True) -> dict[str, Any]:
     with RunWriter(folder, tensorboard=False) as writer:
-        mistakes.show(answers_of(splits, GIVEN), splits, writer, **{"read": True, **more})
+        mistakes.show(answers_of(splits, GIVEN), splits, Config(), writer, read=read)
     found: dict[str, Any] = json.loads((folder / "mistakes.json").read_text())
     return found
 
@@ -138,21 +138,21 @@ def test_noise_has_no_pictures(tmp_path: Path) -> None:
     noise = FakeDataset(12, 8)
     fake = Splits(noise, noise, HOSTILE, "fake", "")
     with RunWriter(tmp_path, tensorboard=False) as writer:
-        mistakes.show(answers_of(splits_of(), GIVEN), fake, writer, read=True)
+        mistakes.show(answers_of(splits_of(), GIVEN), fake, Config(), writer, read=True)
     found = json.loads((tmp_path / "mistakes.json").read_text())
     assert found["mistakes"][0]["where"] == "sample 9" and "picture" not in found["mistakes"][0]
     assert found["counts"] is None and "train_images" not in found["classes"]
 
 
 @pytest.mark.parametrize(
-    ("images", "balanced", "tries"), [(9, False, False), (10, False, True), (10, True, False)]
+    ("images", "balance", "tries"), [(9, 0.0, False), (10, 0.0, True), (10, 0.5, False)]
 )
-def test_uneven_classes_are_reported(images: int, balanced: bool, tries: bool) -> None:
+def test_uneven_classes_are_reported(images: int, balance: float, tries: bool) -> None:
     """From ten times the images on, with the setting that helps unless it is set."""
     splits = splits_of(("a", "b"))
     source: Any = splits.train.source  # type: ignore[union-attr]
     source.labels = np.repeat([0, 1], (images, 1))
-    said = mistakes.class_counts(splits, balanced) or ""
+    said = mistakes.class_counts(splits, Config(data=DataConfig(balance=balance))) or ""
     assert f"1 to {images}" in said
     assert ("data.balance=0.5" in said) == tries
 
