@@ -177,15 +177,12 @@ def _source(name: str) -> bytes:
 
 def _report_ends(session: Any) -> None:
     """Makes SIGTERM write the report."""
-    own = os.getpid()
-
     def stop(number: int, frame: FrameType | None) -> None:
         if signal.getsignal(number) is not stop:
             # the script's own handler called this one, and decides
             session.interrupted = True
             return
-        if os.getpid() == own:
-            session.finish("interrupted")
+        session.finish("interrupted")
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -256,7 +256,6 @@ class Session(LoopTracker):
 
         Processes spawned by ``torch.multiprocessing`` are watched too.
         """
-        own = os.getpid()
         started = _spawn._wrap = _Started(self._name, self._place, self._tensorboard, self._base)
         status = "failed"
         try:
@@ -273,9 +272,7 @@ class Session(LoopTracker):
         finally:
             _spawn._wrap = _torchs_wrap
             self._has_children = started.is_sent
-            # a worker that the script forked may come here too
-            if os.getpid() == own:
-                self.finish("interrupted" if self.interrupted else status)
+            self.finish("interrupted" if self.interrupted else status)
 
     def verdict(self) -> Statement:
         """Returns the bottleneck of the steps so far, in the terms of the loop."""
@@ -285,7 +282,7 @@ class Session(LoopTracker):
         return self._stated(judge(self._evidence(clock.total())))
 
     def finish(self, status: str) -> None:
-        """Writes and prints the report; a second call does nothing."""
+        """Writes and prints the report; does nothing in a second call or a forked process."""
         if Session.running is not self:
             return
         Session.running = None
