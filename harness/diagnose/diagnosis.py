@@ -161,6 +161,7 @@ class Session:
             BadSample: a sample cannot be read.
             LoaderError: loading fails.
         """
+        lab = self.lab
         loading = self._supply(settings)
         cost = loading.cost
         if loading.rate is None or cost is None:
@@ -169,8 +170,8 @@ class Session:
                 "try other loader settings"
             )
         self._row("", loading.rate)
-        self.has_seen = self.lab.ranks.smallest(len(self.lab.probes.cursor.seen)) > 0
-        stages = self.lab.meter.read() if self.lab.meter else None
+        self.has_seen = lab.ranks.smallest(len(lab.probes.cursor.seen)) > 0
+        stages = lab.meter.read() if lab.meter else None
         if not stages or not stages.samples:
             # no whole batch came: only times of single samples are known
             stages = StageTotals(1, cost.wall_s, {SAMPLE: StageCost(cost.wall_s, cost.cpu_s)})
@@ -182,16 +183,17 @@ class Session:
             "warm": self._warm(settings),
             "fetch": self._cold(max(1, settings.num_workers)),
             "copy_per_s": None,
+            "notes": self.notes,
         }
         try:
             # from pageable and from pinned memory, on a CUDA device
-            seconds = self.lab.copies_s()
+            seconds = lab.copies_s()
         except RuntimeError as error:
             seconds = None
             self.notes.append(f"copies were not measured: {error}")
-        if self.lab.batch and seconds:
-            found["copy_per_s"] = len(self.lab.batch.labels) / seconds[settings.pin_memory]
-        return found | {"notes": self.notes}
+        if lab.batch and seconds:
+            found["copy_per_s"] = len(lab.batch.labels) / seconds[settings.pin_memory]
+        return found
 
     def in_bf16(self, trainee: TrainingBenchmark) -> Rate | None:
         """Returns G in bfloat16; None if no time is left."""

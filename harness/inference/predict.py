@@ -43,16 +43,16 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
         Interrupted: a signal arrived.
     """
     model, classes = network(saved, config)
-    root = os.path.expanduser(str(config.data.root))
-    if config.data.name == "table":
-        source: FileSource | ShardSource = TableSource(root, config.data, labelled=False)
-    elif config.data.name == "shards":
-        source = open_shards(root, config.data, labelled=False)
+    data = config.data
+    root = os.path.expanduser(str(data.root))
+    if data.name == "table":
+        source: FileSource | ShardSource = TableSource(root, data, labelled=False)
+    elif data.name == "shards":
+        source = open_shards(root, data, labelled=False)
     else:
         source = FolderSource(root, flat=True)
     if len({*world.gathered(source.digest())}) > 1:
-        raise DataError(f"data.root={config.data.root}: ranks see different files")
-    data = config.data
+        raise DataError(f"data.root={data.root}: ranks see different files")
     transform = as_evaluated(data)
     dataset = ImageDataset(
         source, transform, data, data.image_size, seed=0, skips=True, blanks=True
