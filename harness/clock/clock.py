@@ -419,10 +419,10 @@ def images_in(batch: Any) -> int:
         return len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", 1) else 1
     # numbers and texts are one per image
     kinds = (tuple, list, Mapping)
-    parts = [part for part in batch if isinstance(part, kinds) or hasattr(part, "ndim")]
-    if not parts:
+    parts = (part for part in batch if isinstance(part, kinds) or hasattr(part, "ndim"))
+    first = next(parts, None)
+    if first is None:
         return len(batch)
-    first = parts[0]
     # a detector's images differ in size
     if isinstance(first, (tuple, list)) and getattr(next(iter(first), None), "ndim", 0) == 3:
         return len(first)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -29,6 +28,7 @@ from ..clock.stages import (
     StageTimer,
     Stamps,
     cells,
+    received,
     shared_rows,
 )
 
@@ -79,8 +79,7 @@ class Meter:
         # torch assigns batches to workers in turn
         turn, slot = divmod(batch, self.workers)
         made_s = self.made[slot, turn % _KEPT].item()
-        now_s = time.perf_counter()
-        return Stamps(made_s, now_s, now_s)
+        return received(made_s)
 
 
 def stages_of(dataset: Any) -> tuple[str, ...]:
