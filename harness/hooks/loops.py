@@ -164,12 +164,11 @@ class LoopTracker:
         self._end_step()
         clock = self.clock
         own.told = own.loader.trains and torch.is_grad_enabled()
-        if own.told:
+        if clock and own.told:
             self._left(graded=False)
             if self._main and self._main.loader is own.loader:
                 # by break
                 self._ended(self._main)
-        if clock and own.told:
             if self._main is None:
                 clock.start_epoch()
             own.wait.enter_context(clock.waiting())
@@ -274,7 +273,6 @@ class LoopTracker:
         """Records the end of a pass."""
         clock = self.clock
         own.loader.passes += 1
-        own.loader.trains |= own.told and own.updates > 0
         if own in self._undecided:
             self._undecided.remove(own)
         if clock and own is self._main:
