@@ -177,6 +177,7 @@ def _source(name: str) -> bytes:
 
 def _report_ends(session: Any) -> None:
     """Makes SIGTERM write the report."""
+
     def stop(number: int, frame: FrameType | None) -> None:
         if signal.getsignal(number) is not stop:
             # the script's own handler called this one, and decides

@@ -203,7 +203,6 @@ def memory_stalled(paths: Sequence[Path]) -> tuple[float, ...]:
     return (int(said[4].removeprefix("total=")) / 1e6,) if said else ()
 
 
-
 def environment(device_name: str | None = None) -> dict[str, object]:
     """Returns versions and hardware, without names of hosts, users or folders."""
     import torch
@@ -230,7 +229,6 @@ def environment(device_name: str | None = None) -> dict[str, object]:
     if seen := nvml_sees_gpu():
         found["driver"] = seen[0]
     return {name: value for name, value in found.items() if value is not None}
-
 
 
 # twice the threshold of harm, because kernel threads working for the run count as others

@@ -172,8 +172,6 @@ def test_without_workers_nothing_unread_is_read_in_this_process() -> None:
     ]
 
 
-
-
 class Meeting:
     """Where two ranks, in a thread each, agree; that one of them does not come is an error in the
     other.

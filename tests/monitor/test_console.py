@@ -223,7 +223,9 @@ def test_errors_have_a_colour_on_a_terminal_that_has_some(
     assert on_terminal(code).strip().startswith(shown)
 
 
-def test_bytes_of_unknown_total_are_millions(capsys: pytest.CaptureFixture[str], hand: Hand) -> None:
+def test_bytes_of_unknown_total_are_millions(
+    capsys: pytest.CaptureFixture[str], hand: Hand
+) -> None:
     """A download without a length still says how far it is."""
     with console.progress("download", None, "B") as bar:
         for _ in range(3):

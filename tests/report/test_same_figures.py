@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
