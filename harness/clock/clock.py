@@ -416,7 +416,7 @@ def images_in(batch: Any) -> int:
     if isinstance(batch, Mapping):
         batch = [*batch.values()]
     if not isinstance(batch, (tuple, list)):
-        return len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", 1) else 1
+        return len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", True) else 1
     # numbers and texts are one per image
     kinds = (tuple, list, Mapping)
     parts = (part for part in batch if isinstance(part, kinds) or hasattr(part, "ndim"))

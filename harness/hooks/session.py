@@ -200,6 +200,7 @@ class Session(LoopTracker):
         self.interrupted = False
         # print progress every _TELL_S seconds
         self.tells = False
+        self._told = 0.0, ""
         self.on_first_update: Callable[[], None] | None = None
 
     def on_pass(self, clock: StepClock) -> None:

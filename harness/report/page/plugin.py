@@ -65,10 +65,13 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             # names are looked up, never used as paths
             return tell(found([])[query["name"]], query["name"], runs.BUCKETS)
 
+        def file(name: str) -> Callable[[Mapping[str, str]], str]:
+            return lambda query: document.asset(name)
+
         served = {"/runs": _app("application/json", every), "/run": _app("application/json", one)}
         for name in ("tab.js", document.STYLE, *document.SCRIPTS):
             kind = "text/css" if name == document.STYLE else "text/javascript"
-            served[f"/{name}"] = _app(kind, lambda query, name=name: document.asset(name))
+            served[f"/{name}"] = _app(kind, file(name))
         return served
 
 
