@@ -95,7 +95,7 @@ def setting(default: Any, text: str, limits: Mapping[str, float] = _ANY, **more:
     return field(default=default, metadata=metadata)
 
 
-@dataclass
+@dataclass(slots=True)
 class RunConfig:
     """The run's folder."""
 
@@ -106,7 +106,7 @@ class RunConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class GenerateConfig:
     """Generated data sets (data=shapes and data=fake only)."""
 
@@ -119,7 +119,7 @@ class GenerateConfig:
     seed: int = setting(0, "Seed of the generator; another seed is another data set.", _NATURAL)
 
 
-@dataclass
+@dataclass(slots=True)
 class ColumnsConfig:
     """Columns of data.table by name, or by number from 1 where the table has no header."""
 
@@ -135,7 +135,7 @@ class ColumnsConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class DataConfig:
     """The data set."""
 
@@ -296,7 +296,7 @@ class DataConfig:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 
 
-@dataclass
+@dataclass(slots=True)
 class AugmentConfig:
     """Augmentation of training images: a function of (seed, epoch, index) only."""
 
@@ -387,7 +387,7 @@ class AugmentConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class ValLoaderConfig:
     """Validation loader settings."""
 
@@ -410,7 +410,7 @@ class ValLoaderConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class LoaderConfig:
     """The data loader."""
 
@@ -485,7 +485,7 @@ class LoaderConfig:
     val: ValLoaderConfig = field(default_factory=ValLoaderConfig)
 
 
-@dataclass
+@dataclass(slots=True)
 class TunerConfig:
     """Loader tuning (loader.autotune=true)."""
 
@@ -512,7 +512,7 @@ class TunerConfig:
     fresh: bool = setting(False, "Ignore the stored tuning result of a similar run.")
 
 
-@dataclass
+@dataclass(slots=True)
 class ModelConfig:
     """The network."""
 
@@ -531,7 +531,7 @@ class ModelConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class OptimConfig:
     """The optimizer."""
 
@@ -612,7 +612,7 @@ class OptimConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class ScheduleConfig:
     """The learning rate over time."""
 
@@ -649,7 +649,7 @@ class ScheduleConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainerConfig:
     """The training loop."""
 
@@ -706,7 +706,7 @@ class TrainerConfig:
     deterministic: bool = setting(False, "Only deterministic kernels, and no cuDNN benchmark.")
 
 
-@dataclass
+@dataclass(slots=True)
 class CheckpointConfig:
     """Checkpoints."""
 
@@ -728,7 +728,7 @@ class CheckpointConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class WatchConfig:
     """Logging."""
 
@@ -750,7 +750,7 @@ class WatchConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class DistConfig:
     """Processes and devices."""
 
@@ -772,7 +772,7 @@ class DistConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class ProfileConfig:
     """torch.profiler."""
 
@@ -783,7 +783,7 @@ class ProfileConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class PredictConfig:
     """Output of mode=predict."""
 
@@ -794,7 +794,7 @@ class PredictConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class ExportConfig:
     """Output of mode=export."""
 
@@ -805,7 +805,7 @@ class ExportConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class Config:
     """A whole run."""
 
