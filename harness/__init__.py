@@ -2,7 +2,7 @@
 
 A run in the order of its data::
 
-    storage - decode - augment | order - load - pin - copy - normalise | step - evaluate - save
+    storage - decode - augment | order - load - pin - copy - normalize | step - evaluate - save
     '--------- data/ ---------'  '------------- feed/ -------------'    '----- training/ -----'
 
 ``docs/contributing/architecture.md`` lists the rooms, their files and the rooms that each may

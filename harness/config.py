@@ -480,7 +480,7 @@ class LoaderConfig:
     )
     start_method: StartMethod = setting(StartMethod.forkserver, "How worker processes start.")
     device_prefetch: bool = setting(
-        True, "Copy and normalise one batch ahead on a CUDA stream of its own."
+        True, "Copy and normalize one batch ahead on a CUDA stream of its own."
     )
     val: ValLoaderConfig = field(default_factory=ValLoaderConfig)
 

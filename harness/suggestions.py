@@ -93,8 +93,8 @@ def _meant(name: str) -> list[str]:
     if same:
         depth = min(path.count(".") for path in same)
         return [path for path in same if path.count(".") == depth][:3]
-    neighbours = [path for path in SETTINGS if path.rpartition(".")[0] == group]
-    for paths in (neighbours, SETTINGS):
+    neighbors = [path for path in SETTINGS if path.rpartition(".")[0] == group]
+    for paths in (neighbors, SETTINGS):
         by_last = {path.rpartition(".")[2]: path for path in paths}
         if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.7):
             return [by_last[near[0]]]

@@ -33,7 +33,7 @@ SAMPLE = ("data/", "feed/")
 TIME = ("watch/", "clock/", "monitor/", "report/", "training/reporter.py")
 # they read sensors or print, without a step's time; garbage collection runs at any time
 SENSORS = (
-    "host.py", "device.py", "tree.py", "neighbours.py", "console.py", "stages.py", "station.py",
+    "host.py", "device.py", "tree.py", "console.py", "stages.py", "station.py",
     "monitor.py",
 )  # fmt: skip
 READ = (

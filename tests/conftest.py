@@ -29,7 +29,7 @@ from samples import start_server
 from harness import config as schema
 from harness.cli.compose import register
 from harness.config import Config
-from harness.monitor.host import Neighbours
+from harness.monitor.host import Neighbors
 from harness.runtime import accelerator, signals
 from harness.training.checkpoint_write import StopAgreement
 from tests.fakecuda import items as fakecuda
@@ -89,9 +89,9 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tuning and diagnosis see no other programs on this machine."""
-    monkeypatch.setattr(Neighbours, "look", lambda self: None)
+    monkeypatch.setattr(Neighbors, "look", lambda self: None)
 
 
 @pytest.fixture(scope="session")

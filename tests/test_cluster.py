@@ -42,7 +42,7 @@ def trains(slurm: Slurm, job: str) -> None:
 
 @pytest.mark.parametrize("each_task", [False, True], ids=["torchrun", "tasks"])
 def test_a_job_that_is_stopped_resumes(slurm: Slurm, tmp_path: Path, each_task: bool) -> None:
-    """Signalled, requeued and pre-empted: the weights are those of a run that nothing stops."""
+    """Signaled, requeued and pre-empted: the weights are those of a run that nothing stops."""
     run = (*RUN, f"trainer.epochs={5 if each_task else 15}")
     whole = subprocess.Popen(
         [sys.executable, ROOT / "train.py", *run, "run.name=x"],

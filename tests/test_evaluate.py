@@ -30,7 +30,7 @@ SMALL = ("device=cpu", "data.image_size=32", "watch.tensorboard=false", "trainer
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three classes of noise around a grey, in three splits."""
+    """Three classes of noise around a gray, in three splits."""
     root = tmp_path_factory.mktemp("tree")
     rng = np.random.default_rng(0)
     for split, count in SIZES.items():
@@ -38,8 +38,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
             folder = root / split / name
             folder.mkdir(parents=True)
             for i in range(count):
-                grey = 90 + 30 * place + rng.normal(0, 40, (40, 44, 3))
-                Image.fromarray(grey.clip(0, 255).astype(np.uint8)).save(folder / f"{i:02}.png")
+                gray = 90 + 30 * place + rng.normal(0, 40, (40, 44, 3))
+                Image.fromarray(gray.clip(0, 255).astype(np.uint8)).save(folder / f"{i:02}.png")
     return root
 
 

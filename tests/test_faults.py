@@ -242,7 +242,7 @@ def test_a_png_without_its_end_has_its_pixels() -> None:
     assert (decode(data[:-12], OPTIONS) == decode(data, OPTIONS)).all()
 
 
-def test_a_grey_jpeg_has_three_equal_channels() -> None:
+def test_a_gray_jpeg_has_three_equal_channels() -> None:
     """Of one channel three are made."""
     pixels = decode(picture("L"), OPTIONS)
     assert (pixels == pixels[:, :, :1]).all() and pixels.std() > 10

@@ -119,7 +119,7 @@ def test_a_command_that_is_refused_ends_with_2(tmp_path: Path) -> None:
 
 
 def test_crops_of_all_sizes_show_the_same_parts(composed: Composed) -> None:
-    """A centre crop's shorter side grows with the size, whatever size came before."""
+    """A center crop's shorter side grows with the size, whatever size came before."""
     config = composed("data=digits", "augment=center", "data.eval_resize=40")
     images = datasets.load(config.data, config.augment, 0).train
     assert isinstance(images, datasets.ImageDataset)

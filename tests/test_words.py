@@ -20,6 +20,10 @@ PATTERNS = {
     "also or in addition": r"\b[Bb]esides\b",
     "due to": r"\b[Ff]or\s+want\s+of\b",
     "preloaded, or available": r"\bat\s+hand\b",
+    "US spelling": (
+        r"(?i)\b\w*(colour|neighbour|behaviour|favour|(normal|optim|util|initial|synchron)is[ei]"
+        r"|centre|grey|labell(ed|ing)|signalled)\w*"
+    ),
 }
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),

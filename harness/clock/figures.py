@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, Self
 _PROCESSORS = "CPU cores in use"
 _HELD_BACK = "Waiting for the system"
 _READS = "Reads by this run"
-_UTILIZATION = "GPU utilisation"
+_UTILIZATION = "GPU utilization"
 
 # steps by the host's clock: ``Window.step_ms`` without device times
 HOST_STEP = "host_step_ms"

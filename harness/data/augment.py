@@ -40,13 +40,13 @@ _TRIES = 10
 Op = IntEnum(
     "Op",
     "Identity ShearX ShearY TranslateX TranslateY Rotate Brightness Color Contrast Sharpness "
-    "Posterize Solarize AutoContrast Equalize Grey Blur",
+    "Posterize Solarize AutoContrast Equalize Gray Blur",
     start=0,
 )
 # the first operation of each group that runs together, and the end of the last group
 _GROUPS = (
     Op.ShearX, Op.Brightness, Op.Sharpness, Op.Posterize, Op.Solarize, Op.AutoContrast, Op.Equalize,
-    Op.Grey, Op.Blur, len(Op),
+    Op.Gray, Op.Blur, len(Op),
 )  # fmt: skip
 # largest shear, shift (fraction of the side, and pixels), angle, color change, bits dropped
 _NARROW = 0.3, 150 / 331, 0, 30, 0.9, 4
@@ -224,7 +224,7 @@ class Policy:
         self._same_for_all = {
             Op.AutoContrast: functional.autocontrast,
             Op.Equalize: functional.equalize,
-            Op.Grey: partial(functional.rgb_to_grayscale, num_output_channels=3),
+            Op.Gray: partial(functional.rgb_to_grayscale, num_output_channels=3),
         }
 
     @classmethod
@@ -239,7 +239,7 @@ class Policy:
             case Policies.trivial:
                 return cls([f"{op} 10 {bin}" for op in every for bin in range(_BINS)], _BINS, _WIDE)
             case Policies.three:
-                return cls(["Solarize 10 5", "Grey 10 0", "Blur 10 -1"], 11)
+                return cls(["Solarize 10 5", "Gray 10 0", "Blur 10 -1"], 11)
             case Policies.auto:
                 return cls(_IMAGENET, 10)
         times = augment.rand_augment or 2 * (augment.auto is Policies.rand)
@@ -345,9 +345,9 @@ def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
     pixels = images.float()
     red, green, blue = pixels.split(1, dim=1)
     luma = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
-    grey = torch.where(even, luma.mean((2, 3), keepdim=True), luma)
+    gray = torch.where(even, luma.mean((2, 3), keepdim=True), luma)
     own, rest = shares.view(2, -1, 1, 1, 1)
-    return pixels.mul_(own).addcmul_(grey, rest).clamp_(0, 255).to(torch.uint8)
+    return pixels.mul_(own).addcmul_(gray, rest).clamp_(0, 255).to(torch.uint8)
 
 
 def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
@@ -384,7 +384,7 @@ def adjust_sharpness(images: Tensor, factors: np.ndarray) -> Tensor:
 def affine(images: Tensor, matrices: np.ndarray) -> Tensor:
     """Applies ``matrices``, float32 ``[N, 2, 3]``, with nearest interpolation and black fill.
 
-    Matrices act on pixel coordinates (x, y, 1) whose origin is the image's centre. The arithmetic
+    Matrices act on pixel coordinates (x, y, 1) whose origin is the image's center. The arithmetic
     matches torchvision to the last bit, because ties between two pixels would round differently
     otherwise.
     """

@@ -53,7 +53,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _LOSS = re.compile(
     r"premature end|bad \w+ code|of RST|progression|marker 0x(c4|d[0-8a])", re.IGNORECASE
 )
-_USUAL_COLOURS = ("Gray", "YCbCr", "RGB")
+_USUAL_COLORS = ("Gray", "YCbCr", "RGB")
 # arithmetic coding never warns of a bad code; leftover bytes are pixels
 _ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 
@@ -181,7 +181,7 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
         return None
     try:
         # checked first, because decoding allocates whatever size the header claims
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
         if width * height > max_pixels:
             return None
         # Each scan visits all pixels, even a scan of ten bytes; libjpeg writes 10 scans for RGB, 18
@@ -200,7 +200,7 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
             raise DecodeError(f"truncated or corrupt JPEG ({error})") from error
         return None
     # Decoding showed that the data is complete. Pillow converts other color spaces differently.
-    return pixels if colours in _USUAL_COLOURS else None
+    return pixels if colors in _USUAL_COLORS else None
 
 
 def jpeg_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
@@ -208,8 +208,8 @@ def jpeg_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
     if simplejpeg is None:
         return None
     with suppress(ValueError, KeyError, RuntimeError):
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-        if colours in _USUAL_COLOURS and width * height <= max_pixels:
+        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+        if colors in _USUAL_COLORS and width * height <= max_pixels:
             return width, height
     return None
 
@@ -316,10 +316,10 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
         if not (values.min() >= 0 and values.max() <= white):
             raise ValueError(f"pixels of mode {image.mode} outside 0..{white:g}")
         # float32 rounds the same and takes half the memory
-        grey = np.rint(values * np.float32(255.0 / white)).astype(np.uint8)
+        gray = np.rint(values * np.float32(255.0 / white)).astype(np.uint8)
         if tags.get(PHOTOMETRIC_INTERPRETATION) == 0:
-            grey = 255 - grey
-        rgb = Image.fromarray(grey).convert("RGB")
+            gray = 255 - gray
+        rgb = Image.fromarray(gray).convert("RGB")
         clear = image.info.get("transparency")
         if clear is not None:
             rgb.paste(background, mask=Image.fromarray(values == clear))

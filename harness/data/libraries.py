@@ -25,11 +25,11 @@ _BYTES = ctypes.c_char_p
 _Box = tuple[int, int, int, int]
 
 # turbojpeg.h: parameters of tj3Get and tj3Set
-_STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS, _PROGRESSIVE = 0, 4, 5, 6, 8, 12
+_STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _COLORS, _PROGRESSIVE = 0, 4, 5, 6, 8, 12
 # block width and height by subsampling, from 4:4:4 to 4:1:1
 _BLOCKS = ((8, 8), (16, 8), (16, 16), (8, 8), (8, 16), (32, 8))
 # gray and YCbCr; other color spaces are decoded differently
-_USUAL_COLOURS = (1, 2)
+_USUAL_COLORS = (1, 2)
 # below this many pixels a part takes as long as the whole
 _LEAST_PIXELS = 60_000
 # spng.h: format RGB8; converts gray and palettes
@@ -117,18 +117,18 @@ def decode_jpeg_part(
     try:
         turbo.Set(handle, _STOP_ON_WARNING, 1)
         bad = turbo.DecompressHeader(handle, data, len(data))
-        width, height, subsampling, colours, progressive = (
+        width, height, subsampling, colors, progressive = (
             turbo.Get(handle, asked)
-            for asked in (_WIDTH, _HEIGHT, _SUBSAMPLING, _COLOURS, _PROGRESSIVE)
+            for asked in (_WIDTH, _HEIGHT, _SUBSAMPLING, _COLORS, _PROGRESSIVE)
         )
-        usual = colours in _USUAL_COLOURS and 0 <= subsampling < len(_BLOCKS)
+        usual = colors in _USUAL_COLORS and 0 <= subsampling < len(_BLOCKS)
         if bad or not usual or progressive or width * height < _LEAST_PIXELS:
             return None
         left, top, part_width, part_height = choose(width, height)
         across, down = _BLOCKS[subsampling]
         # the next color to the left and right; the library decodes those above and below
-        colour = across // 8
-        x, end_x = _blocks_around(left - colour, left + part_width + colour, across, width)
+        color = across // 8
+        x, end_x = _blocks_around(left - color, left + part_width + color, across, width)
         y, end_y = _blocks_around(top, top + part_height, down, height)
         pixels = np.empty((end_y - y, end_x - x, 3), np.uint8)
         region = _Region(x, y, end_x - x, end_y - y)

@@ -170,8 +170,8 @@ def draw(label: int, classes: int, width: int, height: int, rng: np.random.Gener
     angles = rng.uniform(-0.6, 0.6) + np.arange(2 * corners) * np.pi / corners
     radius = side * rng.uniform(0.25, 0.42)
     radii = radius * np.resize([1, notch], 2 * corners)
-    centre = rng.uniform(0.8 * radius, size - 0.8 * radius)
-    points = centre + (radii * (np.sin(angles), -np.cos(angles))).T
+    center = rng.uniform(0.8 * radius, size - 0.8 * radius)
+    points = center + (radii * (np.sin(angles), -np.cos(angles))).T
 
     figures = Image.new("L", (width, height))
     ImageDraw.Draw(figures).polygon(points.ravel().tolist(), fill=1)

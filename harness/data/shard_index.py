@@ -41,11 +41,11 @@ _FORMAT = 1
 _Columns = tuple[list[Any], Sequence[str]]
 
 
-def open_shards(root: str, data: DataConfig, labelled: bool = True) -> ShardSource:
+def open_shards(root: str, data: DataConfig, labeled: bool = True) -> ShardSource:
     """Returns all samples of the shards below ``root`` that ``data`` chooses.
 
     Their index is remembered until a shard changes, by its size and tag. Without labels,
-    ``labelled=False``, every image belongs to one class, which has no name.
+    ``labeled=False``, every image belongs to one class, which has no name.
 
     Raises:
         ConfigError: a pattern names no shard.
@@ -64,14 +64,14 @@ def open_shards(root: str, data: DataConfig, labelled: bool = True) -> ShardSour
             raise DataError(f"{store.root}/{INFO}: {error}; fetch it again") from error
         parts = _parts(store.root, names, data, info)
         states = {name: store.state(name) for name in parts}
-        key = repr((_FORMAT, store.root, labelled, parts, states, beside)).encode()
+        key = repr((_FORMAT, store.root, labeled, parts, states, beside)).encode()
         kept = cache_root() / "index" / hashlib.sha256(key).hexdigest()[:32]
         content = read_kept(kept, key)
         if content is None:
             sizes = {name: size for name, (size, _) in states.items()}
             ready = _ready(read[INDEX], sizes) if INDEX in read else None
-            columns, classes = ready or indexed(store, sizes, info.get("classes"), labelled)
-            if not labelled:
+            columns, classes = ready or indexed(store, sizes, info.get("classes"), labeled)
+            if not labeled:
                 columns[3], classes = np.zeros_like(columns[3]), [""]
             content = _content(columns, classes, parts, [*states.values()])
             write_kept(kept, key, content)
@@ -161,7 +161,7 @@ def _ready(content: bytes, sizes: dict[str, int]) -> _Columns | None:
 
 
 def indexed(
-    store: Store, sizes: dict[str, int], given: list[str] | None, labelled: bool
+    store: Store, sizes: dict[str, int], given: list[str] | None, labeled: bool
 ) -> _Columns:
     """Returns the samples by the shards' headers, in the folder's order."""
     rows: list[tuple[bytes, int, int, int, int]] = []
@@ -181,7 +181,7 @@ def indexed(
     rows.sort()
     names, shard, offset, length, told = zip(*rows, strict=True)
     labels, classes = np.zeros(len(rows), np.int32), [""]
-    if labelled:
+    if labeled:
         try:
             labels, classes = labels_of(names, told, given)
         except TarError as error:

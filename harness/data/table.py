@@ -73,7 +73,7 @@ class TableSource(FileSource):
     """The images below ``root`` listed in the table ``data.table``, by class and path.
 
     The listing is cached (``Index``) until the table or a folder of its images changes. With
-    ``labelled=False``, every image belongs to one unnamed class.
+    ``labeled=False``, every image belongs to one unnamed class.
 
     Raises:
         ConfigError: there is no such table or column, or no column has a known name.
@@ -86,13 +86,13 @@ class TableSource(FileSource):
         "without it"
     )
 
-    def __init__(self, root: str, data: DataConfig, labelled: bool = True) -> None:
+    def __init__(self, root: str, data: DataConfig, labeled: bool = True) -> None:
         root = os.path.abspath(os.path.expanduser(root))
         check_folder(root)
-        table = _Table(root, data, labelled)
+        table = _Table(root, data, labeled)
         self.origin = table.path
         self.key = table.header[table.places["image"]]
-        asked = "table", os.path.realpath(self.origin), root, astuple(data.columns), labelled
+        asked = "table", os.path.realpath(self.origin), root, astuple(data.columns), labeled
         index = remembered(cache_root() / "index", repr(asked).encode(), table.read)
         super().__init__(root, index)
         say(f"{self.origin}: {table}")
@@ -209,14 +209,14 @@ class _Table:
         DataError: it cannot be read.
     """
 
-    def __init__(self, root: str, data: DataConfig, labelled: bool) -> None:
+    def __init__(self, root: str, data: DataConfig, labeled: bool) -> None:
         table = os.path.expanduser(str(data.table))
         inside = os.path.join(root, table)
         self.path = inside if os.path.exists(inside) else os.path.abspath(table)
         if not os.path.isfile(self.path):
             raise ConfigError(f"data.table={data.table}: no such file in {root} or {os.getcwd()}")
         self._root = root
-        self._labelled = labelled
+        self._labeled = labeled
         self._state = path_state(os.fsencode(self.path))
         self._rows = records(self.path)
         first = next(self._rows)
@@ -233,7 +233,7 @@ class _Table:
         if len(free) == 1:
             self.places.setdefault("label", free[0])
         wanted = {name for name in _NAMES if getattr(data.columns, name)}
-        wanted |= {"image", "label"} if labelled else {"image"}
+        wanted |= {"image", "label"} if labeled else {"image"}
         if missing := sorted(wanted - {*self.places}):
             raise ConfigError(
                 f"{self.path}: no column {' and '.join(missing)} among {listed(self.header)}; "
@@ -295,7 +295,7 @@ class _Table:
                 cells |= {name: text(values[place]) for name, place in self.places.items()}
             image, label, part, group = cells["image"], *map(str.strip, [*cells.values()][1:])
             split = SPELLINGS.get(part.lower(), -("split" in self.places))
-            found = self._find(image) or [image][self._labelled :]
+            found = self._find(image) or [image][self._labeled :]
             where = f"{image} in row {number}"
             if not found:
                 left_out[_ABSENT].append(where)
@@ -308,9 +308,9 @@ class _Table:
                         f"{typed('data.table', self.path)}"
                     )
                 left_out[several].append(f"{where}: {' or '.join(found)}")
-            elif self._labelled and not label:
+            elif self._labeled and not label:
                 left_out["images without a label"].append(where)
-            elif self._labelled and split < 0:
+            elif self._labeled and split < 0:
                 left_out["images in a split other than train, val or test"].append(where)
             elif (name := found[0]) in rows:
                 if (label, split) != rows[name][::2][:2]:

@@ -176,11 +176,11 @@ def resize_into(
         return
     x = round((new_width - side) / 2)
     y = round((new_height - side) / 2)
-    centre = result[y : y + side, x : x + side]
+    center = result[y : y + side, x : x + side]
     if flip:
-        mirror_into(centre, rows)
+        mirror_into(center, rows)
     else:
-        rows[...] = centre
+        rows[...] = center
 
 
 def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:

@@ -33,7 +33,7 @@ from ..data.storage import FileSource, Source, evenly_spaced, undivided
 from ..feed.base import FeedSettings
 from ..feed.feeds import Feeds
 from ..monitor.console import AddRow, aligned, live_table
-from ..monitor.host import Neighbours
+from ..monitor.host import Neighbors
 from ..monitor.writer import RunWriter, publish
 from ..report.evidence import Evidence, worker_cost
 from ..report.statement import as_overrides, stated
@@ -312,7 +312,7 @@ def _middle(rounds: list[tuple[Rate, float]]) -> tuple[Rate, float]:
 
 
 # the rates are too uneven, or include other programs
-_NO_CEILING = ("unknown", "neighbours")
+_NO_CEILING = ("unknown", "neighbors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,7 +446,7 @@ def judged(found: Figures, **network: Any) -> Verdict:
         )
     )
     uneven = any(rate and rate.is_uneven for rate in (found.demand, found.delivered))
-    if uneven and verdict.kind != "neighbours":
+    if uneven and verdict.kind != "neighbors":
         return Verdict("unknown", verdict.shares, why="uneven")
     return verdict
 
@@ -596,7 +596,7 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
             "mode=diagnose: needs a source (docs/how-to/own-model-and-data.md); with your own "
             "Dataset, omit mode: the run itself ends with a verdict"
         )
-    neighbours = Neighbours(limits.cores if world.size == 1 else None)
+    neighbors = Neighbors(limits.cores if world.size == 1 else None)
     title = "diagnosing (up to a minute, no training)"
     columns = (" ", f"{'run':34}", "images/s    ", "")
     with trainee.preserved_state():
@@ -616,7 +616,7 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
             and accelerator.get(trainee.device).half_precision == "bf16"
         ):
             runs["in_bf16"] = session.in_bf16(trainee)
-    others = neighbours.warned()
+    others = neighbors.warned()
 
     # including the time of a batch beyond its samples
     stages = runs["stages"]

@@ -100,11 +100,11 @@ class DataPrefetcher:
             ahead = own.has_streams
         stream = own.side_stream() if ahead else None
         with own.on(stream):
-            normalise = Normalise(self.device, mean, std, dtype, channels_last)
+            normalize = Normalize(self.device, mean, std, dtype, channels_last)
         made_there = isinstance(loader, Backend) and loader.made_on_device
-        must = normalise.changes or images is not None
+        must = normalize.changes or images is not None
         self._transfer = _Transfer(
-            own, stream, ahead, clock, made_there, augment, normalise, mix, images, must
+            own, stream, ahead, clock, made_there, augment, normalize, mix, images, must
         )
         self._lead = HostLeadLimiter(own, clock) if own.has_events else None
         self._pass: Batches | None = None
@@ -143,7 +143,7 @@ class DataPrefetcher:
             self._end_pass()
 
 
-class Normalise:
+class Normalize:
     """Converts images to ``(value / 255 - mean) / std`` in the network's dtype and layout.
 
     Args:
@@ -281,7 +281,7 @@ class _Transfer:
         ahead: whether a thread issues batches while the consumer works.
         clock: reads the events, if given.
         made_there: whether the loader makes batches on the device.
-        augment, normalise, mix: applied to each batch.
+        augment, normalize, mix: applied to each batch.
         images: the part to normalize; None: the first.
         must: whether a batch must have this part.
     """
@@ -292,7 +292,7 @@ class _Transfer:
     clock: StepClock | None
     made_there: bool
     augment: Augment | None
-    normalise: Normalise
+    normalize: Normalize
     mix: Mix | None
     images: str | int | None
     must: bool
@@ -336,7 +336,7 @@ class _Transfer:
                 if at is not None:
                     if self.augment is not None:
                         tensors[at] = self.augment(tensors[at], batch)
-                    tensors[at] = self.normalise(tensors[at])
+                    tensors[at] = self.normalize(tensors[at])
                 if self.mix is not None:
                     images, labels = tensors
                     tensors = [*self.mix(images, labels, batch)]

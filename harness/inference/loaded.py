@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from ..config import TIMM, Config, ConfigError, DataConfig, Format, Mode, ModelConfig
 from ..data.datasets import as_evaluated
 from ..data.decode import decode, decode_opened
-from ..feed.prefetcher import Normalise
+from ..feed.prefetcher import Normalize
 from ..monitor.console import say
 from ..monitor.writer import plain
 from ..runtime import user_code
@@ -46,14 +46,14 @@ class Transform:
         device: device of the result.
 
     Attributes:
-        normalise: turns uint8 ``[N, 3, S, S]`` into floats, on the CPU.
+        normalize: turns uint8 ``[N, 3, S, S]`` into floats, on the CPU.
     """
 
     def __init__(self, data: DataConfig, device: torch.device) -> None:
         self._data = data
-        self._centred = as_evaluated(data)
+        self._centered = as_evaluated(data)
         cpu = torch.device("cpu")
-        self.normalise = Normalise(cpu, data.mean, data.std, torch.float32, channels_last=False)
+        self.normalize = Normalize(cpu, data.mean, data.std, torch.float32, channels_last=False)
         self._device = device
 
     def __call__(self, image: ImageLike) -> Tensor:
@@ -78,10 +78,10 @@ class Transform:
             raise TypeError(
                 "image must be a path, bytes, a Pillow image, or a uint8 array [H, W, 3]"
             )
-        pixels = np.empty((self._centred.size, self._centred.size, 3), np.uint8)
-        self._centred(given, SampleRng(0, 0, 0), pixels.transpose(2, 0, 1))
+        pixels = np.empty((self._centered.size, self._centered.size, 3), np.uint8)
+        self._centered(given, SampleRng(0, 0, 0), pixels.transpose(2, 0, 1))
         images = torch.from_numpy(pixels[None]).permute(0, 3, 1, 2)
-        return self.normalise(images)[0].to(self._device)
+        return self.normalize(images)[0].to(self._device)
 
 
 class Loaded(NamedTuple):
@@ -192,16 +192,16 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
         "eval_resize": as_evaluated(config.data).whole_size(1, 1)[0],
     }
     texts = {name: json.dumps(plain(fact)) for name, fact in facts.items()}
-    normalised = Transform(config.data, images.device).normalise(images)
+    normalized = Transform(config.data, images.device).normalize(images)
     if form is Format.timm:
         files, run = _timm(model, config, list(classes))
-        images = normalised
+        images = normalized
     else:
         program = _program(_Whole(model, config.data).eval(), config)
         data, run = (_onnx if form is Format.onnx else _pt2)(program, texts)
         files = {f"model.{form.name}": data}
     with torch.no_grad():
-        expected = model(normalised)
+        expected = model(normalized)
         # a batch of one image first
         given = torch.cat([run(images[:1]), run(images)[1:]])
     error = float((given - expected).abs().max() / expected.abs().max().clamp(min=1.0))

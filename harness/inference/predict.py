@@ -46,9 +46,9 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     data = config.data
     root = os.path.expanduser(str(data.root))
     if data.name == "table":
-        source: FileSource | ShardSource = TableSource(root, data, labelled=False)
+        source: FileSource | ShardSource = TableSource(root, data, labeled=False)
     elif data.name == "shards":
-        source = open_shards(root, data, labelled=False)
+        source = open_shards(root, data, labeled=False)
     else:
         source = FolderSource(root, flat=True)
     if len({*world.gathered(source.digest())}) > 1:

@@ -252,7 +252,7 @@ def taken(sampled: Mapping[str, float]) -> float | None:
     return others
 
 
-class Neighbours:
+class Neighbors:
     """Measures the load of other programs during a measurement."""
 
     def __init__(self, cores: float | None) -> None:

@@ -16,7 +16,7 @@ from ..monitor.host import taken
 
 Bottleneck = Literal[
     "storage", "decode", "augment", "collate", "transport", "copy", "workers", "compute", "launch",
-    "quota", "memory", "host", "neighbours", "rank", "starts", "balanced", "unknown",
+    "quota", "memory", "host", "neighbors", "rank", "starts", "balanced", "unknown",
 ]  # fmt: skip
 
 

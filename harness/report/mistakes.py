@@ -66,8 +66,8 @@ def show(
         _table(writer, "confusion.csv", ["", *names], rows)
         # by fraction of the true class; the root makes rare mistakes visible
         shares = np.sqrt(matrix / np.maximum(1, images[:, None]))
-        grey = (255 - 255 * shares).astype(np.uint8)
-        writer.images("val/confusion", np.broadcast_to(grey, (1, 3, *grey.shape)), [""])
+        gray = (255 - 255 * shares).astype(np.uint8)
+        writer.images("val/confusion", np.broadcast_to(gray, (1, 3, *gray.shape)), [""])
     found = {
         "counts": class_counts(splits, config),
         "classes": classes,

@@ -22,7 +22,7 @@ _HEADLINES: Mapping[Bottleneck, str] = {
     "quota": "Limited by the CPU quota",
     "memory": "Memory pressure",
     "host": "Python overhead",
-    "neighbours": "Contention with other programs",
+    "neighbors": "Contention with other programs",
     "rank": "One rank is slow",
     "starts": "Slow epoch starts",
     "balanced": "Balanced",
@@ -57,7 +57,7 @@ _WAYS: Mapping[str, str] = {
     "gc": "keep fewer objects alive, or call gc.freeze() before training",
     "memory": "give the run more memory",
     "quota": "raise the quota (cpu.max, docker --cpus, Kubernetes limits.cpu)",
-    "neighbours": "wait until these programs end, or train on an idle machine",
+    "neighbors": "wait until these programs end, or train on an idle machine",
 }
 _UNKNOWN: Mapping[str, str] = {
     "no stall": "This device does not report whether it waits for data",
@@ -158,9 +158,9 @@ def _facts(verdict: Verdict) -> Iterator[str]:
             yield f"{r.cores:.3g} cores are too few"
             if r.throttled:
                 yield f"The quota throttled this run in {r.throttled:.0%} of its periods"
-        case "neighbours" if r.others:
+        case "neighbors" if r.others:
             yield f"Other programs take {rounded(r.others)} of the {r.cores:.3g} cores"
-        case "neighbours":
+        case "neighbors":
             busy = r.sampled.get(Tag.GPU_OTHERS_UTILIZATION, 0.0)
             yield f"Other programs keep the GPU busy {busy:.0%} of the time"
         case _ if cost:
@@ -208,7 +208,7 @@ def _gain(verdict: Verdict) -> Iterator[str]:
     ceiling = verdict.ceiling
     r = verdict.shares
     # with other programs running, the ceiling would include their effect
-    if not ceiling or 1 - 1 / ceiling < FED or verdict.kind == "neighbours":
+    if not ceiling or 1 - 1 / ceiling < FED or verdict.kind == "neighbors":
         return
     on_cpu = r.device == "cpu"
     # loading also slows steps that hardly wait

@@ -182,6 +182,6 @@ def explain_shortage(r: Evidence, kind: Bottleneck) -> Verdict | None:
             full = r.others is None and r.by_quota and not r.has_room()
             if r.throttled >= THROTTLED or (full and r.cost and r.cost.kind == kind):
                 return Verdict("quota", r)
-            return None if r.others is None else Verdict("neighbours", r)
+            return None if r.others is None else Verdict("neighbors", r)
     shared = r.sampled.get(Tag.GPU_OTHERS_UTILIZATION, 0.0) >= SPOILT
-    return Verdict("neighbours", r) if shared and kind == "compute" else None
+    return Verdict("neighbors", r) if shared and kind == "compute" else None

@@ -36,7 +36,7 @@ from ..feed.base import Backend, FeedSettings
 from ..feed.feeds import Feeds
 from ..feed.threads import ThreadFeed
 from ..monitor.console import live_table, say
-from ..monitor.host import Neighbours, environment
+from ..monitor.host import Neighbors, environment
 from ..runtime import accelerator, user_code
 from ..runtime.distributed import World
 from ..runtime.errors import rounded
@@ -130,13 +130,13 @@ def tune(
         columns = ("measured    ", "images/s  ", "waiting", "seconds", "setting")
         lab.tell = live_table(title, columns)
         # other ranks would count as other programs
-        neighbours = Neighbours(limits.cores if ranks.size == 1 else None)
+        neighbors = Neighbors(limits.cores if ranks.size == 1 else None)
         if config.name is TunerName.grid:
             pins = (False, True)[: 1 + device.has_streams]
             report = grid(lab, own, pins, config.budget_s or math.inf)
         else:
             report = AutoSearch(lab, own, config, images_left, begin).run()
-        others = neighbours.warned("; tune again after they end")
+        others = neighbors.warned("; tune again after they end")
     device.release()
     return replace(report, seconds=device.now() - begin, others_cores=others)
 

@@ -112,19 +112,19 @@ def _examples(job: Job) -> AbstractContextManager[Iterable[Batch]]:
 def _dali(job: Job) -> AbstractContextManager[Iterable[Batch]]:
     # copies, because DALI reuses its tensors' memory
     made = map(np.array, dali(job.root, job.num_workers, job.batch_size))
-    return closing(_labelled(made, job.pinned))
+    return closing(_labeled(made, job.pinned))
 
 
 @contextmanager
 def _spdl(job: Job) -> Iterator[Iterable[Batch]]:
     with (
         closing(spdl(job.root, job.num_workers, job.batch_size)) as made,
-        closing(_labelled(made, job.pinned)) as batches,
+        closing(_labeled(made, job.pinned)) as batches,
     ):
         yield batches
 
 
-def _labelled(made: Iterable[Any], pinned: bool) -> Generator[Batch]:
+def _labeled(made: Iterable[Any], pinned: bool) -> Generator[Batch]:
     """Yields batches ``[N, H, W, C]`` with the channels first, and zeros for labels."""
     for batch in made:
         images = torch.as_tensor(batch)

@@ -1,4 +1,4 @@
-"""The step clock on CUDA: what a real device waited for, which no synchronisation tells it."""
+"""The step clock on CUDA: what a real device waited for, which no synchronization tells it."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_rare_slow_samples_count_on_average(size: int) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 63])
-def test_no_place_in_a_batch_is_favoured(place: int) -> None:
+def test_no_place_in_a_batch_is_favored(place: int) -> None:
     """A stage that is slow only in one row of each batch is found as often as it happens."""
     plain = [(1e-4, 1e-4), (1e-3, 1e-3), (1e-3, 1e-3)]
     slow = [(1e-2, 1e-2), (1e-3, 1e-3), (1e-3, 1e-3)]

@@ -38,7 +38,7 @@ def test_a_spike_on_the_device_survives(clock: StepClock, gpu: Gpu, kind: str) -
 
 
 def test_no_step_waits_for_the_device(clock: StepClock, gpu: Gpu) -> None:
-    """Neither a step nor the end of a window synchronises."""
+    """Neither a step nor the end of a window synchronizes."""
     for _ in range(500):
         step(clock, gpu, compute_s=1.0)
     clock.close_window()
@@ -150,7 +150,7 @@ def test_blocks_of_one_step_add_up(clock: StepClock, gpu: Gpu) -> None:
 
 
 def test_a_block_that_raises_is_left_out(clock: StepClock, gpu: Gpu) -> None:
-    """An error in a step spoils neither its events nor its neighbours' figures."""
+    """An error in a step spoils neither its events nor its neighbors' figures."""
     for count in range(30):
         if count % 3 == 2:
             with contextlib.suppress(KeyError), clock.computing():

@@ -18,7 +18,7 @@ def clock(gpu: Gpu) -> StepClock:
     return gpu.clock()
 
 
-def test_normalising_behind_the_copy_is_the_devices_own_work(clock: StepClock, gpu: Gpu) -> None:
+def test_normalizing_behind_the_copy_is_the_devices_own_work(clock: StepClock, gpu: Gpu) -> None:
     """What the device does to a batch has a name of its own, and is no stall."""
     for _ in range(50):
         start, end = gpu.copy(0.004)

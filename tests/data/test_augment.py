@@ -46,7 +46,7 @@ STRENGTHS = {
 def test_jittered_pixels_are_torchvisions(strengths: tuple[float, float, float, float]) -> None:
     """With the order and the factors that an image draws, the pixels are v2.ColorJitter's.
 
-    A turned hue may be off by one grey level, of which a later operation may make a few.
+    A turned hue may be off by one gray level, of which a later operation may make a few.
     """
     images = pictures(24, 20, 24)
     jitter = ColorJitter(strengths)

@@ -12,7 +12,7 @@ from harness.config import AugmentConfig, Policies
 from harness.data.augment import BatchAugment, Mix
 from harness.runtime import accelerator
 
-COLOURS = {
+COLORS = {
     "jitter": AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1)),
     "rotation": AugmentConfig(rotate=30.0),
 } | {auto.name: AugmentConfig(auto=auto) for auto in Policies if auto is not Policies.none}
@@ -20,7 +20,7 @@ MIXED = {"mixup": AugmentConfig(mixup=0.2, random_erasing=0.5), "cutmix": Augmen
 
 
 @pytest.fixture
-def unsynchronised() -> Iterator[None]:
+def unsynchronized() -> Iterator[None]:
     """Makes every wait of the host for the device an error."""
     torch.cuda.set_sync_debug_mode("error")
     yield
@@ -28,9 +28,9 @@ def unsynchronised() -> Iterator[None]:
 
 
 @pytest.mark.cuda_values
-@pytest.mark.parametrize("config", COLOURS.values(), ids=COLOURS)
+@pytest.mark.parametrize("config", COLORS.values(), ids=COLORS)
 def test_pixels_are_the_cpus(config: AugmentConfig) -> None:
-    """All but one value of two hundred are within a grey level of the CPU's."""
+    """All but one value of two hundred are within a gray level of the CPU's."""
     augment = BatchAugment.from_config(config, 0)
     images = pictures(64, 48, 40)
     batch = numbered(torch.arange(64))
@@ -57,9 +57,9 @@ def test_mixed_values_are_the_cpus(config: AugmentConfig) -> None:
 
 
 @pytest.mark.cuda_order
-@pytest.mark.parametrize("config", (COLOURS | MIXED).values(), ids=COLOURS | MIXED)
-def test_the_host_never_waits(config: AugmentConfig, unsynchronised: None) -> None:
-    """Augmenting and mixing a batch has no synchronising call in it."""
+@pytest.mark.parametrize("config", (COLORS | MIXED).values(), ids=COLORS | MIXED)
+def test_the_host_never_waits(config: AugmentConfig, unsynchronized: None) -> None:
+    """Augmenting and mixing a batch has no synchronizing call in it."""
     augment = BatchAugment.from_config(config, 0)
     mix = Mix.from_config(config, 5, 0)
     device = accelerator.get("cuda").device

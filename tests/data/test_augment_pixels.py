@@ -1,4 +1,4 @@
-"""Colours and shapes with a parameter for each image: torchvision's pixels."""
+"""Colors and shapes with a parameter for each image: torchvision's pixels."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_blends_are_torchvisions(
 @pytest.mark.parametrize(("height", "width"), SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_hues_are_torchvisions(layout: torch.memory_format, height: int, width: int) -> None:
-    """Hues are torchvision's but for one grey level in one value of ten thousand."""
+    """Hues are torchvision's but for one gray level in one value of ten thousand."""
     turns = np.array([-0.5, -0.21, 0.0, 0.1, 1 / 3, 0.5])
     images = pictures(len(turns), height, width, layout)
     off = (

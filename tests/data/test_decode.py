@@ -26,7 +26,7 @@ RED = (255, 0, 0)
 GREEN = (0, 255, 0)
 BLUE = (0, 0, 255)
 OPTIONS = DataConfig(background=(10, 20, 30))
-GREY = np.array([[0, 32768, 65535]], np.uint16)
+GRAY = np.array([[0, 32768, 65535]], np.uint16)
 
 
 def pixels(data: bytes, options: DataConfig = OPTIONS) -> np.ndarray:
@@ -70,7 +70,7 @@ def png(
 
 
 def ycck_jpeg(cmyk: tuple[int, int, int, int]) -> bytes:
-    """Adobe's other four-channel JPEG: luminance, two colour differences and black."""
+    """Adobe's other four-channel JPEG: luminance, two color differences and black."""
     inks = np.asarray(Image.new("RGB", (16, 16), cmyk[:3]).convert("YCbCr"))
     # Pillow inverts all channels as it writes, of which YCCK has only black inverted, and marks "no
     # transform".
@@ -106,12 +106,12 @@ def test_compressed_tiff(compression: str) -> None:
 
 def test_the_first_frame_of_an_animation() -> None:
     """A GIF gives its first frame."""
-    frames = [Image.new("RGB", (8, 8), colour) for colour in (RED, BLUE)]
+    frames = [Image.new("RGB", (8, 8), color) for color in (RED, BLUE)]
     assert (pixels(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])) == RED).all()
 
 
-def over(colour: tuple[int, int, int], alpha: float) -> np.ndarray:
-    return np.array(colour) * alpha + np.array(OPTIONS.background) * (1 - alpha)
+def over(color: tuple[int, int, int], alpha: float) -> np.ndarray:
+    return np.array(color) * alpha + np.array(OPTIONS.background) * (1 - alpha)
 
 
 def palette(transparency: int | bytes) -> bytes:
@@ -128,28 +128,28 @@ def two(mode: str, first: Any, second: Any) -> Image.Image:
 
 
 MODES: dict[str, Any] = {
-    "grey": (encoded(two("L", 7, 200), "PNG"), (7,) * 3, (200,) * 3),
+    "gray": (encoded(two("L", 7, 200), "PNG"), (7,) * 3, (200,) * 3),
     "one bit PNG": (encoded(two("1", 0, 1), "PNG"), (0,) * 3, (255,) * 3),
     "one bit TIFF": (encoded(two("1", 0, 1), "TIFF"), (0,) * 3, (255,) * 3),
-    "palette, one colour clear": (palette(0), OPTIONS.background, GREEN),
+    "palette, one color clear": (palette(0), OPTIONS.background, GREEN),
     "palette with alpha": (palette(bytes([255, 128])), RED, over(GREEN, 128 / 255)),
     "RGBA": (
         encoded(two("RGBA", (*RED, 0), (*GREEN, 51)), "PNG"),
         OPTIONS.background,
         over(GREEN, 0.2),
     ),
-    "grey alpha": (encoded(two("LA", (100, 255), (100, 0)), "PNG"), (100,) * 3, OPTIONS.background),
+    "gray alpha": (encoded(two("LA", (100, 255), (100, 0)), "PNG"), (100,) * 3, OPTIONS.background),
     "palette alpha TIFF": (
         encoded(two("PA", (0, 255), (0, 0)), "TIFF"),
         (0,) * 3,
         OPTIONS.background,
     ),
-    "RGB, one colour clear": (
+    "RGB, one color clear": (
         encoded(two("RGB", RED, GREEN), "PNG", transparency=GREEN),
         RED,
         OPTIONS.background,
     ),
-    "grey, one value clear": (
+    "gray, one value clear": (
         encoded(two("L", 7, 200), "PNG", transparency=7),
         OPTIONS.background,
         (200,) * 3,
@@ -167,7 +167,7 @@ MODES: dict[str, Any] = {
         RED,
         (0, 255, 128),
     ),
-    "16-bit grey alpha": (
+    "16-bit gray alpha": (
         png(2, 1, 16, 4, b"\0" + struct.pack(">4H", 32896, 65535, 9, 0)),
         (128,) * 3,
         OPTIONS.background,
@@ -176,7 +176,7 @@ MODES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("data", "first", "second"), MODES.values(), ids=MODES)
-def test_every_mode_gives_its_colours(data: bytes, first: Any, second: Any) -> None:
+def test_every_mode_gives_its_colors(data: bytes, first: Any, second: Any) -> None:
     """Every mode gives eight-bit RGB, transparency over the set background."""
     assert np.abs(pixels(data)[0] - np.array([first, second])).max() <= 2
 
@@ -204,27 +204,27 @@ def without_adobe_marker(data: bytes) -> bytes:
     ],
     ids=["Adobe's inverted", "not inverted", "YCCK"],
 )
-def test_four_channel_jpegs_keep_their_colours(data: bytes) -> None:
+def test_four_channel_jpegs_keep_their_colors(data: bytes) -> None:
     """Red ink is red in each of the three kinds of CMYK JPEG."""
     assert np.abs(pixels(data) - np.array(RED)).max() <= 3
 
 
 DEEP: dict[str, Any] = {
-    "PNG": encoded(Image.fromarray(GREY), "PNG"),
-    "TIFF": encoded(Image.fromarray(GREY), "TIFF"),
+    "PNG": encoded(Image.fromarray(GRAY), "PNG"),
+    "TIFF": encoded(Image.fromarray(GRAY), "TIFF"),
     "big-endian TIFF": encoded(
-        Image.frombytes("I;16B", (3, 1), GREY.astype(">u2").tobytes()), "TIFF"
+        Image.frombytes("I;16B", (3, 1), GRAY.astype(">u2").tobytes()), "TIFF"
     ),
-    "32-bit TIFF": encoded(Image.fromarray(GREY.astype(np.int32)), "TIFF"),
-    "PGM": b"P5 3 1 65535\n" + GREY.astype(">u2").tobytes(),
+    "32-bit TIFF": encoded(Image.fromarray(GRAY.astype(np.int32)), "TIFF"),
+    "PGM": b"P5 3 1 65535\n" + GRAY.astype(">u2").tobytes(),
     "PGM up to 1000": b"P5 3 1 1000\n" + np.array([0, 500, 1000], ">u2").tobytes(),
-    "float TIFF": encoded(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
+    "float TIFF": encoded(Image.fromarray((GRAY / 65535).astype(np.float32)), "TIFF"),
 }
 
 
 @pytest.mark.parametrize("data", DEEP.values(), ids=DEEP)
-def test_deep_greys_are_scaled(data: bytes) -> None:
-    """Black, mid-grey and white of 16 bits, 32 bits and fractions stay what they are."""
+def test_deep_grays_are_scaled(data: bytes) -> None:
+    """Black, mid-gray and white of 16 bits, 32 bits and fractions stay what they are."""
     assert (pixels(data)[0] == np.array([[0], [128], [255]])).all()
 
 
@@ -237,14 +237,14 @@ def test_deep_greys_are_scaled(data: bytes) -> None:
     ],
     ids=["beyond 16 bits", "beyond one", "nan"],
 )
-def test_greys_without_a_known_white_are_refused(values: np.ndarray, text: str) -> None:
+def test_grays_without_a_known_white_are_refused(values: np.ndarray, text: str) -> None:
     """Nothing says what is white: better no image than a wrong one."""
     with pytest.raises(DecodeError, match=text):
         pixels(encoded(Image.fromarray(values), "TIFF"))
 
 
 def test_a_clear_value_of_sixteen_bits() -> None:
-    """The one transparent grey of a 16-bit PNG shows the background, its neighbour does not."""
+    """The one transparent gray of a 16-bit PNG shows the background, its neighbor does not."""
     chunk = (
         struct.pack(">I", 2)
         + b"tRNS"
@@ -273,7 +273,7 @@ def test_twelve_bits() -> None:
 
 def test_a_tiff_whose_zero_is_white() -> None:
     """The photometric interpretation of a 16-bit TIFF is respected."""
-    data = encoded(Image.fromarray(GREY), "TIFF", tiffinfo={262: 0})
+    data = encoded(Image.fromarray(GRAY), "TIFF", tiffinfo={262: 0})
     assert (pixels(data)[0] == np.array([[255], [127], [0]])).all()
 
 
@@ -526,11 +526,11 @@ def cut_with_an_end(image: Image.Image, **options: Any) -> bytes:
         cut_with_an_end(photo().convert("L")),
         encoded(photo(), "JPEG").replace(b"\xff\xc0", b"\xff\xc9"),
     ],
-    ids=["RGB", "with EXIF", "CMYK", "grey", "arithmetic"],
+    ids=["RGB", "with EXIF", "CMYK", "gray", "arithmetic"],
 )
 @pytest.mark.parametrize("upright", [False, True])
 def test_a_jpeg_without_all_pixels_is_refused(data: bytes, upright: bool) -> None:
-    """What libjpeg would paint in grey is damage, whoever decodes."""
+    """What libjpeg would paint in gray is damage, whoever decodes."""
     text = reason(data, DataConfig(exif_orientation=upright))
     assert "(Corrupt JPEG data: " in text
 
@@ -607,7 +607,7 @@ ADAM7 += [(0, 1, 1, 2)]
 
 
 def ended(pixels: np.ndarray, missing: int, *, interlaced: bool) -> bytes:
-    """A PNG of grey ``pixels`` whose compressed data ends ``missing`` bytes early, but rightly."""
+    """A PNG of gray ``pixels`` whose compressed data ends ``missing`` bytes early, but rightly."""
     passes = [(0, 0, 1, 1)]
     if interlaced:
         passes = ADAM7

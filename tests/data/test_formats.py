@@ -58,7 +58,7 @@ def test_a_photo_of_a_phone_under_another_name(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("format", ["AVIF", "HEIF"])
 def test_images_of_phones_and_browsers_are_read(tmp_path: Path, format: str) -> None:
-    """AVIF by Pillow, HEIC by the extra ``heif``, within two grey levels, in folders too."""
+    """AVIF by Pillow, HEIC by the extra ``heif``, within two gray levels, in folders too."""
     if format == "HEIF":
         pytest.importorskip("pillow_heif").register_heif_opener()
     else:

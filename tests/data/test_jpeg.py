@@ -31,7 +31,7 @@ KINDS: dict[str, bytes] = {
     "4:2:2": encoded(photo(), subsampling="4:2:2"),
     "4:4:4": encoded(photo(), subsampling="4:4:4"),
     "progressive": encoded(photo(), progressive=True, quality=50),
-    "grey": encoded(photo().convert("L")),
+    "gray": encoded(photo().convert("L")),
     "stored as RGB": encoded(photo(), keep_rgb=True),
     "restart markers": encoded(photo(), restart_marker_blocks=3),
     "own tables": encoded(photo(), optimize=True),
@@ -68,7 +68,7 @@ def with_junk(data: bytes, at: int, count: int) -> bytes:
 
 
 def adobe(data: bytes, transform: int) -> bytes:
-    """The same with a mark of Adobe's for how colours are stored."""
+    """The same with a mark of Adobe's for how colors are stored."""
     return data[:2] + b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0" + bytes([transform]) + data[20:]
 
 
@@ -113,7 +113,7 @@ LOSSES: dict[str, tuple[bytes, str]] = {
         for kind in (
             "4:2:0",
             "4:4:4",
-            "grey",
+            "gray",
             "stored as RGB",
             "restart markers",
             "own tables",
@@ -145,7 +145,7 @@ LOSSES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_missing_pixels_are_refused(kind: str) -> None:
-    """Wherever libjpeg-turbo would paint what is missing in grey, its warning is the reason."""
+    """Wherever libjpeg-turbo would paint what is missing in gray, its warning is the reason."""
     data, text = LOSSES[kind]
     with pytest.raises(ValueError, match=rf"JPEG \(.*{text}.*\)$"):
         decode_jpeg(data, 100 * LIMIT)
@@ -195,7 +195,7 @@ def drop_a_part(data: bytes, rng: random.Random) -> bytes:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("mutate", [flip_bits, flip_in_the_header, drop_a_part])
-@pytest.mark.parametrize("kind", ["4:2:0", "progressive", "grey", "restart markers"])
+@pytest.mark.parametrize("kind", ["4:2:0", "progressive", "gray", "restart markers"])
 def test_damage_gives_pillows_pixels_or_none(
     kind: str, mutate: Callable[[bytes, random.Random], bytes]
 ) -> None:

@@ -14,30 +14,30 @@ from harness.data import libraries
 from harness.data.decode import DecodeError, _by_pillow, decode
 
 OPTIONS = DataConfig()
-COLOURS = photo()
+COLORS = photo()
 TURNED = Image.Exif()
 TURNED[274] = 6
-CLEAR = np.dstack([np.asarray(COLOURS), np.full((61, 97), 77, np.uint8)])
+CLEAR = np.dstack([np.asarray(COLORS), np.full((61, 97), 77, np.uint8)])
 USUAL = {
-    "rgb.png": encoded(COLOURS, "PNG"),
-    "grey.png": encoded(COLOURS.convert("L"), "PNG"),
-    "palette.png": encoded(COLOURS.quantize(200), "PNG"),
-    "palette of 4.png": encoded(COLOURS.quantize(4), "PNG", bits=2),
-    "turned.png": encoded(COLOURS, "PNG", exif=TURNED),
-    "lossy.webp": encoded(COLOURS, "WEBP", quality=80),
-    "lossless.webp": encoded(COLOURS, "WEBP", lossless=True),
-    "profile.webp": encoded(COLOURS, "WEBP", icc_profile=b"x" * 500),
+    "rgb.png": encoded(COLORS, "PNG"),
+    "gray.png": encoded(COLORS.convert("L"), "PNG"),
+    "palette.png": encoded(COLORS.quantize(200), "PNG"),
+    "palette of 4.png": encoded(COLORS.quantize(4), "PNG", bits=2),
+    "turned.png": encoded(COLORS, "PNG", exif=TURNED),
+    "lossy.webp": encoded(COLORS, "WEBP", quality=80),
+    "lossless.webp": encoded(COLORS, "WEBP", lossless=True),
+    "profile.webp": encoded(COLORS, "WEBP", icc_profile=b"x" * 500),
 }
 UNUSUAL = {
     "clear.png": encoded(Image.fromarray(CLEAR), "PNG"),
-    "clear colour.png": encoded(COLOURS, "PNG", transparency=(1, 2, 3)),
-    "clear palette.png": encoded(COLOURS.quantize(16), "PNG", transparency=3),
-    "bits.png": encoded(COLOURS.convert("1"), "PNG"),
+    "clear color.png": encoded(COLORS, "PNG", transparency=(1, 2, 3)),
+    "clear palette.png": encoded(COLORS.quantize(16), "PNG", transparency=3),
+    "bits.png": encoded(COLORS.convert("1"), "PNG"),
     "deep.png": encoded(Image.fromarray(CLEAR[..., 0].astype(np.uint16) * 257), "PNG"),
     "clear.webp": encoded(Image.fromarray(CLEAR), "WEBP"),
     "clear lossless.webp": encoded(Image.fromarray(CLEAR), "WEBP", lossless=True),
-    "turned.webp": encoded(COLOURS, "WEBP", exif=TURNED),
-    "moving.webp": encoded(COLOURS, "WEBP", save_all=True, append_images=[COLOURS.rotate(9)]),
+    "turned.webp": encoded(COLORS, "WEBP", exif=TURNED),
+    "moving.webp": encoded(COLORS, "WEBP", save_all=True, append_images=[COLORS.rotate(9)]),
 }
 
 

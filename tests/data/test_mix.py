@@ -1,4 +1,4 @@
-"""Erasing and mixing of normalised batches: torchvision's pixels, labels and draws."""
+"""Erasing and mixing of normalized batches: torchvision's pixels, labels and draws."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made(config: AugmentConfig, seed: int = 0) -> Mix:
     return found
 
 
-def normalised(
+def normalized(
     count: int, height: int = 12, width: int = 16, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Noise without a zero in it, and labels."""
@@ -54,7 +54,7 @@ def test_nothing_wanted_is_nothing_done() -> None:
 
 def test_erased_is_zero_where_torchvision_erases() -> None:
     """An image loses one rectangle, to 0 as with torchvision's erase; labels stay."""
-    images, labels = normalised(30)
+    images, labels = normalized(30)
     erased, same = made(AugmentConfig(random_erasing=1.0))(
         images, labels, numbered(torch.arange(30))
     )
@@ -110,7 +110,7 @@ def test_where_no_rectangle_fits_nothing_is_erased() -> None:
 
 def test_as_many_are_erased_as_wanted() -> None:
     """The share of images that lose a rectangle is the probability that was set."""
-    images, labels = normalised(4000, 8, 8)
+    images, labels = normalized(4000, 8, 8)
     erased, _ = made(AugmentConfig(random_erasing=0.3))(
         images, labels, numbered(torch.arange(4000))
     )
@@ -120,7 +120,7 @@ def test_as_many_are_erased_as_wanted() -> None:
 
 def test_mixup_is_torchvisions() -> None:
     """Images and labels are v2.MixUp's; the first image is mixed with the last."""
-    images, labels = normalised(6)
+    images, labels = normalized(6)
     share = noted(AugmentConfig(mixup=0.4), 1)[0][1]
     mixed, soft = made(AugmentConfig(mixup=0.4))(images, labels, numbered(torch.arange(6)))
     params = {"lam": share, "labels": labels, "batch_size": 6}
@@ -132,7 +132,7 @@ def test_mixup_is_torchvisions() -> None:
 @pytest.mark.parametrize("first", range(8))
 def test_cutmix_is_torchvisions(first: int) -> None:
     """Images and labels are v2.CutMix's, also for cut or empty rectangles."""
-    images, labels = normalised(6)
+    images, labels = normalized(6)
     mixed, soft = made(AugmentConfig(cutmix=1.0))(
         images, labels, numbered(torch.arange(first, first + 6))
     )
@@ -178,7 +178,7 @@ def test_with_both_each_batch_gets_one() -> None:
 
 def test_mixing_depends_on_nothing_but_the_batch() -> None:
     """A batch is always mixed alike; another seed, epoch or first sample differs."""
-    images, labels = normalised(6)
+    images, labels = normalized(6)
     given = (images.clone(), labels.clone())
     batch = numbered(torch.arange(6))
     config = AugmentConfig(mixup=0.4, random_erasing=0.5)
@@ -202,7 +202,7 @@ def test_mixing_depends_on_nothing_but_the_batch() -> None:
 @pytest.mark.parametrize("count", [1, 5])
 def test_type_and_layout_stay(count: int, config: AugmentConfig, dtype: torch.dtype) -> None:
     """Images keep type and layout; labels sum to 1; one image mixes with itself."""
-    images, labels = normalised(count, dtype=dtype)
+    images, labels = normalized(count, dtype=dtype)
     mixed, soft = made(config)(images, labels, numbered(torch.arange(count)))
     assert mixed.dtype is dtype and mixed.is_contiguous(memory_format=torch.channels_last)
     assert soft.shape == (count, CLASSES) and soft.dtype is torch.float32

@@ -179,7 +179,7 @@ def test_a_source_of_ours_stays_what_it_is(opened: Callable[..., Splits]) -> Non
 @pytest.mark.parametrize(
     "content",
     [np.zeros((9, 9), np.uint8), np.zeros((9, 9, 3)), None, "x"],
-    ids=["grey", "float", "ok", "text"],
+    ids=["gray", "float", "ok", "text"],
 )
 def test_what_a_source_reads_is_checked(opened: Callable[..., Splits], content: Any) -> None:
     """Anything but bytes and uint8 pixels is a bad sample, by the name that the source gives it."""
@@ -271,9 +271,9 @@ def test_sets_of_different_classes_are_refused(opened: Callable[..., Splits]) ->
 @pytest.mark.parametrize(
     ("image", "value"),
     [
-        pytest.param(Image.new("L", (8, 8), 7), 7, id="grey of PIL's"),
+        pytest.param(Image.new("L", (8, 8), 7), 7, id="gray of PIL's"),
         pytest.param(torch.full((3, 8, 8), 7, dtype=torch.uint8), 7, id="uint8"),
-        pytest.param(torch.full((1, 8, 8), 7 / 255), 7, id="grey floats"),
+        pytest.param(torch.full((1, 8, 8), 7 / 255), 7, id="gray floats"),
         pytest.param(np.full((3, 8, 8), 1.0), 255, id="numpy's floats"),
     ],
 )
@@ -396,7 +396,7 @@ MISTAKES: dict[str, Any] = {
         {},
         r"sample 0: its image is .*; .* resize each to 8 x 8, or set data.image_size",
     ),
-    "normalised": (
+    "normalized": (
         (Drawn(torch.full((3, 8, 8), -2.0)), Drawn()),
         {},
         "of -2 to -2, .*; leave Normalize",
@@ -469,12 +469,12 @@ def odd_image(kind: str) -> tuple[Image.Image, dict[str, Any]]:
         return Image.fromarray(ramp.astype(np.uint16) * 257), {}
     if kind == "transparent":
         return Image.fromarray(np.dstack([ramp, ramp, ramp, ramp])), {}
-    grey = Image.fromarray(ramp)
+    gray = Image.fromarray(ramp)
     if kind == "palette":
-        return grey.convert("P"), {"transparency": 3}
+        return gray.convert("P"), {"transparency": 3}
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
-    return grey, {"exif": exif}
+    return gray, {"exif": exif}
 
 
 @pytest.mark.parametrize("kind", ["16 bits", "transparent", "palette", "turned"])

@@ -187,7 +187,7 @@ def test_an_unpacked_file_stays_below_its_folder(tree: Path, tmp_path: Path) -> 
     assert not (tmp_path / "far.png").exists() and not (tmp_path / "a" / "far.png").exists()
 
 
-def test_a_batch_of_neighbours_has_as_many_classes_as_a_uniform_one(tmp_path: Path) -> None:
+def test_a_batch_of_neighbors_has_as_many_classes_as_a_uniform_one(tmp_path: Path) -> None:
     root = tmp_path / "many"
     data = encoded(Image.new("RGB", (8, 8)))
     classes, each, batch = 100, 30, 150

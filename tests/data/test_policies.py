@@ -174,7 +174,7 @@ def timm() -> types.ModuleType:
 def test_three_is_timms_on_pil_images(
     size: tuple[int, int, Any], timm: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Solarized pixels are equal, grey ones equal or one level less; of a thousand blurred values
+    """Solarized pixels are equal, gray ones equal or one level less; of a thousand blurred values
     fewer than one is a level off.
     """
     images = pictures(90, *size)
@@ -208,7 +208,7 @@ def count(auto: Policies) -> int:
 
 def magnitude(op: Op, amount: float) -> float:
     """An amount as torchvision has it: bits that stay, and 0 for what has none."""
-    if op in (Op.AutoContrast, Op.Equalize, Op.Grey):
+    if op in (Op.AutoContrast, Op.Equalize, Op.Gray):
         return 0.0
     return 8.0 - round(amount) if op is Op.Posterize else round(amount, 3)
 
@@ -296,7 +296,7 @@ def test_three_draws_as_timms(timm: types.ModuleType) -> None:
         blurs.append([*sigmas])
     chosen = [image[0] for image in ours(Policies.three, 0)]
     names = [name for name, _ in chosen]
-    tables.append([names.count(name) for name in ("Solarize", "Grey", "Blur")])
+    tables.append([names.count(name) for name in ("Solarize", "Gray", "Blur")])
     blurs.append([amount for name, amount in chosen if name == "Blur"])
     for other in (1, 2):
         assert chi2_contingency([tables[0], tables[other]]).pvalue >= 0.001

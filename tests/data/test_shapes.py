@@ -136,7 +136,7 @@ def test_every_class_has_its_own_name(classes: int) -> None:
 
 
 def test_a_linear_classifier_fails() -> None:
-    """Pixels alone do not give the class away: position, size, turn and colours are chance."""
+    """Pixels alone do not give the class away: position, size, turn and colors are chance."""
     labels = np.arange(2500) % 10
     rows = [
         shapes.draw(int(label), 10, 32, 32, np.random.default_rng(i))
@@ -169,7 +169,7 @@ def test_bytes_do_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.Mo
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_an_image_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+def test_an_image_does_not_depend_on_its_neighbors(tmp_path: Path) -> None:
     """More images of the same seed begin with the fewer ones."""
     more = GenerateConfig(classes=3, train_images=9, val_images=5, width=40, height=32)
     shapes.open_shapes(config(tmp_path / "few"))

@@ -86,7 +86,7 @@ def test_crop_boxes_have_torchvisions_distribution(
     ("width", "height", "box"),
     [(1000, 11, (492, 0, 15, 11)), (11, 1000, (0, 492, 11, 15)), (1, 1, (0, 0, 1, 1))],
 )
-def test_narrow_images_give_their_centre(
+def test_narrow_images_give_their_center(
     width: int, height: int, box: tuple[int, int, int, int]
 ) -> None:
     """If no try fits, the largest allowed central part is taken, as by torchvision."""
@@ -147,7 +147,7 @@ def test_photographs_are_cropped_as_pillow_does(name: str, interpolation: str) -
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize(("size", "resize"), [(48, None), (48, 48), (224, 256), (33, 40)])
 @pytest.mark.parametrize("hflip", [None, 0.0, 1.0], ids=["eval", "center", "center mirrored"])
-def test_centre_crops_are_torchvisions(
+def test_center_crops_are_torchvisions(
     width: int, height: int, size: int, resize: int | None, hflip: float | None
 ) -> None:
     """Evaluation and center crops are Resize and CenterCrop on tensors, bit for bit."""

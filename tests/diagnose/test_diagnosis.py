@@ -18,7 +18,7 @@ from harness.diagnose import diagnosis as phases
 from harness.diagnose.diagnosis import diagnose, fitting_batch
 from harness.feed.base import HostBatch
 from harness.feed.feeds import Feeds
-from harness.monitor.host import Neighbours
+from harness.monitor.host import Neighbors
 from harness.monitor.writer import RunWriter
 from harness.runtime import seeding
 from harness.runtime.accelerator import Accelerator
@@ -107,7 +107,7 @@ def test_a_folder_of_images(
     assert [stage["name"] for stage in stages][:2] == ["read", "decode"]
     cpu_ms, wall_ms = (sum(stage[name] for stage in stages) for name in ("cpu_ms", "wall_ms"))
     # on a busy machine there is no ceiling
-    assert bool(found["what_ifs"]) is (found["bottleneck"] not in ("unknown", "neighbours"))
+    assert bool(found["what_ifs"]) is (found["bottleneck"] not in ("unknown", "neighbors"))
     got = {row["images_per_s"] / row["speedup"] for row in found["what_ifs"]}
     # each over what steps get
     assert max(got, default=1.0) == pytest.approx(min(got, default=1.0))
@@ -116,7 +116,7 @@ def test_a_folder_of_images(
     assert found["measured"] or (cpu_ms <= 0.5 * wall_ms and workers == 0)
     assert "fetch" in found["runs"] or "F was not measured" in found["notes"][-1]
     # on a busy machine: then no smaller file is said to help
-    limited = found["bottleneck"] in ("transport", "copy", "unknown", "neighbours")
+    limited = found["bottleneck"] in ("transport", "copy", "unknown", "neighbors")
     assert any("short side" in row["change"] for row in found["what_ifs"]) is not limited
     assert (
         json.loads((tmp_path / "diagnosis.json").read_text())["settings"]["num_workers"] == workers
@@ -142,7 +142,7 @@ def test_other_programs_are_warned_of(
     """
     said: list[int] = []
     monkeypatch.setattr(
-        Neighbours, "look", lambda self: said.append(len(capsys.readouterr().out)) or others
+        Neighbors, "look", lambda self: said.append(len(capsys.readouterr().out)) or others
     )
     config = composed(
         "mode=diagnose",
@@ -162,7 +162,7 @@ def test_other_programs_are_warned_of(
     kind = found["bottleneck"]
     untold = found["ceiling"] is None and not found["what_ifs"]
     untold = untold and found["command"].endswith("mode=diagnose")
-    told = kind == "neighbours", untold or kind == "unknown"
+    told = kind == "neighbors", untold or kind == "unknown"
     assert told == ((True, True) if others else (False, kind == "unknown"))
 
 

@@ -90,7 +90,7 @@ def without_uv(monkeypatch: pytest.MonkeyPatch) -> None:
             id="once more",
         ),
         pytest.param(
-            (), "neighbours", "cuda", "python train.py mode=diagnose", id="once more, without them"
+            (), "neighbors", "cuda", "python train.py mode=diagnose", id="once more, without them"
         ),
         pytest.param(
             ("optim.lr=0.2",), "balanced", "cpu", "python train.py optim.lr=0.2", id="balanced"

@@ -13,7 +13,7 @@ from harness.diagnose.diagnosis import Figures, judged, what_ifs
 from harness.feed.base import ARRAYS, FeedSettings
 from harness.tuning.measures import Model, Rate, SampleCost, Trial
 
-OTHERS = "neighbours"
+OTHERS = "neighbors"
 
 
 def facts(
@@ -353,7 +353,7 @@ def test_other_programs_bound_what_is_uneven(on_cpu: bool) -> None:
     """Rates that are too uneven to tell a bottleneck are theirs."""
     uneven = measured(facts(1, on_cpu=on_cpu), demand=Rate(1000.0, 100.0, 1900.0))
     assert kind(uneven) == "unknown"
-    assert kind(dataclasses.replace(uneven, others=1.5)) == "neighbours"
+    assert kind(dataclasses.replace(uneven, others=1.5)) == "neighbors"
 
 
 @pytest.mark.parametrize(("cpu_ms", "bottleneck"), [(5.0, "decode"), (0.5, "storage")])

@@ -203,7 +203,7 @@ def test_batches_are_in_memory_of_their_own() -> None:
     assert_same(epochs(made, 0), first)
 
 
-def test_neighbours_share_the_zeros_between_them() -> None:
+def test_neighbors_share_the_zeros_between_them() -> None:
     """Each image takes one border of zeros, the last one two; without a crop there are none."""
     assert pixel_bytes(dataset(arrays())) == 3 * ((LENGTH * 10 + 2) * 10 + 2)
     assert pixel_bytes(dataset(arrays(), samples.eval_transform(SIDE))) == 3 * LENGTH * SIDE**2

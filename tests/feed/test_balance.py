@@ -177,7 +177,7 @@ def test_evaluation_has_every_image_once() -> None:
     assert torch.cat([batch.indices for batch in feed]).tolist() == list(range(30))
 
 
-class Labelled(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+class Labeled(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """A data set of torch's, whose targets are its labels if it has any."""
 
     classes = ("a", "b", "c", "d")
@@ -195,7 +195,7 @@ class Labelled(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 def own_feeds(given: torch.utils.data.Dataset[tuple[torch.Tensor, int]]) -> Feeds:
-    dataset = OwnDataset(given, "the training set", Labelled.classes, 8, 0, DataConfig())
+    dataset = OwnDataset(given, "the training set", Labeled.classes, 8, 0, DataConfig())
     config = Config(loader=LoaderConfig(batch_size=6))
     config.data.balance = 1.0
     return Feeds(Splits(dataset, dataset, dataset.classes, "mine:splits", ""), config, CPU)
@@ -204,7 +204,7 @@ def own_feeds(given: torch.utils.data.Dataset[tuple[torch.Tensor, int]]) -> Feed
 def test_a_data_set_of_torchs_is_balanced_by_its_targets() -> None:
     """Also if it is a part of another, whose images then come again with other random numbers."""
     labels = labels_of(SIZES)
-    part = torch.utils.data.Subset(Labelled(torch.from_numpy(labels)), range(1, 30))
+    part = torch.utils.data.Subset(Labeled(torch.from_numpy(labels)), range(1, 30))
     feed = own_feeds(part).train(samples.settings(0, batch_size=6))
     batches = list(feed)
     seen = torch.cat([batch.labels for batch in batches])
@@ -216,15 +216,15 @@ def test_a_data_set_of_torchs_is_balanced_by_its_targets() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param(Labelled(), id="none"),
-        pytest.param(Labelled([0.5] * 30), id="no integers"),
-        pytest.param(Labelled([4] * 30), id="no class"),
-        pytest.param(Labelled([1] * 29), id="too few"),
-        pytest.param(Labelled([[1]] * 30), id="lists"),
-        pytest.param(Labelled([1] * 30, target_transform=abs), id="changed afterwards"),
+        pytest.param(Labeled(), id="none"),
+        pytest.param(Labeled([0.5] * 30), id="no integers"),
+        pytest.param(Labeled([4] * 30), id="no class"),
+        pytest.param(Labeled([1] * 29), id="too few"),
+        pytest.param(Labeled([[1]] * 30), id="lists"),
+        pytest.param(Labeled([1] * 30, target_transform=abs), id="changed afterwards"),
     ],
 )
-def test_a_data_set_without_labels_is_refused(given: Labelled) -> None:
+def test_a_data_set_without_labels_is_refused(given: Labeled) -> None:
     """The line names the setting and the way out."""
     with pytest.raises(ConfigError, match="data.balance=1 .* attribute targets"):
         own_feeds(given).steps_per_epoch()

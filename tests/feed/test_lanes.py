@@ -138,7 +138,7 @@ def test_the_order_follows_from_seed_epoch_and_blocks() -> None:
 @pytest.mark.parametrize("window", [1, 2, 16])
 def test_a_lane_reads_one_window_after_the_other(window: int) -> None:
     """Windows of ``window`` blocks, the first one of lane l (l + 1) / lanes of that; a block lies
-    in one lane, or in two neighbours of which it ends one.
+    in one lane, or in two neighbors of which it ends one.
     """
     blocks = blocks_of(20_000, 10)
     order = Lanes(blocks, 8, window).indices(0, 0)

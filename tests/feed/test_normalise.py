@@ -1,4 +1,4 @@
-"""Normalise: bitwise the plain expression, on a CPU in memory that is used again when nothing holds
+"""Normalize: bitwise the plain expression, on a CPU in memory that is used again when nothing holds
 it.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harness.feed import prefetcher
 from harness.feed.base import BufferPool
-from harness.feed.prefetcher import DataPrefetcher, Normalise
+from harness.feed.prefetcher import DataPrefetcher, Normalize
 from harness.runtime import accelerator
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_the_result_is_bitwise_the_plain_expression(
     last one.
     """
     mean, std = (MEAN[:1] * shape[1], STD[:1] * shape[1]) if shape[1] != 3 else (MEAN, STD)
-    one = Normalise(CPU, mean, std, dtype, channels_last)
+    one = Normalize(CPU, mean, std, dtype, channels_last)
     for images in (
         LAYOUTS[layout](uint8(*shape)),
         LAYOUTS[layout](uint8(*shape)[: max(1, shape[0] // 2)]),
@@ -96,14 +96,14 @@ def test_the_result_is_bitwise_the_plain_expression(
 
 def test_an_empty_batch_stays_empty() -> None:
     """No image gives no image, with the network's type."""
-    result = Normalise(CPU, MEAN, STD, torch.float16, True)(uint8(0, 3, 4, 4))
+    result = Normalize(CPU, MEAN, STD, torch.float16, True)(uint8(0, 3, 4, 4))
     assert (result.shape, result.dtype) == ((0, 3, 4, 4), torch.float16)
 
 
 def test_a_small_batch_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the calls would cost more than they save there are none of them."""
     monkeypatch.setattr(prefetcher, "_SMALL", 1000)
-    one = Normalise(CPU, MEAN, STD, torch.float32, True)
+    one = Normalize(CPU, MEAN, STD, torch.float32, True)
     monkeypatch.setattr(one, "_by_rows", None)
     images = uint8(4, 3, 8, 8)
     assert torch.equal(one(images), plain(images, MEAN, STD, torch.float32, True))
@@ -111,7 +111,7 @@ def test_a_small_batch_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_larger_batch_gets_larger_memory() -> None:
     """Batches may grow; what was lent before stays as it is."""
-    one = Normalise(CPU, MEAN, STD, torch.float32, False)
+    one = Normalize(CPU, MEAN, STD, torch.float32, False)
     small = uint8(2, 3, 4, 4)
     large = uint8(7, 3, 9, 9)
     first = one(small)
@@ -126,7 +126,7 @@ def test_other_devices_keep_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -
     other = accelerator.Accelerator(CPU)
     other.kind = "mps"
     monkeypatch.setattr(accelerator, "get", lambda device: other)
-    one = Normalise(CPU, MEAN, STD, torch.float32, True)
+    one = Normalize(CPU, MEAN, STD, torch.float32, True)
     monkeypatch.setattr(one, "_by_rows", None)
     images = uint8(4, 3, 8, 8)
     assert torch.equal(one(images), plain(images, MEAN, STD, torch.float32, True))
@@ -176,7 +176,7 @@ def batches(request: pytest.FixtureRequest) -> Iterator[Batches]:
             )
         )
         if not reuse:
-            made[-1]._transfer.normalise._pool = BufferPool(0, 1 << 20)
+            made[-1]._transfer.normalize._pool = BufferPool(0, 1 << 20)
         return made[-1]
 
     yield make

@@ -70,7 +70,7 @@ def host_batches(sizes: tuple[int, ...] = (4, 4, 3)) -> list[HostBatch]:
 
 
 def test_batches_reach_a_device_of_another_type(caplog: pytest.LogCaptureFixture) -> None:
-    """They are copied and normalised there as they are asked for; a line says so."""
+    """They are copied and normalized there as they are asked for; a line says so."""
     device = torch.device("meta")
     images, labels = next(DataPrefetcher(Loader(host_batches()), device, mean=MEAN, std=STD))
     assert (images.device, images.dtype, labels.device) == (device, torch.float32, device)
@@ -127,7 +127,7 @@ def test_values_are_those_of_a_plain_loop(make: Make) -> None:
     [(torch.float32, 5e-7), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)],
     ids=str,
 )
-def test_normalisation(make: Make, dtype: torch.dtype, tolerance: float) -> None:
+def test_normalization(make: Make, dtype: torch.dtype, tolerance: float) -> None:
     """Images are (value / 255 - mean) / std in ``dtype``, within its rounding of the same sum in
     float64.
     """
@@ -152,10 +152,10 @@ def test_without_mean_values_stay_as_they_are(make: Make, given: torch.dtype) ->
     assert torch.equal(images, before.to(images.dtype)) and torch.equal(own, before)
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-def test_channels_last(make: Make, normalised: bool) -> None:
+@pytest.mark.parametrize("normalized", [True, False])
+def test_channels_last(make: Make, normalized: bool) -> None:
     """channels_last gives NHWC strides with the same values."""
-    more = {"mean": MEAN, "std": STD} if normalised else {}
+    more = {"mean": MEAN, "std": STD} if normalized else {}
     plain = list(make(Loader(host_batches()), **more))
     last = list(make(Loader(host_batches()), channels_last=True, **more))
     for (images, _), (expected, _) in zip(last, plain, strict=True):
@@ -173,7 +173,7 @@ def pixels(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         pytest.param(
             pixels(2, 3, 4, 4, dtype=torch.float32), r"torch.float32 \[2, 3, 4, 4\]", id="floats"
         ),
-        pytest.param(pixels(2, 1, 4, 4), r"torch.uint8 \[2, 1, 4, 4\]", id="grey"),
+        pytest.param(pixels(2, 1, 4, 4), r"torch.uint8 \[2, 1, 4, 4\]", id="gray"),
         pytest.param(pixels(3, 4, 4), r"torch.uint8 \[3, 4, 4\]", id="one image"),
     ],
 )
@@ -181,7 +181,7 @@ def pixels(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 def test_images_that_mean_and_std_do_not_fit_are_refused(
     make: Make, images: Tensor, told: str, channels_last: bool
 ) -> None:
-    """Only uint8 of as many channels is divided by 255 and normalised; all else says what came and
+    """Only uint8 of as many channels is divided by 255 and normalized; all else says what came and
     the ways out.
     """
     batches = make([(images, torch.zeros(2))], mean=MEAN, std=STD, channels_last=channels_last)
@@ -227,7 +227,7 @@ def test_mean_and_std_may_be_arrays(make: Make) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.complex64], ids=str)
 def test_types_without_fractions_are_refused(make: Make, dtype: torch.dtype) -> None:
-    """They would cut normalised values off."""
+    """They would cut normalized values off."""
     with pytest.raises(ValueError, match=f"^DataPrefetcher: dtype={dtype}: use float32"):
         make([], mean=MEAN, std=STD, dtype=dtype)
 
@@ -270,7 +270,7 @@ def test_a_batch_keeps_its_form(make: Make, batch: Any, name: str | None) -> Non
 
 
 @pytest.mark.parametrize(("batch", "name"), BATCHES)
-def test_named_images_are_normalised(make: Make, batch: Any, name: str | None) -> None:
+def test_named_images_are_normalized(make: Make, batch: Any, name: str | None) -> None:
     """And no other tensor is."""
     pixels = (255 * IMAGES).to(torch.uint8)
     given = nest.changed(batch, lambda each: pixels if each is IMAGES else each)
@@ -440,7 +440,7 @@ def test_never_more_than_one_batch_ahead() -> None:
 
 def test_augment_has_the_images_as_they_come(make: Make) -> None:
     """Augment is given the loader's own uint8 images, in their memory format, with their batch;
-    what it gives is normalised.
+    what it gives is normalized.
     """
     loader = Loader(
         [

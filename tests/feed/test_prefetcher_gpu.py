@@ -42,7 +42,7 @@ class Loader:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_values_are_the_cpus(dtype: torch.dtype, channels_last: bool) -> None:
-    """Copied and normalised on the side stream, every batch is bitwise what the CPU makes of it."""
+    """Copied and normalized on the side stream, every batch is bitwise what the CPU makes of it."""
     generator = torch.Generator().manual_seed(0)
     batches = [
         (

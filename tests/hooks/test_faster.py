@@ -28,7 +28,7 @@ NORMALIZE = T.Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Photograph-like JPEGs of several sizes, one grey, and a PNG."""
+    """Photograph-like JPEGs of several sizes, one gray, and a PNG."""
     place = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for number, (width, height) in enumerate([(160, 120), (90, 200), (64, 64), (300, 70)]):
@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = place / f"class_{number % 2}"
         folder.mkdir(exist_ok=True)
         image.save(folder / f"{number}.jpg", quality=90)
-        image.convert("L").save(folder / f"grey_{number}.jpg", quality=90)
+        image.convert("L").save(folder / f"gray_{number}.jpg", quality=90)
         image.save(folder / f"{number}.png")
     return place
 
@@ -104,7 +104,7 @@ class Preset:
     ],
 )  # fmt: skip
 def test_draws_stay_and_pixels_nearly(root: Path, transform: Any) -> None:
-    """After each sample the generator is where it was; pixels differ by under a grey level."""
+    """After each sample the generator is where it was; pixels differ by under a gray level."""
     before = ImageFolder(str(root), transform)
     after = pickle.loads(pickle.dumps(faster(before)))
     assert isinstance(after, ImageFolder) and after.classes == before.classes
@@ -200,24 +200,24 @@ def test_timms_data_sets(root: Path, interpolation: str) -> None:
 def saved(path: Path, kind: str) -> Path:
     """An image of 40 by 30 pixels in a class folder, as ``kind`` says."""
     rgb = np.random.default_rng(1).integers(0, 256, (30, 40, 3), dtype=np.uint8)
-    grey = rgb[..., 0]
-    clear = np.where(grey > 100, 255, 0).astype(np.uint8)
+    gray = rgb[..., 0]
+    clear = np.where(gray > 100, 255, 0).astype(np.uint8)
     more: dict[str, Any] = {}
     image = Image.fromarray(rgb)
     if kind.startswith("palette"):
         image = image.quantize(32)
         more = {"transparency": 0}
     elif kind.startswith("16 bits"):
-        image = Image.fromarray(grey.astype(np.uint16) * 257)
+        image = Image.fromarray(gray.astype(np.uint16) * 257)
     elif kind.startswith("LA"):
-        image = Image.merge("LA", [*map(Image.fromarray, (grey, clear))])
+        image = Image.merge("LA", [*map(Image.fromarray, (gray, clear))])
     elif "alpha" in kind:
         image.putalpha(Image.fromarray(clear))
         more = {"lossless": True, "exact": True} if kind.endswith("webp") else {}
     elif kind.startswith("CMYK"):
         image = image.convert("CMYK")
-    elif kind.startswith("grey"):
-        image = Image.fromarray(grey)
+    elif kind.startswith("gray"):
+        image = Image.fromarray(gray)
     path = path / "a" / f"1.{kind.split()[-1]}"
     path.parent.mkdir()
     image.save(path, **more)
@@ -229,7 +229,7 @@ CUT = T.Compose([T.Resize(24), T.CenterCrop(24)])
 
 @pytest.mark.parametrize(
     "kind",
-    ["RGB jpg", "grey jpg", "CMYK jpg", "RGB png", "alpha png", "LA png", "palette png",
+    ["RGB jpg", "gray jpg", "CMYK jpg", "RGB png", "alpha png", "LA png", "palette png",
      "16 bits png", "alpha webp", "RGB bmp"],
 )  # fmt: skip
 def test_pixels_are_those_of_the_loader_it_replaces(tmp_path: Path, kind: str) -> None:

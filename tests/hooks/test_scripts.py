@@ -420,7 +420,7 @@ def test_tasks_of_srun(tmp_path: Path) -> None:
     report = both(tmp_path, start, LOOPS / "ranks.py").equal()
     assert (report["steps"], report["world_size"], len(report["ranks"])) == (20, 2, 2)
     # of this machine's processors each task has its own
-    assert report["verdict"]["bottleneck"] != "neighbours"
+    assert report["verdict"]["bottleneck"] != "neighbors"
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ _SIDE = 16
 Sets = tuple[Dataset[Any], Dataset[Any]]
 
 
-class Grey(Dataset[Any]):
-    """``length`` grey images in two classes; ``trouble`` befalls whoever loads sample 5."""
+class Gray(Dataset[Any]):
+    """``length`` gray images in two classes; ``trouble`` befalls whoever loads sample 5."""
 
     classes = ("a", "b")
 
@@ -44,15 +44,15 @@ def wait() -> None:
 
 
 def good(data: Any, seed: int) -> Sets:
-    return Grey(32), Grey(8)
+    return Gray(32), Gray(8)
 
 
 def raises(data: Any, seed: int) -> Sets:
-    return Grey(32, throw), Grey(8)
+    return Gray(32, throw), Gray(8)
 
 
 def hangs(data: Any, seed: int) -> Sets:
-    return Grey(32, wait), Grey(8)
+    return Gray(32, wait), Gray(8)
 
 
 def exits(data: Any, seed: int) -> NoReturn:

@@ -97,7 +97,7 @@ def test_a_program_gives_the_networks_logits(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For any number of uint8 images, normalised inside; facts lie in the file."""
+    """For any number of uint8 images, normalized inside; facts lie in the file."""
     config = composed(
         "mode=export", "resume=x.pt", "data=imagefolder", f"data.root={images}",
         "data.split_fraction=0.3", "data.image_size=32", "data.mean=[0.1,0.2,0.3]",

@@ -16,7 +16,7 @@ import harness
 from harness.config import Config, DataConfig, Interpolation, to_plain
 from harness.data.datasets import ImageDataset, as_evaluated
 from harness.data.storage import FolderSource
-from harness.feed.prefetcher import Normalise
+from harness.feed.prefetcher import Normalize
 from harness.inference.loaded import Transform, network
 from harness.runtime.errors import CheckpointError
 from harness.training.checkpoint_read import Saved
@@ -56,11 +56,11 @@ def test_a_transform_gives_the_pixels_of_an_evaluation(tmp_path: Path, filter_na
     source = FolderSource(tmp_path, flat=True)
     dataset = ImageDataset(source, as_evaluated(data), data, 64, seed=0)
     transform = Transform(data, CPU)
-    normalise = Normalise(CPU, data.mean, data.std, torch.float32, channels_last=True)
+    normalize = Normalize(CPU, data.mean, data.std, torch.float32, channels_last=True)
     for i in range(6):
         pixels = np.zeros((1, 64, 64, 3), np.uint8).transpose(0, 3, 1, 2)
         dataset.fill(0, i, pixels[0])
-        expected = normalise(torch.from_numpy(pixels))[0]
+        expected = normalize(torch.from_numpy(pixels))[0]
         path = Path(dataset.source.where(i))
         with Image.open(path) as opened:
             ways = [path, str(path), path.read_bytes(), opened]
@@ -82,7 +82,7 @@ def test_a_transform_gives_the_pixels_of_an_evaluation(tmp_path: Path, filter_na
         (np.zeros((0, 4, 3), np.uint8), TypeError),
         (7, TypeError),
     ],
-    ids=["no image", "empty", "no file", "floats", "grey", "no pixels", "a number"],
+    ids=["no image", "empty", "no file", "floats", "gray", "no pixels", "a number"],
 )
 def test_a_transform_refuses_what_is_no_image(given: object, error: type[Exception]) -> None:
     """With an error that says so."""

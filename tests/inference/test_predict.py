@@ -58,7 +58,7 @@ def run(config: Config, folder: Path, *typed: str) -> None:
 def first(
     tmp_path_factory: pytest.TempPathFactory, composed: Composed
 ) -> tuple[Path, dict[str, Any]]:
-    """The folder of a run on JPEGs of three colours, and what it reported."""
+    """The folder of a run on JPEGs of three colors, and what it reported."""
     root = tmp_path_factory.mktemp("first")
     for part, count in (("train", 24), ("val", 11)):
         for shade, name in enumerate(CLASSES):

@@ -211,9 +211,9 @@ def test_styles_are_for_terminals() -> None:
         ({"NO_COLOR": "1"}, "error: no such folder"),
         ({"TERM": "dumb"}, "error: "),
     ],
-    ids=["colour", "not wanted", "not known"],
+    ids=["color", "not wanted", "not known"],
 )
-def test_errors_have_a_colour_on_a_terminal_that_has_some(
+def test_errors_have_a_color_on_a_terminal_that_has_some(
     monkeypatch: pytest.MonkeyPatch, more: dict[str, str], shown: str
 ) -> None:
     """The last line of a failed run is seen."""

@@ -53,7 +53,7 @@ class Nvml:
         self.seen_us: list[int] = []
         self.used = {"handle 0": 0, "handle 1": 5 * 2**30}
         self.users: dict[int, int] | None = (
-            # utilisation by process; None where the driver does not say
+            # utilization by process; None where the driver does not say
             None
         )
 
@@ -176,7 +176,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml | None], None]:
 
 
 def test_a_gpu_is_found_by_its_uuid(install: Callable[[Nvml | None], None]) -> None:
-    """Utilisation is a fraction, memory is in bytes and power in watts."""
+    """Utilization is a fraction, memory is in bytes and power in watts."""
     install(Nvml())
     expected = {
         Tag.GPU_UTILIZATION: 0.37,
@@ -189,7 +189,7 @@ def test_a_gpu_is_found_by_its_uuid(install: Callable[[Nvml | None], None]) -> N
 def test_a_mig_instance_gives_what_it_has(
     install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Utilisation and power are absent, with a warning for each, and memory stays."""
+    """Utilization and power are absent, with a warning for each, and memory stays."""
     install(Nvml(broken=("utilization", "power"), prefix="MIG"))
     sensor = GpuSensor(UUID)
     assert [set(sensor.sample()) for _ in range(3)] == [{Tag.GPU_MEMORY_USED_BYTES}] * 3

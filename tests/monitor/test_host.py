@@ -166,7 +166,7 @@ def test_what_others_take_is_not_known_without_what_is_ours(
         pytest.param("4:memory:/job", 1, 0.4, id="at its limit"),
     ],
 )
-def test_a_neighbours_wait_for_memory_is_not_the_runs(
+def test_a_neighbors_wait_for_memory_is_not_the_runs(
     machine: SimpleNamespace, group: str, hits: int, stalled: float | None
 ) -> None:
     """Without a pressure of its own, the machine's is the run's at the run's own limit alone."""

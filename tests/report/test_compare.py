@@ -380,7 +380,7 @@ def test_a_folder_without_runs_is_refused(
 def test_json_holds_what_programs_need(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Figures with units in their names, changes, verdict, settings, judgement."""
+    """Figures with units in their names, changes, verdict, settings, judgment."""
     pair = (
         make_run("a"),
         make_run("b", {"loader.num_workers": 4, "optim.lr": 0.2}, images_per_s=150.0),

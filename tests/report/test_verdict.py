@@ -126,7 +126,7 @@ def kind(given: Evidence) -> str:
         ),
         pytest.param(
             evidence(0.4, stages=DECODING, sampled=CROWDED),
-            "neighbours",
+            "neighbors",
             id="a crowded host of a device that waits",
         ),
         pytest.param(
@@ -134,7 +134,7 @@ def kind(given: Evidence) -> str:
         ),
         pytest.param(
             evidence(0.4, stages={"read": (3.0, 0.6), "decode": (0.5, 0.3)}, sampled=CROWDED),
-            "neighbours",
+            "neighbors",
             id="readers that wait for a processor each time",
         ),
         pytest.param(

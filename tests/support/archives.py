@@ -84,15 +84,15 @@ def _py2(value: object) -> bytes:
 
 
 def pictures(rows: int, classes: int, seed: int) -> tuple[NDArray[np.uint8], list[int]]:
-    """Returns noise in a colour for each class, uint8 ``[rows, 3072]``, and the labels.
+    """Returns noise in a color for each class, uint8 ``[rows, 3072]``, and the labels.
 
     Planes come in CIFAR's order.
     """
     rng = np.random.default_rng(seed)
     labels = np.arange(rows) % classes
-    colours = np.random.default_rng(classes).integers(60, 196, (classes, 3))
+    colors = np.random.default_rng(classes).integers(60, 196, (classes, 3))
     noise = rng.integers(-60, 60, (rows, 3, 1024))
-    return (colours[labels][:, :, None] + noise).astype(np.uint8).reshape(
+    return (colors[labels][:, :, None] + noise).astype(np.uint8).reshape(
         rows, 3072
     ), labels.tolist()
 

@@ -81,7 +81,7 @@ class Loop:
             launch.
         loader_s: between two batches of the feed, where nothing holds it up.
         copy_s: of one batch to the device.
-        prepare_s, prepare_launch_s: augmenting and normalising it there.
+        prepare_s, prepare_launch_s: augmenting and normalizing it there.
         python_s: in the loop between two steps; ``log_s`` at each window's end.
         parts: batches of an update; epoch: steps of an epoch.
         streams: the device has more than one, and its events tell the time.

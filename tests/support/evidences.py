@@ -216,7 +216,7 @@ CASES = {
         "copy",
         {"loader.pin_memory": True},
     ),
-    "normalising on a CPU": Case(
+    "normalizing on a CPU": Case(
         on_cpu(
             0.4,
             stages=WRITING,
@@ -271,9 +271,9 @@ CASES = {
         "memory",
         {"loader.num_workers": 1},
     ),
-    "other programs": Case(on_cpu(0.04, sampled=CROWDED), "neighbours", {}),
+    "other programs": Case(on_cpu(0.04, sampled=CROWDED), "neighbors", {}),
     "other programs on the GPU": Case(
-        evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.4}), "neighbours", {}
+        evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.4}), "neighbors", {}
     ),
     "a rank that waits": Case(
         on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 1.0), rank(2, 9.0), rank(3, 1.2))),

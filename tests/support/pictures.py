@@ -30,7 +30,7 @@ def photograph(name: str) -> Image.Image:
 def write_tree(
     root: Path, size: tuple[int, int] = (40, 40), kind: str = "jpg", **splits: int
 ) -> Path:
-    """Writes so many images of each of two classes for each split, all of one colour each."""
+    """Writes so many images of each of two classes for each split, all of one color each."""
     for split, count in splits.items():
         for name in "ab":
             (root / split / name).mkdir(parents=True)
@@ -42,7 +42,7 @@ def write_tree(
 
 
 def photo(width: int = 97, height: int = 61) -> Image.Image:
-    """Smooth colours with a little noise, as photographs have, and sides that no block divides."""
+    """Smooth colors with a little noise, as photographs have, and sides that no block divides."""
     y, x = np.mgrid[0:height, 0:width]
     waves = np.stack([np.sin(x / 9), np.cos(y / 7), np.sin((x + y) / 11)], axis=2) * 90 + 128
     return Image.fromarray(
@@ -60,7 +60,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
 def pictures(
     count: int, height: int, width: int, layout: torch.memory_format = torch.channels_last
 ) -> Tensor:
-    """Smooth colours with noise, the first one grey and the second one of a single colour."""
+    """Smooth colors with noise, the first one gray and the second one of a single color."""
     generator = torch.Generator().manual_seed(height)
     coarse = 255 * torch.rand(count, 3, 5, 5, generator=generator)
     images = functional.resize(coarse, [height, width]) + 9 * torch.randn(

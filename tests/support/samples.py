@@ -50,7 +50,7 @@ class ToldMeter(StageMeter):
 
 
 class Noise:
-    """Samples of 3 x 4 x 4 pixels drawn for (epoch, index), labelled ``index % 10``."""
+    """Samples of 3 x 4 x 4 pixels drawn for (epoch, index), labeled ``index % 10``."""
 
     image_size = 4
     skips = False

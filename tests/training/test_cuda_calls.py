@@ -44,7 +44,7 @@ def page_locked(count: int) -> Iterator[HostBatch]:
 
 
 def test_a_steady_step_makes_few_calls(calls: Any) -> None:
-    """With a thread, normalisation and the clock no event is made, and few are asked.
+    """With a thread, normalization and the clock no event is made, and few are asked.
 
     torch's allocators have events of their own, which are not timed.
     """

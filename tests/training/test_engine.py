@@ -128,7 +128,7 @@ def test_each_side_is_primed_before_its_turn(
 
 
 def test_evaluation_sees_images_as_they_are(make_engine: MakeEngine) -> None:
-    """Training batches are augmented and mixed; validation batches are only normalised."""
+    """Training batches are augmented and mixed; validation batches are only normalized."""
     wanted = AugmentConfig(color_jitter=(0.9, 0.0, 0.0, 0.0), random_erasing=1.0, cutmix=1.0)
     feeds = [Recorded(name, 4, []) for name in ("train", "val")]
     engine = make_engine(*feeds, augment=wanted)

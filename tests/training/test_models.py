@@ -166,7 +166,7 @@ def test_the_published_head_is_taken_where_it_fits(
 def test_googlenet_sees_what_its_weights_were_trained_on(
     weights: str | None, publish: Callable[[str], nn.Module]
 ) -> None:
-    """The published weights want TensorFlow's normalisation; random ones do not."""
+    """The published weights want TensorFlow's normalization; random ones do not."""
     publish("googlenet")
     network = models.build(ModelConfig(name="googlenet", weights=weights), 7, image_size=64)
     assert network.transform_input is (weights == "DEFAULT")

@@ -160,7 +160,7 @@ def test_uneven_classes_are_reported(images: int, balance: float, tries: bool) -
 def test_the_first_batch_is_shown_as_the_network_sees_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pixels before normalisation, and both names of a mixed image."""
+    """The pixels before normalization, and both names of a mixed image."""
     data = DataConfig(name="mine")
     mean, std = (np.reshape(each, (1, 3, 1, 1)) for each in (data.mean, data.std))
     pixels = np.arange(4 * 3 * 64).reshape(4, 3, 8, 8) % 256

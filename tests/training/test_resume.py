@@ -206,7 +206,7 @@ def test_a_file_from_elsewhere_names_no_images(
 def test_another_data_set_is_seen_as_the_network_was_trained(
     composed: Composed, trained: Saved, typed: str
 ) -> None:
-    """Where the images lie is the command's; their size and normalisation stay the checkpoint's."""
+    """Where the images lie is the command's; their size and normalization stay the checkpoint's."""
     found = evaluated(composed, trained, typed)
     assert (found["data.name"], found["data.root"], found["data.md5"]) == ("cifar10", None, None)
     assert {path: found[path] for path in PIXELS} == {path: TRAINED[path] for path in PIXELS}
@@ -247,7 +247,7 @@ def test_what_a_nameless_run_saved_is_read(composed: Composed) -> None:
 def test_a_foreign_file_says_that_it_has_no_settings(
     composed: Composed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights alone know no normalisation: the command's settings count, and a line says it."""
+    """Weights alone know no normalization: the command's settings count, and a line says it."""
     config = composed("mode=evaluate", "model.weights=x.pth", "data.image_size=48")
     assert resume.settings(config, Saved("x.pth", {}), ()) == config
     assert "x.pth: holds no settings; data.*, model.name" in capsys.readouterr().out

@@ -325,10 +325,10 @@ def host_batch() -> HostBatch:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("precision", list(Precision), ids=lambda p: p.name)
-def test_batches_are_augmented_then_normalised_then_mixed(
+def test_batches_are_augmented_then_normalized_then_mixed(
     precision: Precision, channels_last: bool
 ) -> None:
-    """The step's batches are augmented, normalised and mixed, in the network's type and layout."""
+    """The step's batches are augmented, normalized and mixed, in the network's type and layout."""
     config = Config(seed=4)
     config.trainer.precision = precision
     config.trainer.channels_last = channels_last
@@ -339,8 +339,8 @@ def test_batches_are_augmented_then_normalised_then_mixed(
     mix = Mix.from_config(config.augment, 5, 4)
     assert augment is not None and mix is not None
     host = host_batch()
-    coloured = host._replace(images=augment(host.images, host))
-    expected, expected_labels = mix(*next(device_batches([coloured], config, CPU.device)), host)
+    colored = host._replace(images=augment(host.images, host))
+    expected, expected_labels = mix(*next(device_batches([colored], config, CPU.device)), host)
     images, labels = next(make(config).batches([host]))
     assert torch.equal(images, expected) and torch.equal(labels, expected_labels)
     assert images.is_contiguous(
@@ -351,7 +351,7 @@ def test_batches_are_augmented_then_normalised_then_mixed(
     assert step.read().loss is not None
 
 
-def test_by_default_batches_are_only_normalised() -> None:
+def test_by_default_batches_are_only_normalized() -> None:
     """Without augmentation the step takes the bits that evaluation takes, and whole labels."""
     images, labels = next(make(Config()).batches([host_batch()]))
     expected, whole = next(device_batches([host_batch()], Config(), CPU.device))

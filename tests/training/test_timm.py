@@ -194,7 +194,7 @@ PUBLISHED = (
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_evaluation_sees_timms_pixels(name: str, composed: Composed) -> None:
-    """Within a grey level in the mean of ``timm.data.create_transform``'s, on photographs."""
+    """Within a gray level in the mean of ``timm.data.create_transform``'s, on photographs."""
     typed = (f"model.name={name}", "model.weights=DEFAULT")
     data = resume.settings(composed(*typed), None, typed).data
     facts = timm.get_pretrained_cfg(name.removeprefix("timm/")).to_dict()

@@ -17,7 +17,7 @@ from harness.tuning.snapshot import Snapshot
 
 
 def copies_s() -> tuple[float, float]:
-    """Returns the seconds to copy a batch of ImageNet's size from pageable and from pinned memory."""
+    """Returns the seconds to copy a large batch from pageable and from pinned memory."""
     images = torch.zeros(128, 3, 224, 224, dtype=torch.uint8)
     labels = torch.zeros(128, dtype=torch.int64)
     lab: Any = SimpleNamespace(

@@ -319,7 +319,7 @@ def test_groups_hold_whole_updates(parts: int, steps: int) -> None:
 
 
 def test_a_batch_reaches_the_step_as_in_training() -> None:
-    """Demand's images are normalised, cast and laid out for each step, as the engine's."""
+    """Demand's images are normalized, cast and laid out for each step, as the engine's."""
     trials, step, _ = timed(2**-4)
     trials._step.config.trainer.precision = Precision.bf16
     trials._step.config.trainer.channels_last = True

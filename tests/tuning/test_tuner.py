@@ -23,7 +23,7 @@ from harness.config import TunerConfig, TunerName
 from harness.feed.base import Backend, FeedSettings, HostBatch
 from harness.feed.feeds import BACKENDS
 from harness.feed.order import Cursor, Order, ProbeOrder
-from harness.monitor.host import Neighbours
+from harness.monitor.host import Neighbors
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample
 from harness.runtime.limits import Limits
@@ -189,7 +189,7 @@ def test_other_programs_are_warned_of(
     on: On, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, others: float | None
 ) -> None:
     """One warning says how much they took."""
-    monkeypatch.setattr(Neighbours, "look", lambda self: others)
+    monkeypatch.setattr(Neighbors, "look", lambda self: others)
     report = on(Machine(0.002, 0.0019, demand=700), 1)
     assert report.others_cores == others
     assert len(warned(caplog)) == (others is not None)
@@ -201,7 +201,7 @@ def test_ranks_do_not_take_each_other_for_strangers(
     """Where there are several, what other programs take is not looked at."""
     made: list[float | None] = []
     monkeypatch.setattr(
-        "harness.tuning.tuner.Neighbours", lambda cores: made.append(cores) or Neighbours(cores)
+        "harness.tuning.tuner.Neighbors", lambda cores: made.append(cores) or Neighbors(cores)
     )
     on(Machine(0.002, 0.0019, demand=700), 1)
     report = on(Machine(0.002, 0.0019, demand=700), 1, ranks=Pair(0, 2, 0, 2, CPU))

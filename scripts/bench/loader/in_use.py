@@ -36,20 +36,20 @@ def step(root: str, side: int, seconds: float) -> Found:
     """Returns the window of only the training step, repeated on one batch."""
     with probed(feeds(*of_files(root, side), *of_form(PROCESSES, 0))) as (made, feed):
         batch = next(iter(feed))
-        return window(_steps(made, _normalised(made, itertools.repeat(batch))), seconds, skip=3)
+        return window(_steps(made, _normalized(made, itertools.repeat(batch))), seconds, skip=3)
 
 
 def training(row: str, root: str, side: int, workers: int, seconds: float) -> Found:
     """Returns the window of training with a wellfed backend or pytorch/examples' loader."""
     form = PROCESSES if row == EXAMPLES else row
     with probed(feeds(*of_files(root, side), *of_form(form, workers))) as (made, feed):
-        batches = _normalised(made, feed)
+        batches = _normalized(made, feed)
         if row == EXAMPLES:
             batches = iter(examples(Path(root), workers, side))
         return window(_steps(made, batches), seconds, workers)
 
 
-def _normalised(made: Feeds, batches: Any) -> Iterator[Any]:
+def _normalized(made: Feeds, batches: Any) -> Iterator[Any]:
     return iter(device_batches(batches, made.config, made.world.device))
 
 

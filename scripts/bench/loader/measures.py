@@ -286,14 +286,14 @@ def array_feeds(folder: str, form: str, workers: int = 0) -> Iterator[tuple[Feed
         yield made
 
 
-def arrays(folder: str, form: str, workers: int, seconds: float, normalised: bool = False) -> Found:
+def arrays(folder: str, form: str, workers: int, seconds: float, normalized: bool = False) -> Found:
     """Returns the window of a wellfed backend on the small arrays.
 
-    ``normalised``: up to the floats that are a step's input.
+    ``normalized``: up to the floats that are a step's input.
     """
     with probed(array_feeds(folder, form, workers)) as (made, feed):
         batches = counts(feed)
-        if normalised:
+        if normalized:
             batches = (
                 len(labels) for _, labels in device_batches(feed, made.config, made.world.device)
             )

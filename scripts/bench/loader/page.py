@@ -11,7 +11,7 @@ from scripts.bench.loader.score import AGAIN, BARE, Part, collect, cpu_ms, rate
 from scripts.bench.tables import Line, Sample, machine_line, markdown
 
 Row = dict[str, object]
-NORMALISED = "arrays, normalised"
+NORMALIZED = "arrays, normalized"
 UNCACHED = "threads"
 # ratio of rates; closer ones cannot be distinguished here
 _NOISE = 0.98
@@ -136,7 +136,7 @@ _ARRAYS = {
     "per item, v2": "v2 on tensors, no workers",
     "processes": "worker processes, whole batches",
     "arrays": "crop, flip and gather a batch at a time",
-    NORMALISED: "the same up to normalized floats, as the recipe gives them",
+    NORMALIZED: "the same up to normalized floats, as the recipe gives them",
 }  # fmt: skip
 
 
@@ -145,9 +145,9 @@ def arrays(part: Part) -> Iterator[Piece]:
     yield [*_cost_rows(part, _ARRAYS, 1e3, "per item", None)]
     yield _control(part, "arrays")
     usual = part.least(("per item", "per item, workers"), cpu_ms)
-    if usual is not None and part.has(usual, NORMALISED):
-        found = part.ratio(usual, NORMALISED, cpu_ms)
-        yield f"Normalised floats of both: {usual} over {NORMALISED}: {found}, n = {found.n}."
+    if usual is not None and part.has(usual, NORMALIZED):
+        found = part.ratio(usual, NORMALIZED, cpu_ms)
+        yield f"Normalized floats of both: {usual} over {NORMALIZED}: {found}, n = {found.n}."
     text = (
         "uint8 batches, times cheaper per core than the recipe's normalized floats, image by image"
     )

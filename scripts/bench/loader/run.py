@@ -34,7 +34,7 @@ from typing import Any
 
 from harness.runtime import limits
 from scripts.bench.loader.data import cifar_like, jpegs, warm
-from scripts.bench.loader.page import FILTERS, KINDS, NORMALISED, UNCACHED, show
+from scripts.bench.loader.page import FILTERS, KINDS, NORMALIZED, UNCACHED, show
 from scripts.bench.loader.peers import DECODE, EXAMPLES, PEERS
 from scripts.bench.loader.score import AGAIN, BARE, KEY
 from scripts.bench.loader.turn import FailedError, ask
@@ -131,11 +131,11 @@ def arrays(s: Setup) -> Iterator[Row]:
     ):
         yield Row(name, "per_item", s.arrays | {"workers": workers, "pictures": pictures})
     yield Row("processes", "arrays", s.arrays | {"form": "processes", "workers": s.workers})
-    for name in ("arrays", NORMALISED, "arrays" + AGAIN):
+    for name in ("arrays", NORMALIZED, "arrays" + AGAIN):
         yield Row(
             name,
             "arrays",
-            s.arrays | {"form": "arrays", "workers": 0, "normalised": name == NORMALISED},
+            s.arrays | {"form": "arrays", "workers": 0, "normalized": name == NORMALIZED},
         )
     yield Row("equal", "equal", {"folder": str(s.folder), "form": "arrays"}, once=True)
 

@@ -26,7 +26,7 @@ from torchvision.models import resnet18
 from scripts.bench.tuner.slept import READ, STEP, sleep
 
 _BATCH = 64
-_NORMALISE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_NORMALIZE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def read(path: str) -> Image.Image:
@@ -44,7 +44,7 @@ def folder(root: Path, split: str, side: int) -> ImageFolder:
         how = [crop, transforms.RandomHorizontalFlip()]
     return ImageFolder(
         str(root / split),
-        transforms.Compose([*how, transforms.ToTensor(), _NORMALISE]),
+        transforms.Compose([*how, transforms.ToTensor(), _NORMALIZE]),
         loader=read,
     )
 

@@ -53,7 +53,7 @@ def here(plant: Plant, size: float, job: Job) -> None:
     """Runs in this process; only planted programs are seen beside the run."""
     seen = (
         contextlib.nullcontext()
-        if plant.bottleneck == "neighbours"
+        if plant.bottleneck == "neighbors"
         else patch("harness.report.evidence.taken", lambda _: None)
     )
     with seen, plant.act(size):
@@ -208,7 +208,7 @@ PLANTS = (
         in_group,
         memory_group,
     ),
-    Plant("neighbours", "neighbours", acts.neighbours, 1.4, 1.6, "cores of 2"),
+    Plant("neighbors", "neighbors", acts.neighbors, 1.4, 1.6, "cores of 2"),
     Plant("nothing", "balanced", acts.balanced, 250, 500, "ms a step", (*LONG, *ONE)),
 )
 

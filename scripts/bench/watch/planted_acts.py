@@ -22,7 +22,7 @@ import torch
 from harness.clock.clock import StepClock
 from harness.data.datasets import Splits
 from harness.data.transforms import CropTransform
-from harness.feed.prefetcher import Normalise
+from harness.feed.prefetcher import Normalize
 from harness.monitor.writer import RunWriter
 from harness.training.engine import Engine
 from harness.training.step import Step, StepFigures
@@ -78,7 +78,7 @@ def stepping(act: Callable[[], object], data: Splits | None = None) -> Iterator[
         stack.enter_context(patch.object(Step, "__call__", step))
         stack.enter_context(
             patch.object(
-                Normalise, "__call__", lambda self, images: images[:, :, :SIDE, :SIDE].float()
+                Normalize, "__call__", lambda self, images: images[:, :, :SIDE, :SIDE].float()
             )
         )
         stack.enter_context(
@@ -280,7 +280,7 @@ def burning(cores: float) -> Iterator[None]:
 
 
 @contextmanager
-def neighbours(size: float) -> Iterator[None]:
+def neighbors(size: float) -> Iterator[None]:
     """CPU-bound steps and loading, beside other programs."""
 
     def act() -> None:

@@ -181,8 +181,8 @@ class Huge(ImageDataset):
 
 def splits(train: ImageDataset) -> Splits:
     """Returns ``train`` with a small validation set."""
-    centre = CropTransform(SIDE, crop="center", hflip=0.0)
-    val = ImageDataset(Memory(8), centre, OPTIONS, SIDE, 0)
+    center = CropTransform(SIDE, crop="center", hflip=0.0)
+    val = ImageDataset(Memory(8), center, OPTIONS, SIDE, 0)
     return Splits(train, val, ("a", "b"), "planted", "")
 
 

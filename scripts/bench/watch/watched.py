@@ -102,7 +102,7 @@ CASES = (
     Case("launches", 20, "20 launches of 2 ms per step", "launch", emulated=True),
     Case("collections", 400, "gc.collect() of 400,000 objects after each step", "host"),
     Case("slow_logging", 50, "50 ms per line, in each step", "host"),
-    Case("neighbours", 1.5, "1.5 of 2 cores", "neighbours", around="neighbours"),
+    Case("neighbors", 1.5, "1.5 of 2 cores", "neighbors", around="neighbors"),
     Case("slow_rank_data", 25, "25 ms of waiting per file, on rank 1 of 2", "rank", ranks=2),
     Case("slow_rank_forward", 60, "60 ms of waiting in forward, on rank 1 of 2", "rank", ranks=2),
     Case("quota", 0.5, "a control group of 0.5 cores", "quota", around="quota"),
@@ -178,7 +178,7 @@ def traceml(case: Case, folder: Path, script: Sequence[str]) -> list[str]:
 def around(case: Case, command: list[str]) -> Iterator[tuple[list[str], Meanwhile]]:
     """Yields the command with its bottleneck planted, and a monitor of its output."""
     quiet: Meanwhile = lambda text: None
-    if case.around == "neighbours":
+    if case.around == "neighbors":
         with acts.burning(case.size):
             yield command, quiet
     elif case.around == "quota":

@@ -45,7 +45,7 @@ PLANTS: Mapping[str, tuple[dict[str, Any], str]] = {
     "launches": ({"forward_ms": 0.0, "device": "cuda", "pin_memory": True}, "launches"),
     "collections": ({}, "objects"),
     "slow_logging": ({}, "log_ms"),
-    "neighbours": ({"forward_ms": 0.0, "layers": 4, "side": 250}, ""),
+    "neighbors": ({"forward_ms": 0.0, "layers": 4, "side": 250}, ""),
     "slow_rank_data": ({"workers": 1, "slow_rank": 1}, "read_ms"),
     "slow_rank_forward": ({"workers": 1, "slow_rank": 1}, "forward_ms"),
     "quota": ({"side": 500}, ""),

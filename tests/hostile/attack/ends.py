@@ -231,7 +231,7 @@ def sweeps(draw: random.Random) -> Iterator[Case]:
         (("run.name=x", "seed=0,1"), (0, 2, 9), 2), (("trainer.epochs=0,1",), (2,), 1),
         (("seed=0,0",), (0,), 0), (("seed=0,1", "hydra.sweep.dir=sweep"), (0,), 0),
         (("seed=0,1", "hydra.sweep.subdir=same"), (0, 2, 9), 2),
-        (("seed=0,1", "hydra.sweep.subdir=../../../neighbour/${seed}"), (0, 2), 2),
+        (("seed=0,1", "hydra.sweep.subdir=../../../neighbor/${seed}"), (0, 2), 2),
         (("seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"), (0, 2), 1),
         (("seed=0,x", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"), (2,), 2),
         (("seed=0,1", "hydra/launcher=submitit_local"), (0, 2), 1),
@@ -244,7 +244,7 @@ def sweeps(draw: random.Random) -> Iterator[Case]:
         (("mode=verify,train",), (0,), 0), (("data.cache=disk,ram",), (0,), 0),
     ):  # fmt: skip
         yield one(f"-m {' '.join(words)}", ("-m", *run, *words), *codes, errors=errors, lines=6,
-                  limit_s=240.0, leaves=("sweep", ".submitit", "neighbour"))  # fmt: skip
+                  limit_s=240.0, leaves=("sweep", ".submitit", "neighbor"))  # fmt: skip
 
 
 _ODD_RUNS: dict[str, Callable[[Path], Any]] = {
@@ -259,7 +259,7 @@ _ODD_RUNS: dict[str, Callable[[Path], Any]] = {
         (run / "report.html").unlink(), (run / "report.html").mkdir()),
     "report.html leads away": lambda run: (
         (run / "report.html").unlink(),
-        (run / "report.html").symlink_to("../../../neighbour/keep.txt")),
+        (run / "report.html").symlink_to("../../../neighbor/keep.txt")),
     "report.json is a list": lambda run: (run / "report.json").write_text("[1]"),
     "report.json of big numbers": lambda run: (run / "report.json").write_text(
         json.dumps({**json.loads((run / "report.json").read_text()), "steps": 10**400})),

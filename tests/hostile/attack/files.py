@@ -68,8 +68,8 @@ _SPECIAL: dict[str, Maker] = {
     "link to /dev/full": lambda path: path.symlink_to("/dev/full"),
     "link to itself": lambda path: path.symlink_to(path.name),
     "link to nothing": lambda path: path.symlink_to("nowhere/at/all"),
-    "link to a neighbour": lambda path: path.symlink_to("../../../neighbour/keep.txt"),
-    "link to a neighbour's folder": lambda path: path.symlink_to("../../../neighbour/run"),
+    "link to a neighbor": lambda path: path.symlink_to("../../../neighbor/keep.txt"),
+    "link to a neighbor's folder": lambda path: path.symlink_to("../../../neighbor/run"),
 }
 _IN_FOLDER = (
     ".lock", ".hydra", ".hydra/config.yaml", "train.log", "metrics.jsonl", "report.json",
@@ -199,7 +199,7 @@ _IN_DATA: dict[str, tuple[Maker, tuple[int, ...]]] = {
     "a folder named like an image": (lambda root: (root / "train/a/0.jpg").mkdir(), (0,)),
     "a link to the root": (lambda root: (root / "train/a/up").symlink_to("../.."), (0,)),
     "a link out": (
-        lambda root: (root / "train/a/0.jpg").symlink_to("../../../../neighbour/keep.txt"), (0,)),
+        lambda root: (root / "train/a/0.jpg").symlink_to("../../../../neighbor/keep.txt"), (0,)),
     "a broken link": (lambda root: (root / "train/a/0.jpg").symlink_to("nowhere"), (0,)),
     "a link in a circle": (lambda root: (root / "train/a/0.jpg").symlink_to("0.jpg"), (0,)),
     "a hidden file": (lambda root: (root / "train/a/.0.jpg").write_text("x"), (0,)),
@@ -410,8 +410,8 @@ _DAMAGES: dict[str, Callable[[Path, random.Random], Any]] = {
     "last.pt is a folder": _in_place("last.pt", lambda path: path.mkdir()),
     "best.pt is a FIFO": _in_place("best.pt", fifo),
     "last.pt leads to itself": _in_place("last.pt", lambda path: path.symlink_to("last.pt")),
-    "last.pt leads to a neighbour": _in_place(
-        "last.pt", lambda path: path.symlink_to("../../../../neighbour/keep.txt")),
+    "last.pt leads to a neighbor": _in_place(
+        "last.pt", lambda path: path.symlink_to("../../../../neighbor/keep.txt")),
     "a record of step 999999": _in_place("step-999999.json", lambda path: path.write_text("{}")),
     "a temporary file of a killed save": _in_place(
         ".step-5.pt.0.tmp", lambda path: path.write_bytes(b"x" * 99)),
@@ -482,8 +482,8 @@ _IN_CACHE: dict[str, Callable[[Path, random.Random], Any]] = {
     "a FIFO": lambda path, draw: (path.unlink(), fifo(path)),
     "a folder": lambda path, draw: (path.unlink(), path.mkdir()),
     "a link to nothing": lambda path, draw: (path.unlink(), path.symlink_to("nowhere")),
-    "a link to a neighbour": lambda path, draw: (
-        path.unlink(), path.symlink_to("../../neighbour/keep.txt")),
+    "a link to a neighbor": lambda path, draw: (
+        path.unlink(), path.symlink_to("../../neighbor/keep.txt")),
     "a link to /dev/zero": lambda path, draw: (path.unlink(), path.symlink_to("/dev/zero")),
     "[]": lambda path, draw: path.write_text("[]"),
     "null": lambda path, draw: path.write_text("null"),

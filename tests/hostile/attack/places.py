@@ -179,11 +179,11 @@ def make_shared(shared: Path) -> None:
 def prepared(case: Case, place: Path, shared: Path) -> None:
     """Makes the place of a case."""
     make_shared(shared)
-    for name in ("in", "neighbour", "home", "tmp", "cache", "work"):
+    for name in ("in", "neighbor", "home", "tmp", "cache", "work"):
         (place / name).mkdir(parents=True)
-    (place / "neighbour/keep.txt").write_text("keep me\n")
-    (place / "neighbour/run/checkpoints").mkdir(parents=True)
-    (place / "neighbour/run/metrics.jsonl").write_text('{"step": 1}\n')
+    (place / "neighbor/keep.txt").write_text("keep me\n")
+    (place / "neighbor/run/checkpoints").mkdir(parents=True)
+    (place / "neighbor/run/metrics.jsonl").write_text('{"step": 1}\n')
     (place / "shared").symlink_to(shared)
     if "images" in case.needs:
         shutil.copytree(shared / "in/images", place / "in/images")

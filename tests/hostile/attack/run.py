@@ -177,7 +177,7 @@ def attacked(case: Case, place: Path, shared: Path) -> dict[str, Any]:
     done: list[Done] = []
     try:
         prepared(case, place, shared)
-        before = {name: listing(place / name) for name in ("in", "neighbour", "home")}
+        before = {name: listing(place / name) for name in ("in", "neighbor", "home")}
         ours = {path.name for path in (place / "work").iterdir()} | _OURS | {*case.leaves}
         if case.together:
             with ThreadPoolExecutor(len(case.steps)) as pool:

@@ -186,7 +186,7 @@ def terms(plan: Plan) -> list[Row]:
         trained = i % 4 > 1
         after_s = draw.uniform(0, lines(whole.folder)[-1]["time_s"] if trained else whole.lasted_s)
         kinds.setdefault((sign, ranks), []).append(
-            _signalled(plan, str(i), overrides, sign, after_s, trained)
+            _signaled(plan, str(i), overrides, sign, after_s, trained)
         )
     # a row for each signal and number of ranks; the last run that saved resumes
     for (sign, ranks), ends in sorted(kinds.items()):
@@ -212,20 +212,20 @@ def terms(plan: Plan) -> list[Row]:
 
 
 class _End(NamedTuple):
-    """A run that was signalled, when its last process was gone, and what was wrong with it."""
+    """A run that was signaled, when its last process was gone, and what was wrong with it."""
 
     run: Run
     exit_s: float
     wrong: list[str]
 
 
-def _signalled(
+def _signaled(
     plan: Plan, name: str, overrides: tuple[str, ...], sign: Signals, after_s: float, trained: bool
 ) -> _End:
     with Run(plan, plan.place(name), [*(NOTED if trained else TRAIN), *overrides]) as life:
         if (trained and not life.trains()) or not life.goes_on(after_s):
             # quicker than the one that was timed
-            return _signalled(plan, f"{name}-", overrides, sign, after_s / 2, trained)
+            return _signaled(plan, f"{name}-", overrides, sign, after_s / 2, trained)
         sent_s = time.monotonic()
         life.signal(sign)
         code = life.code()

@@ -105,8 +105,8 @@ def texts(browser: webdriver.Chrome, selector: str) -> list[str]:
     return [element.text for element in browser.find_elements(By.CSS_SELECTOR, selector)]
 
 
-def colour_at(browser: webdriver.Chrome, script: str) -> tuple[int, ...]:
-    """The colour on the screen where ``script`` says, ``[x, y]`` of the visible part."""
+def color_at(browser: webdriver.Chrome, script: str) -> tuple[int, ...]:
+    """The color on the screen where ``script`` says, ``[x, y]`` of the visible part."""
     x, y = browser.execute_script(script)
     return (
         Image.open(io.BytesIO(browser.get_screenshot_as_png()))
@@ -127,13 +127,13 @@ MIDDLE_OF_SPIKE = """
 def test_every_spike_of_a_long_run_is_drawn(
     show: Callable[..., webdriver.Chrome], scheme: str
 ) -> None:
-    """All four marks are on the screen in the spikes' colour, and named below the chart."""
+    """All four marks are on the screen in the spikes' color, and named below the chart."""
     page = show("long_run", scheme=scheme)
     marks = page.find_elements(By.CSS_SELECTOR, ".spike")
     assert {int(mark.get_attribute("data-step") or 0) for mark in marks} == set(runs.SPIKES)
     expected = {"light": (156, 0, 68), "dark": (255, 134, 176)}[scheme]
     for step in runs.SPIKES:
-        assert colour_at(page, MIDDLE_OF_SPIKE % step) == expected
+        assert color_at(page, MIDDLE_OF_SPIKE % step) == expected
     assert len(
         texts(page, ".spikes li")
     ) == 4 and "2.60 s in steps 10,491 to 10,500, mostly starved" in texts(page, ".spikes li")

@@ -1,4 +1,4 @@
-"""Trains on small grey images, in the structure of the well-known MNIST script."""
+"""Trains on small gray images, in the structure of the well-known MNIST script."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ import pytest
 
 from harness.clock.figures import Tag
 from harness.monitor import host
-from harness.monitor.host import Neighbours, taken
+from harness.monitor.host import Neighbors, taken
 
-look = Neighbours.look  # which the tests' own machine leaves alone
+look = Neighbors.look  # which the tests' own machine leaves alone
 
 
 def sampled(others: float, queued: float, own: float) -> dict[str, float]:
@@ -59,5 +59,5 @@ def test_looks_are_some_time_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.HostSensor, "sample", lambda self: next(samples))
     times = iter([0.0, 0.4, 1.0, 1.0, 2.0, 2.0])
     monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    looked = Neighbours(2.0)
+    looked = Neighbors(2.0)
     assert [look(looked) for _ in range(3)] == [None, 1.6, None]
