@@ -94,9 +94,12 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read, or is a link or no regular file of at most 16 MiB.
-        ValueError, RecursionError: it is corrupt.
+        ValueError: it is corrupt.
     """
-    return json.loads(read_regular(path, _MOST_BYTES, os.O_NOFOLLOW))
+    try:
+        return json.loads(read_regular(path, _MOST_BYTES, os.O_NOFOLLOW))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def sheet(rows: Iterable[Iterable[Any]]) -> str:
