@@ -262,7 +262,8 @@ class DataConfig:
     )
     max_bad_fraction: float = setting(
         0.001,
-        "Share of the training or validation images that may be skipped; more end the run.",
+        "Share of the training or validation images that may be skipped, at least one; more end "
+        "the run.",
         _SHARE,
         no_effect_with="data.on_error=raise",
     )

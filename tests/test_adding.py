@@ -29,7 +29,7 @@ Write = Callable[[str, str], None]
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "how-to" / "own-model-and-data.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-COMMANDS = re.findall(r"```sh\npython train.py (.*?)\n```", PAGE, re.S)
+COMMANDS = re.findall(r"```sh\nwellfed (.*?)\n```", PAGE, re.S)
 DATASET = ("data=own", "data.name=my_dataset:open_splits", "data.root=photos", "data.image_size=32")
 FEW = (
     "device=cpu", "loader.batch_size=4", "trainer.max_steps=4", "trainer.epochs=2",

@@ -33,9 +33,10 @@ import numpy as np
 
 from ..config import ConfigError, DataConfig
 from ..monitor.console import progress
-from ..runtime.errors import DataError
+from ..runtime.errors import DataError, say
 from ..runtime.files import read_json, write_whole
 from ..runtime.seeding import order_rng
+from ..suggestions import typed
 from . import shrink
 from .decode import HEAD_BYTES, reader
 from .shard_index import INDEX, INFO, indexed
@@ -130,6 +131,8 @@ def pack(
     np.savez(index, **known)
     write_whole(out / INDEX, index.getbuffer())
     write_whole(out / INFO, json.dumps({"splits": info, "classes": classes}, indent=1).encode())
+    more = "" if "val" in sets else " data.split_fraction=0.1"
+    say(f"{len(sizes)} shards; train with data=shards {typed('data.root', out)}{more}")
     read = (members(partial(store.read, name), sizes[name], (b".error",)) for name in sizes)
     shrink.check_read([os.fsdecode(content) for *_, content in chain(*read) if content])
 

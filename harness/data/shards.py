@@ -22,7 +22,7 @@ from .tar import TarError, members, padded
 
 # samples of a shard that begin within this many bytes make a block
 BLOCK_BYTES = 8 << 20
-_SETS = "set data.train='train-*.tar' data.val='val-*.tar', as the shards are named"
+_SETS = "data.train='train-*.tar' data.val='val-*.tar', as the shards are named"
 
 
 class ShardSource:
@@ -44,7 +44,7 @@ class ShardSource:
 
     # column of the image names in predictions
     key = "member"
-    advice = f"{_SETS}, or data.split_fraction=0.1"
+    advice = f"set data.split_fraction=0.1, or {_SETS}"
     # as of a table
     groups: np.ndarray | None = None
 

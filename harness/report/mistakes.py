@@ -31,6 +31,8 @@ _MOST_CLASSES = 2_000
 
 # classes are imbalanced if one has this many times the images of another
 _UNEVEN = 10
+# per epoch; half as many are told
+_FEW_STEPS = 10
 
 
 def show(
@@ -125,6 +127,11 @@ def class_counts(splits: Splits, config: Config) -> str | None:
         text += ", very imbalanced"
         if not (config.data.balance or config.optim.class_weights):
             text += ". Try: data.balance=0.5, or optim.class_weights=balanced"
+    batch = config.loader.batch_size
+    smaller = max(8, len(splits.labels) // _FEW_STEPS)
+    if smaller < batch and len(splits.labels) < _FEW_STEPS * batch // 2:
+        lr = config.optim.lr * smaller / batch
+        text += f". They are few. Try: loader.batch_size={smaller} optim.lr={lr:.3g}"
     return text
 
 

@@ -42,7 +42,7 @@ _WORK: Mapping[Bottleneck, str] = {
 }
 # remedies other than settings, by reason, part of a rank's step or kind
 _WAYS: Mapping[str, str] = {
-    "few steps": "let the run continue",
+    "few steps": "train for more steps",
     "uneven": "diagnose again when the machine is idle",
     "stalled": "check that rank's storage and cores",
     "forward": "check whether that rank's device is slower or shared",

@@ -558,7 +558,7 @@ class Engine:
         for name, feed in feeds.items():
             assert isinstance(feed.order, Order)
             bad, length = sum(each == name for each, _ in self.replaced), feed.order.length
-            if bad > data.max_bad_fraction * length:
+            if bad > max(1, data.max_bad_fraction * length):
                 raise DataError(
                     f"{bad} of {length} {name} images cannot be read, more than "
                     f"data.max_bad_fraction={data.max_bad_fraction:g}; fix those listed in "

@@ -31,7 +31,8 @@ and a list as `[1,2]`. `null` means no value. `scripts/docs/settings_page.py` ge
 ## Choices
 
 A choice sets several values at once, and a data set may bring an augmentation. What you type wins:
-`python train.py data=cifar10 loader.batch_size=128`. The files are in `conf/`.
+`wellfed data=cifar10 loader.batch_size=128`. The files are in `conf/`. The defaults below are those
+of `data=shapes`; add `--cfg job` to a command to see what another choice sets.
 """
 SIGNS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
@@ -61,7 +62,7 @@ def _comment(path: Path) -> str:
     lines = [
         line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")
     ]
-    said = [line for line in lines if not line.startswith(("@package", "python ", "torchrun "))]
+    said = [line for line in lines if not line.startswith(("@package", "wellfed ", "torchrun "))]
     if not said:
         return ""
     return f": {said[0].replace('<', '&lt;')}"

@@ -127,7 +127,7 @@ def test_a_rank_that_another_launcher_left_is_not_ours(tmp_path: Path) -> None:
     assert (tmp_path / "outputs/x/report.json").exists()
     assert (tmp_path / "outputs/x/.hydra/config.yaml").exists()
     done = trained(tmp_path, *run, "seed=2", **left)
-    assert "outputs/x: holds a run" in refused(done.stderr, done.returncode)
+    assert "outputs/x: contains a run" in refused(done.stderr, done.returncode)
 
 
 def test_words_stay_as_they_were_typed(tmp_path: Path) -> None:
