@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_follows_them_again(composed: Composed) -> None:
 
 def test_every_classifier_of_torchvision_says_what_it_expects() -> None:
     """Of a size that was typed, the same share is cut out."""
-    for name in models.names()[len(OURS) :]:
+    for name in zoo.list_models(module=zoo):
         made = zoo.get_model_weights(name).DEFAULT.transforms()
         size, short, squash, interpolation, mean, std = models.expected(name, None).values()
         assert ([size], [short], squash) == (made.crop_size, made.resize_size, False)
