@@ -12,7 +12,7 @@ from torch import nn
 from torchvision import models as zoo
 
 from harness.cli import job
-from harness.config import OURS, Config, ConfigError, Interpolation
+from harness.config import Config, ConfigError, Interpolation
 from harness.runtime.distributed import World
 from harness.training import models, resume
 
