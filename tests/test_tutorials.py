@@ -69,7 +69,7 @@ class Reader:
         self.folder = folder
         self.seen = ""
         scripts = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        cache = {"XDG_CACHE_HOME": str(folder / "cache")}
+        cache = {"WELLFED_CACHE": str(folder / "cache")}
         self.env = {**os.environ, **cache, "PATH": scripts, "COLUMNS": "300"}
 
     def types(self, command: str, stops_at: str | None = None) -> None:

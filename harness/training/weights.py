@@ -181,7 +181,7 @@ def find(
         if unknown and path in tensors and value.is_floating_point():
             given[path] = value
     origin = (first.removesuffix(key) or "its top level") + " (moving average)" * bool(averaged)
-    more = f"; left out: {listed([*left])}" if left else ""
+    more = f"; left out: {listed([*left])}" if left and "" in state else ""
     # for wellfed's own runs, report only an average
     tells = averaged or "" in state
     return given, f"{where}: {len(taken)} tensors from {origin}{more}" if tells else ""
