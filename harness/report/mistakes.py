@@ -31,8 +31,8 @@ _MOST_CLASSES = 2_000
 
 # classes are imbalanced if one has this many times the images of another
 _UNEVEN = 10
-# per epoch; half as many are told
-_FEW_STEPS = 10
+# batches per epoch: fewer learn little, and as many as are suggested instead
+_FEW_STEPS, _STEPS = 5, 10
 
 
 def show(
@@ -128,10 +128,11 @@ def class_counts(splits: Splits, config: Config) -> str | None:
         if not (config.data.balance or config.optim.class_weights):
             text += ". Try: data.balance=0.5, or optim.class_weights=balanced"
     batch = config.loader.batch_size
-    smaller = max(8, len(splits.labels) // _FEW_STEPS)
-    if smaller < batch and len(splits.labels) < _FEW_STEPS * batch // 2:
-        lr = config.optim.lr * smaller / batch
-        text += f". They are few. Try: loader.batch_size={smaller} optim.lr={lr:.3g}"
+    smaller = max(8, len(splits.labels) // _STEPS)
+    if len(splits.labels) < _FEW_STEPS * batch and smaller < batch:
+        text += f". An epoch has fewer than {_FEW_STEPS} batches. Try: loader.batch_size={smaller}"
+        if config.optim.lr_per is None:
+            text += f" optim.lr={config.optim.lr * smaller / batch:.3g}"
     return text
 
 

@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from PIL import Image
 from samples import eval_transform
 from sklearn.metrics import precision_score, recall_score
 
-from harness.config import Config, DataConfig
+from harness.config import Config, DataConfig, LoaderConfig, OptimConfig
 from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.storage import ArraySource
 from harness.monitor.writer import RunWriter
@@ -155,6 +156,24 @@ def test_uneven_classes_are_reported(images: int, balance: float, tries: bool) -
     said = mistakes.class_counts(splits, Config(data=DataConfig(balance=balance))) or ""
     assert f"1 to {images}" in said
     assert ("data.balance=0.5" in said) == tries
+
+
+@pytest.mark.parametrize(
+    ("images", "lr_per", "tries"),
+    [
+        (79, None, ["loader.batch_size=8", "optim.lr=0.02"]),
+        (79, 8, ["loader.batch_size=8"]),
+        (80, None, []),
+    ],
+)
+def test_few_batches_are_reported(images: int, lr_per: int | None, tries: list[str]) -> None:
+    """Below five per epoch, with a smaller batch and its rate."""
+    splits = splits_of(("a", "b"))
+    source: Any = splits.train.source  # type: ignore[union-attr]
+    source.labels = np.arange(images) % 2
+    config = Config(loader=LoaderConfig(batch_size=16), optim=OptimConfig(lr=0.04, lr_per=lr_per))
+    said = mistakes.class_counts(splits, config) or ""
+    assert re.findall(r"[a-z_.]+=[0-9.]+", said) == tries
 
 
 def test_the_first_batch_is_shown_as_the_network_sees_it(
