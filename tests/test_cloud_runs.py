@@ -23,9 +23,10 @@ from PIL import Image
 from run_state import digest
 
 from harness.config import Config, ConfigError, DataConfig
-from harness.data import ahead, remote
+from harness.data import ahead, remote, shards
 from harness.data.ahead import Ahead
 from harness.data.remote import RemoteStore
+from harness.feed import feeds
 from harness.runtime.errors import DataError
 
 pytest.importorskip("obstore")
@@ -229,6 +230,54 @@ def test_scratch_keeps_mends_and_ends(
     assert len(caplog.records) == 1
     bucket.tags["d/x"] = '"another"'
     assert opened(folder).read(*part) == wanted and len([*folder.iterdir()]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kept_globals")
+@pytest.mark.parametrize("scratch", [False, True])
+def test_lanes_fetch_whole_blocks(
+    bucket: Bucket,
+    tmp_path: Path,
+    composed: Composed,
+    monkeypatch: pytest.MonkeyPatch,
+    scratch: bool,
+) -> None:
+    """The weights of the folder; an epoch fetches each block about once."""
+    # four images in a block
+    for module in (ahead, shards, feeds):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 8192)
+    lanes = ("loader.order=lanes", "loader.lanes=2", "loader.backend=threads", "loader.window_mb=1")
+    run(composed(f"data.root={tmp_path / 'shards'}", *COMMON, *lanes), tmp_path / "folder")
+    kept = (f"data.scratch={tmp_path / 'scratch'}",) if scratch else ()
+    run(composed("data.root=s3://b/d", *COMMON, *lanes, *kept), tmp_path / "bucket")
+    assert digest(tmp_path / "bucket") == digest(tmp_path / "folder")
+    read = [path for _, path, ranged in bucket.asked if ranged]
+    sizes = [len(bucket.objects[f"d/{name}.tar"]) for name in ("a", "b")]
+    # headers, 12 validation images, and the blocks of two epochs
+    assert len(read) < 2 * (12 + sum(sizes) / 8192 + 4), len(read)
+
+
+def test_a_block_serves_its_samples(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "BLOCK_BYTES", 4096)
+    store = opened()
+    asked = len(bucket.asked)
+    store.expect_blocks([("x", 100, 4000), ("x", 4200, 900)], 2)
+    for offset, length in ((100, 4000), (2000, 7), (4200, 900)):
+        assert store.read("x", offset, length) == DATA[offset : offset + length]
+    assert len(bucket.asked) - asked == 2
+    # outside of what was fetched, before and after
+    for offset, length in ((50, 60), (4150, 60), (5000, 500)):
+        assert store.read("x", offset, length) == DATA[offset : offset + length]
+    assert len(bucket.asked) - asked == 5
+    store.expect_blocks([("x", 9000, 50)], 2)
+    assert store.read("x", 4200, 5) == DATA[4200:4205] and len(store._blocks) == 2
+    bucket.fault = lambda method, path: 403
+    store.expect_blocks([("x", 100, 4000)], 2)
+    with pytest.raises(OSError, match="403"):
+        store.read("x", 100, 5)
+    bucket.fault = lambda method, path: None
+    store.expect_blocks([("x", 100, 4000)], 2)
+    assert store.read("x", 100, 5) == DATA[100:105]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -20,7 +21,9 @@ from ..runtime.folder import log
 from .stores import Descriptor, Store
 from .tar import BLOCK, padded
 
-# name, first byte and length of a sample
+# samples of a shard that begin within this many bytes make a block
+BLOCK_BYTES = 8 << 20
+# name, first byte and length of a sample or block
 _Part = tuple[str, int, int]
 # requests at once: at 50 ms each, 1,280 samples/s
 _THREADS = 64
@@ -79,17 +82,34 @@ class Ahead:
     def expect(self, parts: Sequence[_Part]) -> None:
         """Starts to fetch ``parts``; each will be read once."""
         with self._lock:
-            if self._process != os.getpid():
-                # threads do not survive a fork
-                self._process = os.getpid()
-                self._pool = ThreadPoolExecutor(_THREADS, "ahead", workers.lower_priority)
-                self._coming: dict[_Part, Future[bytes]] = {}
+            self._begin()
             for part in parts:
                 if part not in self._coming:
                     self._coming[part] = self._pool.submit(self._fetch, *part)
                     self._held += part[2]
             while self._held > _MOST_BYTES:
                 self._take(next(iter(self._coming))).cancel()
+
+    def expect_blocks(self, blocks: Sequence[_Part], room: int) -> None:
+        """Starts to fetch ``blocks``; the ``room`` last announced ones are kept in memory."""
+        with self._lock:
+            self._begin()
+            for name, begin, length in blocks:
+                key = name, begin // BLOCK_BYTES
+                kept = self._blocks.pop(key, None)
+                if kept is None or (kept[1].done() and kept[1].exception()):
+                    kept = begin, self._pool.submit(self._fetch, name, begin, length)
+                self._blocks[key] = kept
+            while len(self._blocks) > room:
+                self._blocks.popitem(last=False)
+
+    def _begin(self) -> None:
+        if self._process != os.getpid():
+            # threads do not survive a fork
+            self._process = os.getpid()
+            self._pool = ThreadPoolExecutor(_THREADS, "ahead", workers.lower_priority)
+            self._coming: dict[_Part, Future[bytes]] = {}
+            self._blocks: OrderedDict[tuple[str, int], tuple[int, Future[bytes]]] = OrderedDict()
 
     def _take(self, part: _Part) -> Future[bytes]:
         self._held -= part[2]
@@ -98,8 +118,17 @@ class Ahead:
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Returns exactly ``length`` bytes of a file; raises the store's errors."""
         part = name, offset, length
+        if not self._process:
+            return self._fetch(*part)
         with self._lock:
-            coming = self._take(part) if self._process and part in self._coming else None
+            begin, block = self._blocks.get((name, offset // BLOCK_BYTES), (0, None))
+            coming = None if block or part not in self._coming else self._take(part)
+        if block:
+            at = offset - begin
+            data = block.result()[max(0, at) : at + length]
+            # other sets may have samples in it
+            if len(data) == length:
+                return data
         return coming.result() if coming else self._fetch(*part)
 
     def _fetch(self, name: str, offset: int, length: int) -> bytes:

@@ -81,6 +81,8 @@ class ImageDataset:
     whole: Whole | None = None
     # the user's, after the transform
     own: OwnAugment | None = None
+    # blocks of shards that are kept in memory; 0: samples are fetched alone
+    block_room: int = 0
 
     def __len__(self) -> int:
         return len(self.source)
@@ -99,7 +101,7 @@ class ImageDataset:
         rows = indices % len(self)
         if self.cache is not None:
             rows = rows[[self.cache.get(row) is None for row in rows.tolist()]]
-        wanted: int = announce(rows)
+        wanted: int = announce(rows, self.block_room)
         return wanted
 
     def fill(

@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 
 from ..runtime.errors import BadSample, is_out_of_memory
-from .ahead import Ahead
+from .ahead import BLOCK_BYTES, Ahead
 from .mapped import MappedFile
 from .storage import Source
 from .stores import Store
 from .table import SPLITS
 from .tar import TarError, members, padded
 
-# samples of a shard that begin within this many bytes make a block
-BLOCK_BYTES = 8 << 20
 _SETS = "data.train='train-*.tar' data.val='val-*.tar', as the shards are named"
 
 
@@ -87,17 +85,26 @@ class ShardSource:
         return data, int(self.labels[i])
 
     @property
-    def expect(self) -> Callable[[np.ndarray], int] | None:
-        """Announces samples and returns their number of bytes; None: nothing is read ahead."""
+    def expect(self) -> Callable[[np.ndarray, int], int] | None:
+        """Announces samples and returns their number of bytes; None: nothing is read ahead.
+
+        If its second argument is not 0, it fetches their blocks, of which as many are kept.
+        """
         return self._expect if isinstance(self.store, Ahead) else None
 
-    def _expect(self, rows: np.ndarray) -> int:
-        columns = self.shard[rows], self.offset[rows], self.length[rows]
-        shard, offset, length = (column.tolist() for column in columns)
-        names = [self.shards[place] for place in shard]
+    def _expect(self, rows: np.ndarray, room: int) -> int:
         store: Any = self.store
-        store.expect([*zip(names, offset, length, strict=True)])
-        return sum(length)
+        parts = self.shard, self.offset, self.length
+        wanted = rows
+        if room:
+            parts, wanted = self._blocks, np.unique(self.blocks[rows])
+        shard, offset, length = (column[wanted].tolist() for column in parts)
+        announced = [*zip([self.shards[place] for place in shard], offset, length, strict=True)]
+        if room:
+            store.expect_blocks(announced, room)
+        else:
+            store.expect(announced)
+        return int(self.length[rows].sum())
 
     def where(self, i: int) -> str:
         """Returns the path of the shard and the name of the member."""
@@ -154,3 +161,12 @@ class ShardSource:
         of = np.empty(len(self), np.int32)
         of[self._lie] = np.cumsum(changes)
         return of
+
+    @cached_property
+    def _blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The shard, first byte and length of each block."""
+        first = np.unique(self.blocks[self._lie], return_index=True)[1]
+        shard, offset, end = (
+            column[self._lie] for column in (self.shard, self.offset, self.offset + self.length)
+        )
+        return shard[first], offset[first], np.maximum.reduceat(end, first) - offset[first]

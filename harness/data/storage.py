@@ -216,10 +216,10 @@ class Subset:
         return self.source.read(int(self.indices[i]))[0], int(self.labels[i])
 
     @property
-    def expect(self) -> Callable[[np.ndarray], int] | None:
+    def expect(self) -> Callable[[np.ndarray, int], int] | None:
         """Announces samples to ``source``, if that reads ahead."""
         expect = getattr(self.source, "expect", None)
-        return expect and (lambda rows: expect(self.indices[rows]))
+        return expect and (lambda rows, room: expect(self.indices[rows], room))
 
     def where(self, i: int) -> str:
         """Returns the location in ``source``."""

@@ -34,7 +34,7 @@ ARRAYS = "arrays"
 _TRIES = 3
 # batches that are announced before they start, and their bytes
 _AHEAD = 8
-_AHEAD_BYTES = 64 << 20
+AHEAD_BYTES = 64 << 20
 # the epoch and the sample indices of a batch
 Request = tuple[int, np.ndarray]
 Requests = Iterator[Request]
@@ -326,7 +326,7 @@ def announced(coming: Requests, dataset: FillableDataset) -> Requests:
     for request in coming:
         waiting.append((expect(request[1]) if expect else 0, request))
         size += waiting[-1][0]
-        while waiting and (not size or size > _AHEAD_BYTES or len(waiting) > _AHEAD):
+        while waiting and (not size or size > AHEAD_BYTES or len(waiting) > _AHEAD):
             part, first = waiting.popleft()
             size -= part
             yield first

@@ -24,9 +24,9 @@ from ..config import (
     named_backend,
     shown,
 )
+from ..data.ahead import BLOCK_BYTES
 from ..data.datasets import AnyDataset, FakeDataset, ImageDataset, Splits
 from ..data.own import OwnDataset
-from ..data.shards import BLOCK_BYTES
 from ..data.storage import ArraySource, Subset
 from ..data.transforms import mirror_into
 from ..data.whole import Whole
@@ -35,13 +35,21 @@ from ..runtime.distributed import World
 from ..runtime.folder import log
 from ..runtime.limits import Limits
 from ..runtime.seeding import uniforms
-from .base import ARRAYS, PROCESSES, THREADS, Backend, Failure, FeedSettings, HostBatch
+from .base import AHEAD_BYTES, ARRAYS, PROCESSES, THREADS, Backend, Failure, FeedSettings, HostBatch
 from .order import AnyOrder, Cursor, EpochRemainder, Lanes, Order, ProbeOrder
 from .processes import ProcessFeed
 from .threads import ThreadFeed
 
 # the stage that crops and flips a batch
 _GATHER = "gather"
+
+
+def block_room(lanes: Lanes, ranks: int) -> int:
+    """Returns the number of blocks that a rank keeps in memory.
+
+    Windows overlap when they change, by what is announced ahead and by unread samples.
+    """
+    return math.ceil(1.125 * lanes.lanes * lanes.window / ranks + AHEAD_BYTES / BLOCK_BYTES)
 
 
 def has_fixed_size(dataset: object) -> TypeGuard[ImageDataset]:
@@ -448,7 +456,8 @@ class Feeds:
             if idle and self.world.is_main:
                 log.warning("loader.%s=%s has no effect with threads", name, shown(asked))
         order = replace(self._train_order(), rest=rest)
-        return self._make(self.splits.train, order, settings, self.config.loader.restart_workers)
+        dataset = self._in_blocks(self.splits.train, settings)
+        return self._make(dataset, order, settings, self.config.loader.restart_workers)
 
     def sized(
         self, plans: Mapping[int, FeedSettings], rest: EpochRemainder | None, size: int
@@ -481,7 +490,7 @@ class Feeds:
         if isinstance(dataset, ImageDataset) and dataset.whole and self.config.trainer.epochs > 1:
             # as in the second epoch
             dataset = replace(dataset, whole=Whole(None))
-        return self._make(dataset, probes, settings)
+        return self._make(self._in_blocks(dataset, settings), probes, settings)
 
     def batch_bytes(self, settings: FeedSettings) -> int:
         """Returns the bytes of one batch: uint8 images, int64 labels and indices."""
@@ -545,6 +554,14 @@ class Feeds:
                 "with one rank set loader.drop_last=false"
             )
         return order
+
+    def _in_blocks(self, dataset: AnyDataset, settings: FeedSettings) -> AnyDataset:
+        """Returns ``dataset``, which in lanes fetches whole blocks if its workers share memory."""
+        if self.lanes is None or settings.backend != THREADS:
+            return dataset
+        if not isinstance(dataset, ImageDataset):
+            return dataset
+        return replace(dataset, block_room=block_room(self.lanes, self.world.size))
 
     def _make(
         self, dataset: AnyDataset, order: AnyOrder, settings: FeedSettings, restarts: bool = False

@@ -38,6 +38,8 @@ Mix = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 _END: Any = object()
 # below this size torch uses one thread and is faster than a numpy call
 _SMALL = 1 << 15
+# and with one thread anyway, until the memory of its results is no longer reused
+_SMALL_OF_ONE = 1 << 18
 
 
 class DataPrefetcher:
@@ -204,7 +206,8 @@ class Normalize:
                 "omit mean and std"
             )
         images = images.contiguous(memory_format=self._format)
-        if self._on_host and images.numel() >= _SMALL:
+        small = _SMALL if torch.get_num_threads() > 1 else _SMALL_OF_ONE
+        if self._on_host and images.numel() >= small:
             return self._by_rows(images).to(self._dtype)
         return torch.sub(images, self._mean).mul_(self._scale).to(self._dtype)
 

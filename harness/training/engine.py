@@ -485,7 +485,8 @@ class Engine:
         if window is not None:
             if window.images_per_s:
                 self._step_s = window.elapsed_s / window.steps
-                shown.append(f"{window.images_per_s * self.world.size:.0f} images/s")
+                rate = window.images_per_s * self.world.size
+                shown.append(f"{rate:.0f} images/s" if rate >= 10 else f"{rate:.2g} images/s")
             if window.stall_fraction is not None:
                 shown.append(f"stall {window.stall_fraction:.0%}")
             values |= by_tag(window, self.world.size) | self._worked()

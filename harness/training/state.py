@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -202,6 +203,12 @@ def make_state(
         config, world, network, optimizer, schedule, scaler, steps_per_epoch=steps_per_epoch
     )
     if optim.ema_decay is not None and config.mode is Mode.train:
+        steps = min(trainer.epochs * steps_per_epoch, trainer.max_steps or sys.maxsize)
+        if (first := optim.ema_decay**steps) > 0.1:
+            say(
+                f"moving average: after {steps} steps, the weights of the first still make up "
+                f"{first:.0%} of it. Try: optim.ema_decay={max(0.5, 1 - 5 / steps):.4g}"
+            )
         with user_code.explained(
             f"optim.ema_decay={optim.ema_decay}: model.name={name} cannot be copied:"
         ):

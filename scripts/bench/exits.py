@@ -73,6 +73,7 @@ def main() -> None:
     options = parser("Compare the time from command to exit with a plain script's.")
     options.add_argument("--pairs", type=int, default=10, help="runs of each side")
     options.add_argument("--model", default="small", help="small, or a torchvision network")
+    options.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE")
     a = options.parse_args()
     took: dict[str, list[float]] = defaultdict(list)
     tuning = []
@@ -82,7 +83,7 @@ def main() -> None:
         with ProcessPoolExecutor() as pool:
             list(pool.map(partial(drawn, base / "images"), places, chunksize=20))
         for turn in range(-1, a.pairs):
-            for side in SIDES if turn % 2 else SIDES[::-1]:
+            for side in a.sides if turn % 2 else a.sides[::-1]:
                 name = f"{side.replace(' ', '-')}{turn}"
                 s, tuned_s = run(side, a.model, base / "images", base / name)
                 # the first turn fills the caches of the system
@@ -100,11 +101,12 @@ def main() -> None:
             f"s more than {PLAIN} or {UNTUNED}": f"{difference:+.2f}",
             "n": len(took[name]),
         }
-        for name in SIDES
+        for name in a.sides
         for difference in [Estimate.of(np.subtract(took[name], took[beside[name]]).tolist())]
     ]
     print(markdown(rows))
-    print("seconds of tuning:", ", ".join(f"{s:.2f}" for s in tuning))
+    if tuning:
+        print("seconds of tuning:", ", ".join(f"{s:.2f}" for s in tuning))
 
 
 if __name__ == "__main__":

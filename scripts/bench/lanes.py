@@ -2,15 +2,14 @@
 
     uv run python -m scripts.bench.lanes
 
-Nothing is read; orders are made as in training. Each rank caches its share of the blocks in the
-windows of all lanes. It knows the order and evicts a block that is no longer needed, or needed
-last of all.
+Nothing is read; orders are made as in training. As threads do, each rank keeps the blocks that its
+batches touched last: an eighth more than its share of the windows of all lanes, and what is
+announced ahead.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from harness.data.shards import BLOCK_BYTES
+from harness.data.ahead import BLOCK_BYTES
+from harness.feed.feeds import block_room
 from harness.feed.order import Lanes, Order
 from scripts.bench.tables import markdown, parser
 
@@ -31,35 +31,19 @@ def blocks_of(count: int, image_bytes: int, *, packed: bool) -> np.ndarray:
     return (place * image_bytes // BLOCK_BYTES).astype(np.int32)
 
 
-def reads(blocks: np.ndarray, room: int) -> int:
-    """Returns the number of block reads for consecutive images of these ``blocks``."""
-    never = len(blocks)
-    by_block = np.argsort(blocks, kind="stable")
-    same = np.diff(blocks[by_block]) == 0
-    after = np.full(never, never)
-    after[by_block[:-1][same]] = by_block[1:][same]
-    held: dict[int, int] = {}
-    latest: list[tuple[int, int]] = []
-    found = 0
-    for block, coming in zip(blocks.tolist(), after.tolist(), strict=True):
-        found += block not in held
-        if coming == never:
-            held.pop(block, None)
-            continue
-        held[block] = coming
-        heapq.heappush(latest, (-coming, block))
-        while len(held) > room:
-            use, other = heapq.heappop(latest)
-            # skip outdated uses of a block
-            if held.get(other) == -use:
-                del held[other]
-    return found
-
-
 def epoch_reads(order: Order, blocks: np.ndarray, room: int) -> int:
     """Returns the number of block reads in an epoch by all ranks of ``order``."""
-    ranks = (replace(order, rank=rank) for rank in range(order.world_size))
-    return sum(reads(blocks[np.concatenate([*rank.batches(0)])], room) for rank in ranks)
+    found = 0
+    for rank in range(order.world_size):
+        held: dict[int, None] = {}
+        for batch in replace(order, rank=rank).batches(0):
+            for block in np.unique(blocks[batch]).tolist():
+                found += block not in held
+                held.pop(block, None)
+                held[block] = None
+            while len(held) > room:
+                del held[next(iter(held))]
+    return found
 
 
 def volumes(given: argparse.Namespace) -> list[dict[str, object]]:
@@ -68,11 +52,12 @@ def volumes(given: argparse.Namespace) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for window_mb in given.window_mb:
         window = max(1, (window_mb << 20) // (given.lanes * BLOCK_BYTES))
-        for name, lanes in (("uniform", None), ("lanes", Lanes(blocks, given.lanes, window))):
+        ours = Lanes(blocks, given.lanes, window)
+        for name, lanes in (("uniform", None), ("lanes", ours)):
             for ranks in given.ranks:
                 size = given.batch // ranks
                 order = Order(given.images, size, drop_last=True, world_size=ranks, lanes=lanes)
-                room = max(1, given.lanes * window // ranks)
+                room = block_room(ours, ranks)
                 count = epoch_reads(order, blocks, room)
                 images = order.taken(0)
                 share = count * BLOCK_BYTES / (images * given.image_bytes)

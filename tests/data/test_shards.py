@@ -13,8 +13,8 @@ from PIL import Image
 
 from harness.config import AugmentConfig, ConfigError, DataConfig
 from harness.data import datasets
+from harness.data.ahead import BLOCK_BYTES
 from harness.data.shard_index import open_shards
-from harness.data.shards import BLOCK_BYTES
 from harness.data.storage import FolderSource
 from harness.data.tar import TarError, members
 from harness.runtime.errors import BadSample, DataError

@@ -19,7 +19,7 @@ from harness.data.datasets import FakeDataset, ImageDataset, Splits
 from harness.data.own import OwnSource
 from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import CropTransform
-from harness.feed.feeds import Feeds
+from harness.feed.feeds import Feeds, block_room
 from harness.feed.order import Cursor, EpochRemainder, Lanes, Order, ProbeOrder
 from harness.runtime.distributed import World
 from scripts.bench.lanes import epoch_reads
@@ -336,7 +336,7 @@ def test_classes_are_counted_against_chance() -> None:
 def test_blocks_at_borders_are_read_by_both_lanes_at_once(world_size: int) -> None:
     """A small set with four blocks a lane: at most 1.1 reads a block, with room for the windows."""
     blocks = blocks_of(20_000, 76)
-    order = Order(20_000, 512, drop_last=True, lanes=Lanes(blocks, 64, 2))
-    order = replace(order, batch_size=512 // world_size, world_size=world_size)
-    reads = epoch_reads(order, blocks, 128 // world_size)
+    lanes = Lanes(blocks, 64, 2)
+    order = Order(20_000, 512 // world_size, drop_last=True, world_size=world_size, lanes=lanes)
+    reads = epoch_reads(order, blocks, block_room(lanes, world_size))
     assert reads <= 1.1 * len(np.unique(blocks))

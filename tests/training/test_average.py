@@ -230,3 +230,14 @@ def test_a_network_that_cannot_be_copied_is_named() -> None:
     model.register_buffer("kept", model[0].weight * 2, persistent=False)
     with pytest.raises(ConfigError, match=r"optim.ema_decay=0.9: model.name=small cannot be"):
         make_state(settled(), 0, CPU, 50, network=model)
+
+
+@pytest.mark.parametrize(("decay", "told"), [(0.9, False), (0.9999, True)])
+def test_an_average_over_too_few_steps_is_told(
+    decay: float, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The console has a decay that suits the run's steps."""
+    config = settled(ema_decay=decay)
+    config.trainer.epochs = 2
+    make_state(config, 0, CPU, 50, network=network())
+    assert ("optim.ema_decay=0.95" in capsys.readouterr().out) is told
