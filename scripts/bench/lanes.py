@@ -55,8 +55,9 @@ def volumes(given: argparse.Namespace) -> list[dict[str, object]]:
         ours = Lanes(blocks, given.lanes, window)
         for name, lanes in (("uniform", None), ("lanes", ours)):
             for ranks in given.ranks:
-                size = given.batch // ranks
-                order = Order(given.images, size, drop_last=True, world_size=ranks, lanes=lanes)
+                order = Order(
+                    given.images, given.batch, drop_last=True, world_size=ranks, lanes=lanes
+                )
                 room = block_room(ours, ranks)
                 count = epoch_reads(order, blocks, room)
                 images = order.taken(0)
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("classes", 1000, "classes, of equal size"),
         ("image-bytes", 110_000, "bytes per image"),
         ("lanes", 64, "lanes"),
-        ("batch", 4096, "global batch size"),
+        ("batch", 256, "batch size of a rank"),
         ("narrow", 1024, "size of the batches whose classes are counted"),
     ):
         wanted.add_argument(f"--{name}", type=int, default=default, help=text)
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{given.images} images of {given.image_bytes} bytes in {given.classes} classes, "
         f"blocks of {BLOCK_BYTES >> 20} MiB, {given.lanes} lanes; Python "
         f"{sys.version.split()[0]}, numpy {np.__version__}\n\n"
-        f"An epoch read by blocks, global batch size {given.batch}:\n\n"
+        f"An epoch read by blocks, batches of {given.batch} images on each rank:\n\n"
         f"{markdown(volumes(given))}\n\n"
         f"Classes in a batch of {given.narrow}:\n\n{markdown(batches(given))}"
     )

@@ -117,7 +117,7 @@ function verdictCard({ verdict }, ended) {
   if (!verdict) return h("div", { class: "verdict" }, absent(why));
   const { bottleneck, ceiling, sentence, next_step: next, evidence = [] } = verdict;
   const bound = { balanced: "balanced", unknown: "not known" }[bottleneck]
-    ?? `bound by ${words(bottleneck)}`;
+    ?? `verdict: ${words(bottleneck)}`;
   const mood = WELL.includes(bottleneck) ? "good" : bottleneck === "unknown" ? "" : "bad";
   return h("div", { class: `verdict ${mood}` },
     h("p", { class: "bound" }, h("span", { class: "chip" }, bound),

@@ -12,7 +12,7 @@ const FIGURES = [
   { title: "stalled", of: ({ report }) => report.stall_fraction, show: share },
   { title: "goodput", of: ({ report }) => report.goodput?.fraction, show: share },
   { title: "top-1", of: ({ report }) => report.top1, show: share },
-  { title: "bound by", of: ({ report }) => report.verdict?.bottleneck ?? report.status,
+  { title: "verdict", of: ({ report }) => report.verdict?.bottleneck ?? report.status,
     show: words },
 ];
 
