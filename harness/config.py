@@ -131,7 +131,7 @@ class ColumnsConfig:
     group: str | None = setting(
         None,
         "Images that split_fraction and fold keep together, such as one patient's; null: the "
-        "column group, if there is one.",
+        "column group, patient or subject, if there is one.",
     )
 
 
@@ -244,7 +244,7 @@ class DataConfig:
         _SHARE,
         no_effect_with="data=fake, loader.order=lanes",
     )
-    exif_orientation: bool = setting(False, "Apply the EXIF orientation.")
+    exif_orientation: bool = setting(False, "Apply the EXIF orientation, as of photos from phones.")
     background: tuple[int, int, int] = setting(
         (255, 255, 255), "Background color (RGB) of transparent pixels.", ge=0, le=255
     )

@@ -89,6 +89,8 @@ def _meant(name: str) -> list[str]:
     group, _, last = name.rpartition(".")
     if other := _OTHER_NAMES.get(name) or _OTHER_NAMES.get(last):
         return [other]
+    if f"{name}.name" in SETTINGS:
+        return [f"{name}.name"]
     same = [path for path in SETTINGS if path.rpartition(".")[2] == last]
     if same:
         depth = min(path.count(".") for path in same)

@@ -150,3 +150,17 @@ def test_a_kill_at_any_call_to_the_disk_loses_nothing(tmp_path: Path) -> None:
 def test_a_kill_in_the_last_save_is_seen_by_nobody(tmp_path: Path) -> None:
     """Around any call, the folder and both pointers give the newest state, before a resume too."""
     assert AROUND | {"before mkdir"} <= killed("last", tmp_path)
+
+
+@pytest.mark.slow
+def test_four_ranks_resume_with_the_same_sums(tmp_path: Path) -> None:
+    """Gradients of more than two ranks are summed in the same order after a stop."""
+    common = (
+        "data=digits", "data.image_size=16", "model=small", "dist=spawn", "dist.nprocs=4",
+        "loader.batch_size=16", "loader.num_workers=0", "trainer.epochs=1", "device=cpu",
+        "trainer.num_threads=1", "watch.tensorboard=false", "resume=auto",
+    )  # fmt: skip
+    for name, more in (("whole", ()), ("parts", ("trainer.max_steps=9",)), ("parts", ())):
+        ran = commands.trained(tmp_path, *common, *more, f"hydra.run.dir={tmp_path / name}")
+        assert ran.returncode == 0, ran.stderr
+    assert digest(tmp_path / "whole") == digest(tmp_path / "parts")

@@ -141,8 +141,11 @@ def _sets(source: TableSource | ShardSource, held_out: HeldOut) -> dict[str, Sou
     if held_out is not None and "train" in found:
         if "val" in found:
             check_unsplit(held_out, found, source.origin)
-        parts = split(found["train"], held_out, SPLIT_SEED, source.groups)
-        found["train"], found["val"] = parts
+        train, val = split(found["train"], held_out, SPLIT_SEED, source.groups)
+        found["train"], found["val"] = train, val
+        if (groups := source.groups) is not None:
+            count, held = (len(np.unique(groups[part.indices])) for part in (train, val))
+            say(f"groups: {count} in training, {held} in validation, none in both")
     return found
 
 

@@ -57,6 +57,8 @@ def run(words: Sequence[str], out: Path) -> int:
         f"{rounded(measured)}x measured ({before['images_per_s']:.0f} and "
         f"{after['images_per_s']:.0f} samples/s)"
     )
+    if "neighbors" in (each["verdict"]["bottleneck"] for each in (before, after)):
+        say("warning: other programs ran beside a measurement; repeat it after they end")
     say(
         f"look at them   wellfed compare {os.path.relpath(out)}/before {os.path.relpath(out)}/after"
     )

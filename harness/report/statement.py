@@ -42,7 +42,7 @@ _WORK: Mapping[Bottleneck, str] = {
 }
 # remedies other than settings, by reason, part of a rank's step or kind
 _WAYS: Mapping[str, str] = {
-    "few steps": "train for more steps",
+    "few steps": "train for more steps, or with a smaller batch size",
     "uneven": "diagnose again when the machine is idle",
     "stalled": "check that rank's storage and cores",
     "forward": "check whether that rank's device is slower or shared",
@@ -160,6 +160,9 @@ def _facts(verdict: Verdict) -> Iterator[str]:
                 yield f"The quota throttled this run in {r.throttled:.0%} of its periods"
         case "neighbors" if r.others:
             yield f"Other programs take {rounded(r.others)} of the {r.cores:.3g} cores"
+            if cost and r.starved >= HARM:
+                share = cost.parts[cost.kind]
+                yield f"Loading is mostly {_WORK[cost.kind]}, {share:.0%} of a sample's time"
         case "neighbors":
             busy = r.sampled.get(Tag.GPU_OTHERS_UTILIZATION, 0.0)
             yield f"Other programs keep the GPU busy {busy:.0%} of the time"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 from . import signals, workers
@@ -42,7 +43,9 @@ def command(ranks: str | None = None) -> list[str]:
         return ["torchrun", ranks, *module]
     words = ["wellfed"] if installed else ["python", script]
     if "UV" in os.environ:
-        return ["uv", "run", words[-1]]
+        project = Path(sys.prefix).parent
+        outside = not Path.cwd().is_relative_to(project)
+        return ["uv", "run", *["--project", str(project)] * outside, words[-1]]
     # a shell may find a different one, or none
     if os.path.dirname(shutil.which(words[0]) or "") != os.path.dirname(sys.executable):
         return [sys.executable, *module]

@@ -60,6 +60,7 @@ def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
         (["--run", "-m"], "Only one of --run, --multirun"),
         (["-sc"], "the settings cannot be read"),
         (["---"], "---: write settings as NAME=VALUE, without dashes; see --help"),
+        (["--model", "resnet18"], "--model: write settings without dashes: model.name=resnet18"),
         (["--info=bogus"], "argument --info/-i: invalid choice: 'bogus'"),
         (
             ["hydra.run.dir=/dev/null/x"],

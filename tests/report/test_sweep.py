@@ -17,7 +17,7 @@ def job(folder: Path, *overrides: str, **report: Any) -> None:
     """A job's folder with its report."""
     folder.mkdir(parents=True)
     run = {"name": folder.name, "overrides": overrides, "folds": 5}
-    (folder / "report.json").write_text(json.dumps({"run": run, **report}))
+    (folder / "report.json").write_text(json.dumps({"status": "completed", "run": run, **report}))
 
 
 def table(root: Path, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
@@ -62,6 +62,8 @@ def test_folds_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     job(tmp_path / "9", "data.fold=0", "optim.lr=0.3", top1=0.5)
     (tmp_path / "10").mkdir()
     report_failure(tmp_path / "10", "data: no", ("data.fold=2", "optim.lr=0.1"))
+    stopped = {"top1": 0.1, "status": "interrupted"}
+    job(tmp_path / "11", "data.fold=3", "optim.lr=0.1", **stopped)
     conclude(SimpleNamespace(dir=str(tmp_path)))
     lines = [line for line in capsys.readouterr().out.splitlines() if "folds  top-1" in line]
     figures = [re.findall(r"\d\.?\d*", line) for line in lines]

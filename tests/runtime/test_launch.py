@@ -222,3 +222,9 @@ def test_a_run_is_started_again_as_it_was(
         # the environment's own commands are not on the shell's path
         monkeypatch.setenv("PATH", "/nowhere")
         assert launch.command()[0] == sys.executable
+        project = Path(sys.prefix).parent
+        monkeypatch.setenv("UV", "uv")
+        monkeypatch.chdir(project)
+        assert launch.command() == ["uv", "run", words.split()[-1]]
+        monkeypatch.chdir("/")
+        assert launch.command()[2:4] == ["--project", str(project)]

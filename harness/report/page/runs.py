@@ -53,10 +53,11 @@ def folds(folders: Mapping[str, Path]) -> list[str]:
     found: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     asked: dict[tuple[str, ...], int] = {}
     for folder in folders.values():
-        # a failed fold has no result
         with suppress(OSError, ValueError, KeyError):
             report = read_written(folder / REPORT_JSON)
             run, top1 = report["run"], report["top1"]
+            if report["status"] != "completed":
+                continue
             [fold] = [each for each in run["overrides"] if each.startswith("data.fold=")]
             key = tuple(sorted({*run["overrides"]} - {fold}))
             asked[key] = run["folds"]
