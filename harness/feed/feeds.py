@@ -47,7 +47,7 @@ _GATHER = "gather"
 def block_room(lanes: Lanes, ranks: int) -> int:
     """Returns the number of blocks that a rank keeps in memory.
 
-    Windows overlap when they change, by what is announced ahead and by unread samples.
+    These are more than its windows, because announced samples are of the windows to come.
     """
     return math.ceil(1.125 * lanes.lanes * lanes.window / ranks + AHEAD_BYTES / BLOCK_BYTES)
 
@@ -557,11 +557,9 @@ class Feeds:
 
     def _in_blocks(self, dataset: AnyDataset, settings: FeedSettings) -> AnyDataset:
         """Returns ``dataset``, which in lanes fetches whole blocks if its workers share memory."""
-        if self.lanes is None or settings.backend != THREADS:
-            return dataset
-        if not isinstance(dataset, ImageDataset):
-            return dataset
-        return replace(dataset, block_room=block_room(self.lanes, self.world.size))
+        if self.lanes and settings.backend == THREADS and isinstance(dataset, ImageDataset):
+            return replace(dataset, block_room=block_room(self.lanes, self.world.size))
+        return dataset
 
     def _make(
         self, dataset: AnyDataset, order: AnyOrder, settings: FeedSettings, restarts: bool = False

@@ -127,10 +127,10 @@ class Step:
             # DDP only hooks parameters trainable when it is built; drop the old wrapper first
             self.model = network
         if self.world.size > 1 and self.model is network:
-            # otherwise DDP reorders its buckets after the first step, and with them the sums of
+            # keeps DDP from reordering its buckets after the first step, which changes the sums of
             # more than two ranks, so a resumed run would differ
-            sums_anew = self.world.device.type == "cpu" and self.world.size > 2
-            unused = self.config.dist.find_unused_parameters or sums_anew
+            keeps_order = self.world.device.type == "cpu" and self.world.size > 2
+            unused = self.config.dist.find_unused_parameters or keeps_order
             # no device_ids: batches are already on the device
             self.model = DistributedDataParallel(network, find_unused_parameters=unused)
 

@@ -272,6 +272,9 @@ CASES = {
         {"loader.num_workers": 1},
     ),
     "other programs": Case(on_cpu(0.04, sampled=CROWDED), "neighbors", {}),
+    "other programs beside a loader that decodes": Case(
+        evidence(0.4, stages=DECODING, sampled=CROWDED), "neighbors", {}
+    ),
     "other programs on the GPU": Case(
         evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.4}), "neighbors", {}
     ),
