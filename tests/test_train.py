@@ -406,12 +406,14 @@ def test_a_resume_keeps_this_runs_rate(
 def test_a_finished_run_keeps_its_report(
     composed: Composed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Resumed with nothing left to train, a run says so and leaves the report of what was done."""
+    """Resumed with nothing left to train, a run says so, and leaves its report and its settings."""
     short = ("trainer.epochs=1", "trainer.max_steps=22", "loader.num_workers=0")
     common = ("data=digits", *short, "run.name=x")
     before = run_here(composed(*common), tmp_path)
     capsys.readouterr()
-    assert run_here(composed(*common, "resume=auto"), tmp_path) == before
+    again = composed(*common, "resume=auto", "optim.lr=0.01")
+    assert run_here(again, tmp_path) == before
+    assert not (tmp_path / ".hydra").exists()
     said = capsys.readouterr().out
     assert "resuming" not in said
     assert "step 22: raise trainer.epochs, " in said

@@ -228,9 +228,6 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     sizes = [*sorted({*schema.train_sizes(config.data)} - {first}), first]
     plans = {size: feeds.resize(size).settings(allowed) for size in sizes}
     val = feeds.val_settings(plans[first])
-    if job.goes_on and world.is_main:
-        # all checks have passed
-        folder.write_settings(job.folder, job.written)
     signals.check()
     with watched(config, world, job.folder, job.began_s, resumed) as monitor:
         step = Step(state, len(splits.classes), splits.class_weights(config.optim))
@@ -256,6 +253,9 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
         # normalize -> step -> evaluate -> save
         sized = partial(feeds.sized, plans, rest)
         engine = Engine(step, sized, feeds.val(val), monitor, job.folder, splits.classes, called)
+        # all checks have passed; a finished run keeps its settings
+        if job.goes_on and world.is_main and engine.has_work:
+            folder.write_settings(job.folder, job.written)
         if found:
             monitor.on_window.append(lambda *seen: found[engine.size].look(engine, *seen))
         summary = found[first].summary if found else None

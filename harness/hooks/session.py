@@ -71,7 +71,7 @@ class LoaderCall:
 
     def __str__(self) -> str:
         typed = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        text = f"DataLoader(..., {typed}) at {self.where}: about {rounded(self.gain)}x as fast"
+        text = f"DataLoader(..., {typed}) at {self.where}: up to {rounded(self.gain)}x as fast"
         return f"{text}. {self.note}" if self.note else text
 
 
@@ -243,6 +243,8 @@ class Session(LoopTracker):
         # the report of an earlier run stays
         while (self._place / "report.json").exists():
             self._place = wanted.with_name(f"{wanted.name}-{next(numbers)}")
+        if self._place != wanted:
+            say(f"{wanted.name} has a report already: this one goes to {self._place.name}")
         folder.own(self._place)
         self._stack.callback(folder.release, self._place)
         writer = RunWriter(self._place, tensorboard=self._tensorboard)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ def _mistakes(
     texts = []
     dataset = splits.val
     # the location of the data may be private
-    root = f"{Path(splits.root).expanduser()}/"
+    root = f"{os.path.abspath(os.path.expanduser(splits.root))}/"
     # datasets made on the device lack ``fill``, the user's may lack ``source``
     fill = getattr(dataset, "fill", None)
     source = getattr(dataset, "source", None)
@@ -113,6 +113,14 @@ def _mistakes(
     if tiles:
         writer.images("val/mistakes", np.stack(tiles), texts)
     return rows
+
+
+def missed(answers: PredictionLog | None, classes: Sequence[str]) -> list[str]:
+    """Returns the classes that have images, none of which was classified correctly."""
+    if answers is None:
+        return []
+    right = answers.labels[answers.labels == answers.given]
+    return [classes[label] for label in np.setdiff1d(answers.labels, right)]
 
 
 def class_counts(splits: Splits, config: Config) -> str | None:

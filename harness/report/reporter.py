@@ -17,7 +17,7 @@ from ..monitor.console import say
 from ..monitor.writer import BAD_SAMPLES, RunWriter
 from ..runtime import accelerator, launch
 from ..runtime.distributed import resume_command
-from ..runtime.errors import described, words
+from ..runtime.errors import described, listed, words
 from ..runtime.folder import log
 from ..suggestions import override, shell_word
 from ..training.checkpoint_read import Record, records
@@ -186,6 +186,8 @@ class Reporter:
             say(f"top-1          {found['top1']:.4f} on {images}")
             if len(engine.classes) > 5:
                 say(f"top-5          {found['top5']:.4f}")
+            if missed := mistakes.missed(engine.answers, engine.classes):
+                say(f"recall 0       {listed(missed)}")
         for line in closing(found, "images"):
             say(line)
         if "gpu_memory" in found:
@@ -195,7 +197,7 @@ class Reporter:
             tuned = ""
             if tuning:
                 tuned = "remembered" if tuning["reused"] else f"tuned in {tuning['seconds']:.0f} s"
-                tuned = f" ({tuned})"
+                tuned = f" ({tuned}{'' if tuning['complete'] else ', out of time'})"
             say(f"loader         {engine.feed.settings}{tuned}")
             if settled := tuning.get("settled"):
                 say(f"next time      {settled}")

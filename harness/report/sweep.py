@@ -13,7 +13,7 @@ from ..monitor.console import aligned, say
 from ..runtime.files import read_written, write_whole
 from ..runtime.folder import log
 from .page.document import write_sweep
-from .page.runs import REPORT_JSON, find_runs, folds, read_run
+from .page.runs import REPORT_JSON, find_runs, read_run, repeats
 
 _FIGURES = {"top1": ".4f", "images_per_s": ".0f", "data_wait_fraction": ".1%"}
 
@@ -48,7 +48,7 @@ def conclude(sweep: Any) -> None:
         columns = ("job", "differs", "top-1", "images/s", "data wait", "status")
         for line in ("", *aligned(columns, rows)):
             say(line)
-        for line in folds(find_runs(root)):
+        for line in repeats(find_runs(root)):
             say(line)
         say(f"look at them   {os.path.relpath(write_sweep(root)[0])}")
     except Exception as error:

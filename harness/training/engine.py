@@ -139,7 +139,7 @@ class Engine:
                 self.evaluate(max(0, state.epoch - 1))
                 self.status = "completed"
                 return
-            if self.is_done and not state.pending:
+            if not self.has_work:
                 say(
                     f"training is complete at step {state.step}: raise trainer.epochs, "
                     "trainer.max_steps or trainer.patience_epochs"
@@ -187,6 +187,11 @@ class Engine:
             or state.step >= (trainer.max_steps or math.inf)
             or state.stale >= (trainer.patience_epochs or math.inf)
         )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step or an evaluation is left."""
+        return not self.is_done or self.state.pending
 
     def _ends(self) -> bool:
         return self._boundary.is_over or self.is_done

@@ -230,7 +230,7 @@ class LoaderBenchmark:
         return accelerator.get(self.trainee.device).now
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
-        """Returns whether pinned batches fit and reach the device 5 % sooner on every rank."""
+        """Returns whether pinned batches fit and reach the device 5% sooner on every rank."""
         copies_s = None
         # pinning may still fail for lack of memory
         with suppress(RuntimeError):
@@ -344,7 +344,7 @@ class LoaderBenchmark:
         A worker's batches may take seconds each and arrive in bursts, so counting batches here
         would need a long time. The window opens after ``skip`` batches, when every worker has made
         progress and the queue is full. It closes after ``limit_s``, or three times that if the
-        interval exceeds 20 % (uneven samples), but not before the first batch. The clock is
+        interval exceeds 20% (uneven samples), but not before the first batch. The clock is
         read before workers are stopped. All ranks stop together.
 
         Raises:

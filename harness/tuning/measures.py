@@ -21,9 +21,9 @@ from ..monitor.console import aligned
 from ..monitor.writer import RunWriter, plain, publish
 from ..runtime.limits import Limits
 
-# Student's t of a 95 % interval for 1, 2, ... degrees of freedom; nearly constant after the last
+# Student's t of a 95% interval for 1, 2, ... degrees of freedom; nearly constant after the last
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-# fraction of the mean: with 30 % errors, no waiting and waiting half of the time look alike, as
+# fraction of the mean: with 30% errors, no waiting and waiting half of the time look alike, as
 # (1 - 0.3) / (1 + 0.3) is 0.54
 _UNEVEN = 0.3
 _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
@@ -37,7 +37,7 @@ Kind = Literal["supply", "steps", "passes"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rate:
-    """Images per second: the mean and its 95 % interval; ordered by the mean."""
+    """Images per second: the mean and its 95% interval; ordered by the mean."""
 
     images_per_s: float
     low: float
@@ -399,6 +399,7 @@ class TuningReport:
             "seconds": round(self.seconds, 2),
             "chosen": str(self.settings),
             "reused": self.reused,
+            "complete": self.complete,
             "before_images_per_s": self.before.images_per_s or None,
             "after_images_per_s": self.after.images_per_s or None,
             "sentence": self.sentence,

@@ -415,7 +415,7 @@ class OnlineTuner:
         if self._tried:
             former, before = self._tried
             self._tried = None
-            # more threads must deliver 5 % more, and fewer at most 3 % less
+            # more threads must deliver 5% more, and fewer at most 3% less
             if period.images_per_s < (1.05 if former < threads else 0.97) * before.images_per_s:
                 self._rest = self._next_rest
                 self._next_rest *= 4

@@ -16,7 +16,8 @@ from harness.report.sweep import conclude, report_failure
 def job(folder: Path, *overrides: str, **report: Any) -> None:
     """A job's folder with its report."""
     folder.mkdir(parents=True)
-    run = {"name": folder.name, "overrides": overrides, "folds": 5}
+    folds = {"folds": 5} if "data.fold=" in str(overrides) else {}
+    run = {"name": folder.name, "overrides": overrides, **folds}
     (folder / "report.json").write_text(json.dumps({"status": "completed", "run": run, **report}))
 
 
@@ -53,8 +54,8 @@ def test_a_sweep_ends_with_a_table_of_its_jobs(
     assert "optim=adamw" in (tmp_path / "report.html").read_text()
 
 
-def test_folds_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Mean, deviation and range of each cross-validation, with the number of folds done."""
+def test_folds_and_seeds_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Mean, deviation and range of each cross-validation and of several seeds."""
     for place, (fold, lr, top1) in enumerate(
         [(0, 0.1, 0.5), (1, 0.1, 0.7), (0, 0.2, 0.25), (1, 0.2, 0.25)]
     ):
@@ -64,12 +65,17 @@ def test_folds_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     report_failure(tmp_path / "10", "data: no", ("data.fold=2", "optim.lr=0.1"))
     stopped = {"top1": 0.1, "status": "interrupted"}
     job(tmp_path / "11", "data.fold=3", "optim.lr=0.1", **stopped)
+    for seed, top1 in (1, 0.5), (2, 0.6):
+        job(tmp_path / f"2{seed}", f"seed={seed}", "optim.lr=0.4", top1=top1)
+        job(tmp_path / f"3{seed}", f"seed={seed}", "data.fold=1", top1=top1)
     conclude(SimpleNamespace(dir=str(tmp_path)))
-    lines = [line for line in capsys.readouterr().out.splitlines() if "folds  top-1" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "±" in line]
     figures = [re.findall(r"\d\.?\d*", line) for line in lines]
     assert figures == [
         ["2", "5", "1", "0.6000", "0.1414", "0.5000", "0.7000", "0.1"],
         ["2", "5", "1", "0.2500", "0.0000", "0.2500", "0.2500", "0.2"],
+        ["2", "1", "0.5500", "0.0707", "0.5000", "0.6000", "0.4"],
+        ["2", "1", "0.5500", "0.0707", "0.5000", "0.6000"],
     ]
     page = (tmp_path / "report.html").read_text()
     assert "0.6000" in page and "0.1414" in page

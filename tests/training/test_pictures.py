@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -124,6 +125,25 @@ def test_a_run_that_ends_reads_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     """Of a run that was stopped there are figures and no pictures."""
     monkeypatch.setattr(Source, "read", lambda self, i: pytest.fail("read"))
     assert not any("picture" in row for row in shown(tmp_path, splits_of(), read=False)["mistakes"])
+
+
+def test_a_class_without_a_right_answer_is_missed() -> None:
+    """A class without images is not."""
+    splits = splits_of()
+    assert mistakes.missed(answers_of(splits, GIVEN), HOSTILE) == [HOSTILE[0]]
+    assert mistakes.missed(None, HOSTILE) == []
+
+
+def test_mistakes_have_paths_below_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a relative data.root."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Source, "where", lambda self, i: f"{tmp_path}/images/{i}.jpg")
+    splits = dataclasses.replace(splits_of(), root="x/../images/")
+    assert [row["where"] for row in shown(tmp_path, splits)["mistakes"]] == [
+        "9.jpg", "6.jpg", "0.jpg",
+    ]  # fmt: skip
 
 
 def test_many_classes_have_no_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from string import Template
 
 from ...runtime.files import write_whole
 from .course import declared
-from .runs import BUCKETS, find_runs, folds, map_runs, run_json
+from .runs import BUCKETS, find_runs, map_runs, repeats, run_json
 
 ASSETS = Path(__file__).parent
 # each imports from those before it
@@ -46,7 +46,7 @@ def write_report(folder: Path) -> None:
 def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
     """Writes ``report.html`` of all runs at and below ``root``.
 
-    Returns its path, the number of runs, and notes on folds and omissions.
+    Returns its path, the number of runs, and notes on repeats and omissions.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -60,7 +60,7 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
         )
     # more runs get fewer points each, so that a sweep's page stays below a megabyte
     buckets = max(60, min(BUCKETS, 3 * BUCKETS // len(folders)))
-    notes = folds(folders)
+    notes = repeats(folders)
     runs = map_runs(folders, partial(run_json, buckets=buckets), notes)
     path = root / "report.html"
     write_whole(path, page(runs, notes, run_name(root)).encode())

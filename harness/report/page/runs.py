@@ -48,22 +48,23 @@ def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def folds(folders: Mapping[str, Path]) -> list[str]:
-    """Returns a line for each cross-validation among the runs: mean and spread over its folds."""
-    found: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
-    asked: dict[tuple[str, ...], int] = {}
+def repeats(folders: Mapping[str, Path]) -> list[str]:
+    """Returns mean and spread of completed runs that differ only in fold and seed, a line each."""
+    found: defaultdict[tuple[str, ...], dict[tuple[str, ...], float]] = defaultdict(dict)
+    asked: dict[tuple[str, ...], str] = {}
     for folder in folders.values():
         with suppress(OSError, ValueError, KeyError):
             report = read_written(folder / REPORT_JSON)
             run, top1 = report["run"], report["top1"]
             if report["status"] != "completed":
                 continue
-            [fold] = [each for each in run["overrides"] if each.startswith("data.fold=")]
-            key = tuple(sorted({*run["overrides"]} - {fold}))
-            asked[key] = run["folds"]
-            found[key][fold] = top1
+            own = tuple(x for x in run["overrides"] if x.startswith(("data.fold=", "seed=")))
+            key = tuple(sorted({*run["overrides"]} - {*own}))
+            kind = f"of {run['folds']} folds" if "folds" in run else "seeds"
+            asked[key] = "runs" if len(own) > 1 else kind
+            found[key][own] = top1
     return [
-        f"{len(top1)} of {asked[typed]} folds  top-1 {mean(top1.values()):.4f} "
+        f"{len(top1)} {asked[typed]}  top-1 {mean(top1.values()):.4f} "
         f"± {stdev(top1.values()):.4f} "
         f"({min(top1.values()):.4f} to {max(top1.values()):.4f})  {' '.join(typed)}"
         for typed, top1 in found.items()
