@@ -114,6 +114,7 @@ def test_the_summary_is_for_the_report() -> None:
         "seconds": 9.23,
         "chosen": "num_workers=3 pin_memory=false prefetch_factor=2",
         "reused": False,
+        "complete": True,
         "before_images_per_s": None,
         "after_images_per_s": 620.0,
     }
