@@ -8,8 +8,8 @@ A run in the order of its data::
 ``docs/contributing/architecture.md`` lists the rooms, their files and the rooms that each may
 import. import-linter checks the imports.
 
-For a loop of your own: ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock`` and
-``tune``, and ``load`` for what a run has trained. Each is imported when it is asked for.
+For your own loop there are ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock``
+and ``tune``, and for a trained network ``load``. Each is imported on first access.
 
 The package's name is ``wellfed``. ``harness``, its folder in a checkout and its name in earlier
 versions, is the same package, so that no class exists twice and earlier pickles open.

@@ -81,7 +81,7 @@ def setting(default: Any, text: str, limits: Mapping[str, float] = _ANY, **more:
     """A dataclass field with its sentence and its range.
 
     Args:
-        default: the value when no file in ``conf/`` says otherwise.
+        default: the value unless a file in ``conf/`` sets another.
         text: one sentence, with the unit.
         limits: bounds of a number, or of every number of a tuple: any of ``_SIGNS``.
         **more: any of ``_SIGNS`` too, ``increasing`` (a tuple whose values may not fall),
@@ -116,7 +116,7 @@ class GenerateConfig:
     width: int = setting(80, "Width of a generated file in pixels.", ge=32, le=4096)
     height: int = setting(80, "Height of a generated file in pixels.", ge=32, le=4096)
     quality: int = setting(90, "JPEG quality of a generated file.", ge=1, le=100)
-    seed: int = setting(0, "Seed of the generator; another seed is another data set.", _NATURAL)
+    seed: int = setting(0, "Seed of the generator; each seed gives a different data set.", _NATURAL)
 
 
 @dataclass(slots=True)
@@ -126,12 +126,13 @@ class ColumnsConfig:
     image: str | None = setting(None, "Image paths below data.root; null: detected by name.")
     label: str | None = setting(None, "Class names; null: detected by name.")
     split: str | None = setting(
-        None, "train, val or test for each image; null: the column split, if there is one."
+        None,
+        "Column with train, val or test for each image; null: the column split, if there is one.",
     )
     group: str | None = setting(
         None,
-        "Images that split_fraction and fold keep together, such as one patient's; null: the "
-        "column group, patient or subject, if there is one.",
+        "Column of groups, such as patients, that split_fraction and fold keep together; null: "
+        "the column group, patient or subject, if there is one.",
     )
 
 
@@ -153,8 +154,8 @@ class DataConfig:
     image_size: int = setting(64, "Side of the network's square input in pixels.", ge=8, le=4096)
     train_size: Any = setting(
         None,
-        "Side of training images instead, in pixels, such as 176; or a list of sides, each from "
-        "its epoch of train_size_epochs on; null: image_size.",
+        "Side of training images in pixels, if different, such as 176; or a list of sides, one "
+        "for each epoch in train_size_epochs; null: image_size.",
         pattern=(
             r"\d+|\[\d+(,\d+)*\]",
             "null, a side such as 176, or a list such as [128,160,192]",
@@ -165,16 +166,16 @@ class DataConfig:
     )
     train_size_epochs: Any = setting(
         None,
-        "Epochs, counted from 0, at whose start each side of train_size begins, such as [0,6,12]; "
-        "null: there is one.",
+        "First epoch of each side in train_size, counted from 0, such as [0,6,12]; null: there "
+        "is only one side.",
         _NATURAL,
         pattern=(r"\[\d+(,\d+)*\]", "null, or epochs such as [0,6,12]"),
         increasing=True,
     )
     eval_resize: int | None = setting(
         None,
-        "Shorter side before the center crop in evaluation; null: image_size * 256 / 224, unless "
-        "it is image_size already.",
+        "Shorter side before the center crop in evaluation; null: image_size * 256 / 224, "
+        "unless the images have image_size already.",
         ge=8,
     )
     eval_squash: bool = setting(
@@ -209,8 +210,7 @@ class DataConfig:
     )
     fold: int | None = setting(
         None,
-        "Fold held out for validation instead, from 0: -m data.fold=0,1,2,3,4 is a "
-        "cross-validation.",
+        "Fold held out for validation, from 0; -m data.fold=0,1,2,3,4 runs a cross-validation.",
         _NATURAL,
     )
     folds: int = setting(
@@ -223,53 +223,56 @@ class DataConfig:
     )
     repeats: int = setting(
         1,
-        "Number of times an epoch uses each of its images, each time with another augmentation "
-        "(repeated augmentation). The epoch keeps its length, so it has fewer images.",
+        "Number of times that an epoch uses each of its images, with a different augmentation "
+        "each time (repeated augmentation). The length of the epoch does not change, so it "
+        "covers fewer images.",
         ge=1,
         le=100,
         no_effect_with="data=fake, loader.order=lanes",
     )
     fraction: float = setting(
         1.0,
-        "Fraction of each class's training images to use, at least one image of each, the same "
-        "ones for every seed.",
+        "Fraction of the training images of each class to use, at least one image per class; "
+        "the same images for every seed.",
         _PART,
         no_effect_with="data=fake",
     )
     balance: float = setting(
         0.0,
-        "How far rare classes are drawn more often, 0 to 1: 0 has every image once an epoch, 1 as "
-        "many images of each class, 0.5 goes by the square root. The images of a class take turns, "
-        "augmented differently each time; an epoch stays as long.",
+        "How strongly rare classes are oversampled, 0 to 1: with 0, an epoch has every image "
+        "once; with 1, all classes appear equally often; 0.5 follows the square root. The "
+        "images of a class take turns, augmented differently each time. The length of the "
+        "epoch does not change.",
         _SHARE,
         no_effect_with="data=fake, loader.order=lanes",
     )
-    exif_orientation: bool = setting(False, "Apply the EXIF orientation, as of photos from phones.")
+    exif_orientation: bool = setting(
+        False, "Rotate images according to their EXIF orientation, which photos from phones have."
+    )
     background: tuple[int, int, int] = setting(
         (255, 255, 255), "Background color (RGB) of transparent pixels.", ge=0, le=255
     )
     max_pixels: int = setting(
         50_000_000,
-        "Largest image that is decoded, in pixels; a larger one ends the run: shrink it or raise "
-        "this.",
+        "Largest image to decode, in pixels; a larger image counts as unreadable.",
         _COUNT,
     )
     on_error: OnError = setting(
         OnError["raise"],
-        "What an image that cannot be read does: raise ends the run; skip puts another in its "
-        "place, always the same, and lists it in bad_samples.jsonl.",
+        "Reaction to an image that cannot be read: raise ends the run; skip replaces it with "
+        "another image, always the same one, and lists it in bad_samples.jsonl.",
         no_effect_with=_APPLIED,
     )
     max_bad_fraction: float = setting(
         0.001,
-        "Share of the training or validation images that may be skipped, at least one; more end "
-        "the run.",
+        "Fraction of the training or validation images that may be skipped, at least one "
+        "image; more end the run.",
         _SHARE,
         no_effect_with="data.on_error=raise",
     )
     cache: DataCache = setting(
         DataCache.none,
-        "Keep decoded pixels: none, in ram (this run) or on disk (next ones too).",
+        "Cache of decoded pixels: none, in ram (for this run) or on disk (for later runs too).",
         no_effect_with=f"mode=evaluate, {_APPLIED}",
     )
     cache_gb: float | None = setting(
@@ -280,18 +283,18 @@ class DataConfig:
     )
     cache_max_side: int | None = setting(
         None,
-        "Longer side of a cached image in pixels, larger ones are shrunk, which changes crops; "
-        "null: as they are.",
+        "Longer side of a cached image in pixels; larger images are shrunk, which changes "
+        "crops; null: no limit.",
         ge=32,
         no_effect_with="data.cache=none",
     )
     scratch: str | None = setting(
         None,
-        "Folder on a fast disk that keeps samples read from shards, for later epochs and runs and "
-        "for all ranks of a machine; null: nothing is kept.",
+        "Folder on a fast disk for samples read from shards, reused by later epochs and runs "
+        "and by all ranks of a machine; null: none.",
     )
     scratch_gb: float = setting(
-        100.0, "Most that scratch holds, in GB.", _POSITIVE, no_effect_with="data.scratch=null"
+        100.0, "Maximum size of scratch in GB.", _POSITIVE, no_effect_with="data.scratch=null"
     )
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
@@ -340,14 +343,14 @@ class AugmentConfig:
     )
     rand_augment: int = setting(
         0,
-        "RandAugment: operations on each image; 0: none.",
+        "RandAugment: number of operations per image; 0: none.",
         ge=0,
         le=10,
         no_effect_with=f"{_OTHER_POLICIES}, augment.auto=rand",
     )
     rand_augment_magnitude: int = setting(
         9,
-        "RandAugment: strength, of 31 bins.",
+        "RandAugment: magnitude, on torchvision's scale of 31 bins.",
         ge=0,
         le=30,
         no_effect_with=f"{_OTHER_POLICIES}, augment.rand_augment=0 augment.auto=none",
@@ -372,7 +375,8 @@ class AugmentConfig:
     mixup: float = setting(0.0, "Mixup: alpha of the beta distribution; 0: none.", _NOT_NEGATIVE)
     cutmix: float = setting(
         0.0,
-        "CutMix: alpha of the beta distribution; 0: none; with mixup each batch gets one of them.",
+        "CutMix: alpha of the beta distribution; 0: none. If mixup is set too, each batch gets "
+        "one of the two.",
         _NOT_NEGATIVE,
     )
     own: str | None = setting(
@@ -397,7 +401,7 @@ class ValLoaderConfig:
     )
     num_workers: int | None = setting(
         None,
-        "Worker processes per rank; null: as in training.",
+        "Workers per rank; null: as in training.",
         _WORKERS,
         no_effect_with="loader.backend=arrays",
     )
@@ -417,24 +421,25 @@ class LoaderConfig:
 
     autotune: bool = setting(
         False,
-        "Tune the settings below before training, by tuner=.",
+        "Tune the settings below before training, with the search that tuner= names.",
         no_effect_with=f"mode=evaluate, mode=diagnose, mode=verify, data=fake, {_APPLIED}",
     )
     backend: BackendName | None = setting(
         None,
-        "How images become batches: processes, threads, arrays, or auto: what tuner=auto finds. "
-        "null: auto with autotune; without it threads, for a Dataset of your own processes.",
+        "How batches are made: by processes, by threads, from arrays in memory, or auto: as "
+        "tuner=auto chooses. null: auto with autotune; otherwise threads, or processes for "
+        "your own Dataset.",
     )
     batch_size: int = setting(64, "Images per batch and rank.", _COUNT)
     num_workers: int | None = setting(
         None,
-        "Workers (processes or threads) per rank, 0 loads in the main process; null: one per "
+        "Workers (processes or threads) per rank; 0: the main process loads; null: one per "
         "usable core, up to 16.",
         _WORKERS,
         no_effect_with="loader.backend=arrays",
     )
     pin_memory: bool | None = setting(
-        None, "Page-locked batches; null: where there is a CUDA device."
+        None, "Copy batches to page-locked memory; null: if there is a CUDA device."
     )
     prefetch_factor: int | None = setting(
         None,
@@ -449,39 +454,39 @@ class LoaderConfig:
         no_effect_with="loader.backend=arrays, loader.num_workers=0",
     )
     drop_last: bool = setting(
-        True, "Leave out the last images of an epoch that do not fill an update."
+        True, "Drop the last images of an epoch if they are too few for a full update."
     )
     order: OrderName = setting(
         OrderName.uniform,
-        "Order of the images in an epoch: uniform shuffles all of them, lanes takes those of "
-        "a block of a shard soon after each other and shuffles the images of a window of blocks.",
+        "Order of the images in an epoch: uniform shuffles all of them; lanes reads shards "
+        "block by block and shuffles the images within a window of blocks.",
     )
     lanes: int = setting(
         64,
-        "Sequences of blocks that are read side by side, best a multiple of the number of ranks "
-        "that divides the global batch.",
+        "Number of block sequences read side by side; ideally a multiple of the number of "
+        "ranks that divides the global batch size.",
         ge=1,
         le=4096,
         no_effect_with="loader.order=uniform",
     )
     window_mb: int = setting(
         1024,
-        "Data that all lanes together shuffle at once, in MiB, at least one block per lane.",
+        "Data shuffled at once over all lanes, in MiB; at least one block per lane.",
         _COUNT,
         no_effect_with="loader.order=uniform",
     )
     timeout_s: float = setting(
-        120.0, "Longest wait for a batch from a worker in seconds; 0 waits for ever.", _NOT_NEGATIVE
+        120.0, "Maximum wait for a batch from a worker in seconds; 0: no limit.", _NOT_NEGATIVE
     )
     restart_workers: bool = setting(
         False,
-        "Replace workers (processes or threads) that died or did not respond for timeout_s, and "
-        "retry the batch; the third loss at one batch ends the run.",
+        "Replace workers (processes or threads) that died or did not respond for timeout_s, "
+        "and retry the batch; the third failure at the same batch ends the run.",
         no_effect_with="loader.num_workers=0",
     )
     start_method: StartMethod = setting(StartMethod.forkserver, "How worker processes start.")
     device_prefetch: bool = setting(
-        True, "Copy and normalize one batch ahead on a CUDA stream of its own."
+        True, "Copy and normalize one batch ahead on a separate CUDA stream."
     )
     val: ValLoaderConfig = field(default_factory=ValLoaderConfig)
 
@@ -493,9 +498,9 @@ class TunerConfig:
     name: TunerName = setting(TunerName.auto, "Which search.")
     budget_s: float | None = setting(
         None,
-        "Seconds for the search; a measurement that was begun is finished. null: auto takes at "
-        "most 5 s, or seven steps where these take longer, and never more than a tenth of the rest "
-        "of the run; grid has no limit.",
+        "Seconds for the search; a measurement that has begun is finished. null: auto takes at "
+        "most 5 s, or seven steps if these take longer, and never more than a tenth of the "
+        "rest of the run; grid has no limit.",
         _POSITIVE,
     )
     max_workers: int | None = setting(
@@ -524,11 +529,12 @@ class ModelConfig:
     )
     weights: str | None = setting(
         None,
-        "null: random; DEFAULT: torchvision's best, or those of the timm name, with their "
-        "data.* settings; else the path of a checkpoint, or of timm's model.safetensors.",
+        "Initial weights; null: random; DEFAULT: torchvision's best, or those of the timm "
+        "name, with their data.* settings; otherwise the path of a checkpoint, or of timm's "
+        "model.safetensors.",
     )
     args: dict[str, Any] = setting(
-        {}, "More arguments of the network's constructor, such as {drop_path_rate:0.1}."
+        {}, "Additional arguments of the network's constructor, such as {drop_path_rate:0.1}."
     )
 
 
@@ -542,18 +548,19 @@ class OptimConfig:
         "lamb, or your own function: my_module:build.",
     )
     args: dict[str, Any] = setting(
-        {}, "More arguments of the optimizer, such as {betas:[0.9,0.98]}."
+        {}, "Additional arguments of the optimizer, such as {betas:[0.9,0.98]}."
     )
     lr: float = setting(0.1, "Peak learning rate.", _NOT_NEGATIVE)
     lr_per: int | None = setting(
         None,
-        "Effective batch size for which lr is meant: the rate is lr * images / lr_per; null: lr.",
+        "Effective batch size that lr refers to: the learning rate is lr * images / lr_per; "
+        "null: lr.",
         _COUNT,
     )
     momentum: float = setting(0.9, "Momentum (sgd).", _BELOW_ONE)
     nesterov: bool = setting(False, "Nesterov momentum (sgd).")
     betas: tuple[float, float] = setting(
-        (0.9, 0.999), "Decay of the two averages (adamw).", _BELOW_ONE
+        (0.9, 0.999), "Decay of the two moving averages (adamw).", _BELOW_ONE
     )
     eps: float = setting(1e-8, "Term added to the denominator (adamw).", _POSITIVE)
     weight_decay: float = setting(1e-4, "Weight decay.", _NOT_NEGATIVE)
@@ -561,7 +568,7 @@ class OptimConfig:
         False, "Apply weight decay to norms and biases too, as pytorch/examples does."
     )
     clip_norm: float | None = setting(
-        None, "Largest norm of all gradients together; null: no clipping.", _POSITIVE
+        None, "Maximum norm of all gradients together; null: no clipping.", _POSITIVE
     )
     loss: str = setting(
         "ce",
@@ -571,16 +578,16 @@ class OptimConfig:
     )
     bce_threshold: float | None = setting(
         None,
-        "Mixed labels above this count as 1, others as 0; null: they stay as they are.",
+        "Labels of mixed images above this value count as 1, others as 0; null: unchanged.",
         _BELOW_ONE,
         no_effect_with="optim.loss=ce",
     )
     label_smoothing: float = setting(0.0, "Label smoothing of the training loss.", _BELOW_ONE)
     class_weights: Any = setting(
         None,
-        "Weights of the classes in the training loss, whose mean is over images: a list in the "
-        "classes' order; balanced: images / (classes * images of the class), as scikit-learn's; "
-        "null: all are 1.",
+        "Weights of the classes in the training loss, which is averaged over images: a list in "
+        "class order; balanced: images / (classes * images of the class), as in scikit-learn; "
+        "null: 1 for all.",
         _POSITIVE,
         pattern=(
             rf"balanced|\[{_NUMBER}(,{_NUMBER})*\]",
@@ -591,7 +598,7 @@ class OptimConfig:
     freeze: str | None = setting(
         None,
         "Frozen parameters: all_but_head, or a regular expression matched at the start of "
-        "their names, such as layer1; null: nothing.",
+        "their names, such as layer1; null: none.",
     )
     freeze_epochs: int | None = setting(
         None,
@@ -601,14 +608,14 @@ class OptimConfig:
     )
     layer_decay: float | None = setting(
         None,
-        "Factor on the learning rate from each block to the one before, the head having lr; null: "
-        "all have lr.",
+        "Factor of the learning rate from each block to the one before it; the head has lr; "
+        "null: lr for all.",
         _PART,
     )
     ema_decay: float | None = setting(
         None,
-        "Decay of an exponential moving average of the weights, updated each step and evaluated "
-        "instead of them; null: none.",
+        "Decay of an exponential moving average of the weights, which is updated in each step "
+        "and evaluated in their place; null: no average.",
         _INNER,
     )
 
@@ -625,28 +632,36 @@ class ScheduleConfig:
         None, "Optimizer updates of linear warm-up; null: warmup_epochs.", _COUNT
     )
     warmup_start: float = setting(
-        0.0, "Share of the peak at which the warm-up begins; 0: one of its equal steps.", _SHARE
+        0.0,
+        "Fraction of the peak rate at which the warm-up begins; 0: one of its equal steps.",
+        _SHARE,
     )
     warmup_overlaps: bool = setting(
-        False, "The cosine begins with the first epoch, under the warm-up, as timm's script does."
+        False, "Let the cosine begin with the first epoch, during the warm-up, as in timm's script."
     )
     per_epoch: bool = setting(
-        False, "Change the rate between epochs only, as torchvision's script and timm's do."
+        False,
+        "Change the learning rate only between epochs, as torchvision's and timm's scripts do.",
     )
-    step_epochs: int = setting(30, "Epochs between two drops (step, exponential).", _COUNT)
+    step_epochs: int = setting(
+        30, "Epochs between drops of the learning rate (step, exponential).", _COUNT
+    )
     milestones: Any = setting(
         None,
-        "Epochs at whose start the rate drops (step), such as [60,120,160]; null: by step_epochs.",
+        "Epochs at whose start the learning rate drops (step), such as [60,120,160]; null: see "
+        "step_epochs.",
         _COUNT,
         pattern=(r"\[\d+(,\d+)*\]", "null, or epochs such as [60,120,160]"),
         increasing=True,
     )
     gamma: float = setting(0.1, "Factor of each drop (step, exponential, plateau).", _PART)
     final_fraction: float = setting(
-        0.0, "Share of the peak that is left at the end (cosine, linear, onecycle).", _SHARE
+        0.0, "Fraction of the peak rate at the end (cosine, linear, onecycle).", _SHARE
     )
     patience_epochs: int = setting(
-        10, "Evaluations in a row without a better top-1 before a drop (plateau).", _NATURAL
+        10,
+        "Successive evaluations without a better top-1 before the learning rate drops (plateau).",
+        _NATURAL,
     )
 
 
@@ -656,12 +671,12 @@ class TrainerConfig:
 
     epochs: int = setting(10, "Passes over the training set.", _COUNT)
     max_steps: int | None = setting(
-        None, "Stop after so many optimizer updates; null: at the last epoch's end.", _COUNT
+        None, "Stop after this many optimizer updates; null: at the end of the last epoch.", _COUNT
     )
     max_hours: float | None = setting(
         None,
-        "Hours after which this command evaluates, saves and ends, counted from its start, without "
-        "what was trained before a resume; null: no limit.",
+        "Hours after which this command evaluates, saves and ends, counted from its own start; "
+        "null: no limit.",
         _POSITIVE,
     )
     patience_epochs: int | None = setting(
@@ -688,23 +703,30 @@ class TrainerConfig:
         no_effect_with="trainer.compile=false",
     )
     sync_batch_norm: bool = setting(
-        False, "Batch norms use the images of all ranks together; needs GPUs."
+        False, "Let batch normalization use the images of all ranks; needs GPUs."
     )
     checkpoint_blocks: bool = setting(
         False,
         "Recompute the activations of each block in the backward pass: less memory, longer steps.",
     )
-    accumulate_steps: int = setting(1, "Batches whose gradients make one optimizer update.", _COUNT)
+    accumulate_steps: int = setting(
+        1, "Batches whose gradients are accumulated for one optimizer update.", _COUNT
+    )
     eval_every_epochs: int = setting(
-        1, "Epochs between two evaluations; the last epoch always has one.", _COUNT
+        1, "Epochs between evaluations; the last epoch is always evaluated.", _COUNT
     )
     max_nonfinite_steps: int = setting(
-        20, "Updates skipped in a row for a non-finite loss before the run fails.", _NATURAL
+        20,
+        "Successive updates that may be skipped because of a non-finite loss before the run fails.",
+        _NATURAL,
     )
     num_threads: int | None = setting(
-        None, "torch's threads per rank; null: usable cores over ranks.", ge=1, le=1024
+        None,
+        "Number of torch threads per rank; null: usable cores divided by ranks.",
+        ge=1,
+        le=1024,
     )
-    deterministic: bool = setting(False, "Only deterministic kernels, and no cuDNN benchmark.")
+    deterministic: bool = setting(False, "Use only deterministic kernels, and no cuDNN benchmark.")
 
 
 @dataclass(slots=True)
@@ -713,16 +735,16 @@ class CheckpointConfig:
 
     enabled: bool = setting(True, "Save checkpoints.")
     every_epochs: int = setting(
-        1, "Epochs between two checkpoints; the end of a run always has one.", _COUNT
+        1, "Epochs between checkpoints; one is always saved at the end of a run.", _COUNT
     )
     every_steps: int | None = setting(
-        None, "Optimizer updates between two checkpoints within epochs; null: none.", _COUNT
+        None, "Optimizer updates between checkpoints within an epoch; null: none.", _COUNT
     )
     every_minutes: float | None = setting(
-        10.0, "Minutes between two checkpoints within epochs; null: none.", _POSITIVE
+        10.0, "Minutes between checkpoints within an epoch; null: none.", _POSITIVE
     )
     grace_s: float = setting(
-        25.0, "Seconds that a run has after a signal to save and to end by itself.", _POSITIVE
+        25.0, "Seconds in which a run saves and ends after a signal.", _POSITIVE
     )
     keep_last: int = setting(
         2, "Number of newest checkpoints to keep, in addition to the best.", ge=2
@@ -735,7 +757,7 @@ class WatchConfig:
 
     window_steps: int = setting(10, "Steps in one logged window.", _COUNT)
     sample_s: float = setting(
-        1.0, "Seconds between two looks at the GPU and the host.", ge=0.1, le=3600.0
+        1.0, "Seconds between samples of GPU and host load.", ge=0.1, le=3600.0
     )
     tensorboard: bool = setting(True, "Write a TensorBoard event file.")
     wandb: Wandb = setting(
@@ -769,7 +791,7 @@ class DistConfig:
     backend: DistBackend = setting(DistBackend.auto, "auto: nccl with CUDA, gloo without.")
     timeout_s: float = setting(600.0, "Timeout of collectives in seconds.", gt=0.0, le=2.5e6)
     find_unused_parameters: bool = setting(
-        False, "Allow parameters that take no part in the loss of a step; slows each step."
+        False, "Allow parameters that do not contribute to the loss of a step; slows each step."
     )
 
 
@@ -779,7 +801,8 @@ class ProfileConfig:
 
     steps: str | None = setting(
         None,
-        "First and last step of a trace in the run folder, such as 10-20; null: none.",
+        "First and last step of a profiler trace, written to the run folder, such as 10-20; "
+        "null: none.",
         pattern=(r"[1-9]\d*-[1-9]\d*", "the first and the last step, such as 10-20"),
     )
 
@@ -790,7 +813,7 @@ class PredictConfig:
 
     top_k: int = setting(
         5,
-        "Classes for each image, the most probable first; at most all there are.",
+        "Number of classes listed for each image, the most probable first.",
         _COUNT,
     )
 
@@ -801,8 +824,8 @@ class ExportConfig:
 
     format: Format = setting(
         Format.pt2,
-        "pt2: a program of torch.export; onnx needs the packages of the extra onnx; timm, for "
-        "networks of timm: the folder that timm.create_model('local-dir:FOLDER') reads.",
+        "pt2: a torch.export program; onnx: needs the onnx extra; timm: for timm's networks, "
+        "the folder that timm.create_model('local-dir:FOLDER') reads.",
     )
 
 
@@ -812,8 +835,8 @@ class Config:
 
     mode: Mode = setting(
         Mode.train,
-        "train; evaluate, predict with or export what model.weights or resume names; diagnose what "
-        "bounds training; or verify that every image can be read.",
+        "train; evaluate, predict or export with the checkpoint in model.weights or resume; "
+        "diagnose: find the bottleneck; verify: check that every image can be read.",
     )
     seed: int = setting(0, "Seed of everything random.", ge=0, le=2**32 - 1)
     device: str = setting(
@@ -821,14 +844,14 @@ class Config:
     )
     resume: str | None = setting(
         None,
-        "null: start at epoch 1; auto: resume in this run's folder if it has a checkpoint; a "
-        "run's folder: resume there; a checkpoint: start from it in a new folder.",
+        "null: start at epoch 1; auto: resume if this run's folder has a checkpoint; a run "
+        "folder: resume there; a checkpoint: continue from it in a new folder.",
         no_effect_with="mode=diagnose, mode=verify",
     )
     callbacks: tuple[str, ...] = setting(
         (),
-        "Classes of your own that are called at the start, steps, windows, epochs and end of "
-        "training, such as [my_callbacks:GradientNoise].",
+        "Your own classes, called at the start, steps, windows, epochs and end of training, "
+        "such as [my_callbacks:GradientNoise].",
         no_effect_with=f"mode=evaluate, mode=diagnose, mode=verify, {_APPLIED}",
     )
     run: RunConfig = field(default_factory=RunConfig)
@@ -886,7 +909,7 @@ _CONTRADICTIONS = {
 
 
 def load(composed: DictConfig) -> Config:
-    """Returns the checked settings of what Hydra composed.
+    """Returns checked settings from those that Hydra composed.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of its range, or contradicts
@@ -905,7 +928,7 @@ def load(composed: DictConfig) -> Config:
 
 
 def _faults(value: Any, declared: Field[Any], held: set[str]) -> Iterator[str]:
-    """Yields why a setting is out of its range, or without effect beside what is ``held``."""
+    """Yields the reasons why a setting is out of range, or has no effect with the ones ``held``."""
     meta = declared.metadata
     default = declared.default
     numbers = value if isinstance(value, tuple) else (value,)
@@ -1015,7 +1038,7 @@ def typed_settings(composed: DictConfig) -> Config:
 def to_plain(config: Config) -> dict[str, Any]:
     """Returns ``config`` as nested dictionaries of plain values, enums by name.
 
-    What was written as ``${...}`` is so again: its value may be a secret of the environment.
+    Interpolations such as ``${...}`` stay as written, because their values may be secrets.
     """
     tree = OmegaConf.structured(config)
     for path, value, _ in walk(config):
@@ -1025,7 +1048,7 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def from_plain(plain: dict[str, Any]) -> Config:
-    """Returns the settings of which ``to_plain`` made ``plain``."""
+    """Returns the settings from which ``to_plain`` made ``plain``."""
     return load(OmegaConf.create(plain))
 
 
@@ -1081,7 +1104,7 @@ def adopted(
     source: str,
     tell: Callable[[str], None],
 ) -> Config:
-    """Returns ``config`` with the values of ``theirs``, by path, but for the paths ``kept``.
+    """Returns ``config`` with the values of ``theirs``, by path, except for the paths ``kept``.
 
     ``tell`` reports every difference with the ``source`` of the values.
     """
@@ -1104,7 +1127,7 @@ def adopted(
 
 
 def train_sizes(data: DataConfig) -> tuple[int, ...]:
-    """Returns the sides of training images in pixels, in the order in which they come."""
+    """Returns the sides of training images in pixels, in the order of their epochs."""
     sides = data.train_size or data.image_size
     return sides if isinstance(sides, tuple) else (sides,)
 
@@ -1115,7 +1138,7 @@ def train_size(data: DataConfig, epoch: int) -> int:
 
 
 def named_backend(config: Config) -> BackendName | None:
-    """Returns the backend that is asked for: by its name, or processes with ``tuner=grid``."""
+    """Returns the requested backend: the named one, or processes with ``tuner=grid``."""
     loader = config.loader
     if loader.backend not in (None, BackendName.auto):
         return loader.backend
@@ -1124,7 +1147,7 @@ def named_backend(config: Config) -> BackendName | None:
 
 
 def shown(value: Any) -> str:
-    """Returns a setting's value as the command line takes it."""
+    """Returns a setting's value as it is written on the command line."""
     if isinstance(value, tuple | list):
         return f"[{','.join(map(shown, value))}]"
     if isinstance(value, dict):
@@ -1172,7 +1195,7 @@ def classifiers(package: str = "torchvision") -> list[str]:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Refuses unknown networks and published weights that a network lacks, without importing torch.
+    """Rejects unknown networks, and networks without the requested weights; imports no torch.
 
     Raises:
         ConfigError: names the setting and the way out.
@@ -1197,7 +1220,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Refuses networks and data sets that there are not, without importing torch.
+    """Rejects networks and data sets that do not exist, without importing torch.
 
     Raises:
         ConfigError: with the nearest names.
@@ -1214,5 +1237,5 @@ def check_names(config: Config) -> None:
 
 
 def choices(group_name: str) -> list[str]:
-    """Returns the names that ``GROUP=`` takes, without their values."""
+    """Returns the names that ``GROUP=`` accepts."""
     return sorted(file.stem for file in (CONF / group_name).glob("*.yaml"))

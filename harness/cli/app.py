@@ -38,7 +38,7 @@ def command() -> NoReturn:
     """Runs the command line and exits.
 
     The first argument may be ``page``, ``compare``, ``watch``, ``shrink``, ``table`` or ``pack``.
-    Anything but these and ``--version`` is a run or a sweep.
+    Anything except these and ``--version`` starts a run or a sweep.
     """
     for name in ("stdin", "stdout", "stderr"):
         # if closed, a file of the run would get its descriptor
@@ -71,7 +71,7 @@ def command() -> NoReturn:
 def cli() -> int:
     """Runs the command line and reports every error; returns the exit code.
 
-    An error of known cause is one line. Signals must already be handled.
+    An error with a known cause takes one line. Signals must already be handled.
     """
 
     def run_folder(*, _root_: DictConfig) -> str:
@@ -127,7 +127,7 @@ def _composing(error: BaseException) -> BaseException:
 
 
 def main(composed: DictConfig) -> float | None:
-    """Runs one job as Hydra composed it; a sweep's job has its own process.
+    """Runs one job composed by Hydra; each job of a sweep has its own process.
 
     Returns the best top-1, for sweepers.
     """

@@ -56,7 +56,7 @@ class Begun(Callback):
 
 # named like Hydra's own, which a launcher would otherwise register too
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Config files in which text stays as written and the user's own groups may set anything.
+    """Config files that keep text as written and whose user-defined groups may set anything.
 
     Hydra would turn the name 12e5 into 1200000.0, and put the settings of ``mygroup/`` into a
     section of that name, which does not exist, unless it begins with ``# @package _global_``.
@@ -158,7 +158,8 @@ def prepared(arguments: list[str]) -> Namespace:
 def _as_written(text: str, networks: Sequence[str], grammar: str) -> str:
     """Returns a setting for Hydra; ``model=`` with none of ``networks`` becomes ``model.name=``.
 
-    ``~`` in paths is expanded, which no shell does there. Text and choices are quoted if Hydra
+    ``~`` in paths is expanded, because shells do not expand it after ``=``. Text and choices are
+    quoted if Hydra
     would read them as numbers: 1.50 as 1.5, and ``mode=2`` as the second choice. Values that match
     ``grammar`` are left to Hydra.
     """

@@ -45,7 +45,7 @@ class Job:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the folder may hold the run to resume."""
+        """Whether the folder may contain a run to resume."""
         return self.config.mode is Mode.train and self.config.resume is not None
 
 
@@ -53,9 +53,9 @@ def check(config: Config) -> None:
     """Checks names of networks, datasets and files, without importing torch.
 
     Raises:
-        ConfigError: a network or dataset does not exist, or the launcher is another one.
+        ConfigError: a network or dataset does not exist, or ``dist`` does not fit the launcher.
         CheckpointError: a file does not exist.
-        DataError: ``data.root`` is no folder.
+        DataError: ``data.root`` is not a folder.
     """
     _check_launcher(config.dist.name)
     schema.check_names(config)
@@ -92,7 +92,7 @@ def _check_launcher(kind: DistName) -> None:
                 )
     elif os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            f"dist={kind.name}: started by torchrun, whose ranks would not connect; add "
+            f"dist={kind.name}: started by torchrun, but its ranks would not connect; add "
             "dist=torchrun, or unset WORLD_SIZE"
         )
     else:

@@ -147,8 +147,9 @@ class StepClock:
         Ignored outside of ``waiting()``.
 
         Args:
-            stamps: when it was made, received and pinned, if known.
-            there_s: when it arrived, on the clock ``now``; the rest of the block is not data wait.
+            stamps: when the batch was made, received and pinned, if known.
+            there_s: when it arrived, on the clock ``now``; the rest of the block does not count as
+                data wait.
         """
         if "wait" in self._since:
             self._arrival = (stamps, there_s)
@@ -164,8 +165,8 @@ class StepClock:
     def computing(self) -> Iterator[None]:
         """Measure the block around forward, backward and optimizer step.
 
-        Several blocks in one step add up. Enter it on the network's stream. A block that raises is
-        not measured on the device.
+        Several blocks in one step add up. Enter the block on the network's stream. If it raises, it
+        is not measured on the device.
         """
         if self._paused or "compute" in self._since:
             yield
@@ -204,8 +205,8 @@ class StepClock:
     ) -> None:
         """Record the events around one batch's copy, before the block that computes on it.
 
-        ``ready`` is recorded after other device work on the batch, such as normalization. A batch
-        that was not copied has ``start`` as its ``end``. The caller must not reuse the events;
+        ``ready`` is recorded after other device work on the batch, such as normalization. For a
+        batch that was not copied, ``end`` is ``start``. The caller must not reuse the events;
         ``event`` does. Copies within a block do not count as computing: the block starts after the
         first copy, and later ones are subtracted.
         """
@@ -289,7 +290,7 @@ class StepClock:
         """Exclude the block from all steps, as a pause called ``name``.
 
         Calls inside the block do not count. The host first waits for the device to finish earlier
-        steps, which get that time.
+        steps; this time counts toward those steps.
         """
         if self._paused:
             yield
@@ -318,11 +319,11 @@ class StepClock:
             self._since[running] += took_s
 
     def settle(self) -> None:
-        """Wait for the device to finish earlier steps, and book that time to them.
+        """Wait for the device to finish earlier steps, and count the time toward them.
 
-        Call it at the end of an epoch, because the next step is counted separately, and the device
-        may still have queued work of this epoch. Device time of an epoch's first step after the
-        host has moved on is booked to that step.
+        Call this at the end of an epoch, because the next step is counted separately and the device
+        may still have queued work from this epoch. Device time of an epoch's first step after the
+        host has moved on counts toward that step.
         """
         if self._timeline is None or self._paused:
             return
@@ -341,7 +342,8 @@ class StepClock:
         """Yield one epoch of ``batches``; the caller's loop body is the step.
 
         ``images`` counts a batch's images, by default the length of the first tensor. Time before
-        and after the loop does not count, nor does a step left by ``break`` or an exception.
+        and after the loop does not count, and neither does a step that ends with ``break`` or an
+        exception.
         """
         self.start_epoch()
         try:

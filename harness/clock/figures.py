@@ -261,7 +261,8 @@ class Window:
 
 
 class Ledger:
-    """The sums behind a ``Window``, in fixed memory; the clock and the device's timeline add to it.
+    """Running sums for a ``Window``, of fixed size; the clock and the device's timeline add to
+    them.
 
     Quantiles of a time are within 1% (below a microsecond: within a microsecond); the maximum is
     exact. Bucket bounds grow by a constant factor (DDSketch; Masson, Rim and Lee, VLDB 2019).

@@ -6,9 +6,9 @@ whole batches, about one sample per 30 ms of work, to cost less than a thousandt
 samples take longer, of few if they take microseconds. A rare slow sample may be missed or counted
 for others.
 
-Throughput follows operational laws (Denning and Buzen 1978): with w seconds of wall and c of CPU
-time per sample, n workers make at most n / w images/s, and C cores C / (c + r + s), where receiving
-an image takes r and the step s CPU seconds.
+Throughput follows operational laws (Denning and Buzen 1978): if a sample takes w wall seconds and c
+CPU seconds, n workers make at most n / w images/s, and C cores make C / (c + r + s), where
+receiving an image takes r CPU seconds and the step takes s.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def shared_rows(rows: int, columns: int, shared: bool = True) -> Tensor:
     owner.
 
     Raises:
-        RuntimeError, OSError: there is no shared memory to be had.
+        RuntimeError, OSError: no shared memory is available.
     """
     # local import, because importing this file for a type must not load torch
     import torch
@@ -189,8 +189,8 @@ def cells(rows: Tensor, slot: int) -> memoryview[float]:
 class StageMeter:
     """The totals of one feed's workers, in shared memory.
 
-    The totals never decrease, even if workers die. A reading may miss all or part of a batch or
-    sample that a worker is just adding.
+    The totals never decrease, even if workers die. A reading may miss a batch or sample, or part of
+    it, while a worker adds it.
 
     Attributes:
         stages: of samples and batches, in order.
@@ -202,7 +202,7 @@ class StageMeter:
         shared: whether they are processes, because threads need no shared memory.
 
     Raises:
-        RuntimeError, OSError: there is no shared memory to be had.
+        RuntimeError, OSError: no shared memory is available.
     """
 
     def __init__(self, stages: Sequence[str], workers: int, shared: bool = True) -> None:
@@ -231,8 +231,7 @@ class StageMeter:
     def timed(self, slot: int, make: Callable[..., Any], samples: int = 1) -> Callable[..., Any]:
         """Wraps ``make`` so that each call counts as ``samples`` of worker ``slot``'s ``work``.
 
-        A consumer sees only a queue, and a batch may take seconds. A call that raises does not
-        count.
+        A consumer sees only a queue, and a batch may take seconds. Calls that raise do not count.
         """
         row = cells(self.rows, slot)
 

@@ -315,7 +315,7 @@ class Timeline:
 def _explain(
     slot: _Slot, previous: _Slot | None, gap: Span, block_s: float, ledger: Ledger
 ) -> dict[str, float]:
-    """Returns the seconds of a block and of the ``gap`` before it, by part."""
+    """Returns the seconds in a block and in the ``gap`` before it, by part."""
     free_s = gap[0]
     if slot.waits:
         # a copy before the request is early and delays nothing

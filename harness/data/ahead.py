@@ -42,7 +42,7 @@ class Ahead:
     part, 8 bytes per 512 bytes of data. A part with a wrong checksum is fetched again.
 
     Raises:
-        ConfigError: the folder for scratch cannot be made.
+        ConfigError: the folder ``data.scratch`` cannot be created.
     """
 
     def __init__(self, store: Store, data: DataConfig, counts: Tensor | None = None) -> None:
@@ -80,7 +80,7 @@ class Ahead:
             row += requests, fetched, kept
 
     def expect(self, parts: Sequence[_Part]) -> None:
-        """Starts to fetch ``parts``; each will be read once."""
+        """Starts fetching ``parts``; each will be read once."""
         with self._lock:
             self._begin()
             for part in parts:
@@ -91,7 +91,7 @@ class Ahead:
                 self._take(next(iter(self._coming))).cancel()
 
     def expect_blocks(self, blocks: Sequence[_Part], room: int) -> None:
-        """Starts to fetch ``blocks``; the ``room`` last announced ones are kept in memory."""
+        """Starts fetching ``blocks``; the ``room`` most recent ones are kept in memory."""
         with self._lock:
             self._begin()
             for name, begin, length in blocks:

@@ -243,7 +243,7 @@ def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
 
 
 def _opened(path: Path, data: DataConfig, key: str, count: int) -> tuple[MappedFile, MappedFile]:
-    """Opens the cache file, and one byte per image."""
+    """Opens the cache file, and creates a byte per image that marks which are cached."""
     if data.cache is DataCache.ram:
         budget_bytes = _budget(data, limits.measure().memory_bytes)
         file = _filled(memory(0), key, count, budget_bytes)

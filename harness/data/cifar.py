@@ -85,8 +85,9 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
 
     CIFAR-100 uses its 100 fine labels.
 
-    The archive, or its files unpacked by other programs, is expected in ``data.root``, else the
-    archive is downloaded to it and kept. It is unpacked once, next to it or in the user's cache,
+    The archive, or its files unpacked by other programs, is looked up in ``data.root``. If missing,
+    the archive is downloaded there and kept. It is unpacked once, next to it or in the user's
+    cache,
     and can then be deleted.
 
     Raises:
@@ -150,7 +151,7 @@ def _fetch(archive: Path, target: Path, data: DataConfig) -> None:
     )
     if not data.download:
         raise DataError(
-            f"{archive}: missing, and data.download=false; set it to true, or {way_out}"
+            f"{archive}: missing, and data.download is false; set it to true, or {way_out}"
         )
     mirror = data.mirror or "https://www.cs.toronto.edu/~kriz"
     try:

@@ -316,7 +316,7 @@ _LOOKED_AT = 400
 def open_digits(data: DataConfig) -> tuple[Source, Source]:
     """Opens 1797 handwritten digits of 8x8 gray pixels, a fifth of each class to validate.
 
-    They are the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and
+    The digits are the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and
     C. Kaynak, 1998, https://doi.org/10.24432/C50P49, CC BY 4.0), in scikit-learn's order.
     """
     with np.load(Path(__file__).with_name("digits.npz")) as held:
@@ -464,8 +464,8 @@ def load(
 def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Splits:
     """Opens the images to evaluate a network on, also as the training set.
 
-    In a folder tree nothing else is required, and labels are indices into the network's
-    ``classes``; an empty tuple if they have no names.
+    A folder tree needs no other images. Labels are indices into the network's ``classes``, an empty
+    tuple if they have no names.
 
     Raises:
         ConfigError, DataError: as ``load``.

@@ -70,7 +70,7 @@ _TURNS = {
 
 
 class _Jpeg(JpegImageFile):
-    """Pillow's reader without the EXIF resolution, which is slow and warns of damaged blocks."""
+    """Pillow's reader without the EXIF resolution, which is slow to read and causes warnings."""
 
     def _read_dpi_from_exif(self) -> None:
         pass
@@ -217,7 +217,7 @@ def jpeg_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
 def _by_pillow(data: bytes, options: DataConfig, pixels: np.ndarray | None) -> Image.Image:
     """Returns the image in mode RGB, from ``pixels`` if given.
 
-    Pillow reads every format and has the last word on corruption.
+    Pillow reads every format and decides whether a file is corrupt.
     """
     plugin = reader(data)
     if plugin is None:

@@ -175,11 +175,10 @@ def pack(
 
 
 class _Scan:
-    """One scan of the class folders in ``root``, or if ``flat`` of the images below it.
+    """One scan of the class folders in ``root``, or if ``flat``, of all images below it.
 
     Images are sorted by their paths, which are relative to their class folder. ``watched`` has the
-    ``path_state``, before reading, of all folders of the tree and of those to which image links
-    lead.
+    ``path_state``, before reading, of all folders in the tree and of the targets of image links.
 
     Raises:
         DataError: something cannot be read.

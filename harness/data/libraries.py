@@ -1,6 +1,7 @@
 """Calls C libraries from wheels: libspng, libwebp, and libjpeg-turbo for parts of images.
 
-They are installed with pyspng, Pillow and turbojpeg. ctypes releases the GIL while they decode, but
+The libraries are installed with pyspng, Pillow and turbojpeg. ctypes releases the GIL while they
+decode, but
 pyspng's own module does not. If a library is missing, its function returns None.
 """
 
@@ -94,7 +95,7 @@ def webp_sides(data: bytes) -> tuple[int, int]:
 def decode_jpeg_part(
     data: bytes, choose: Callable[[int, int], _Box]
 ) -> tuple[np.ndarray, _Box] | None:
-    """Decodes a part of a JPEG that was once decoded in full without errors.
+    """Decodes part of a JPEG that has been decoded in full without errors before.
 
     Data below the part is not read. The pixels equal those of the full image. Whole blocks are
     decoded, plus a neighbor if colors are interpolated across the edge.

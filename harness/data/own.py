@@ -34,7 +34,7 @@ class OwnSource:
     ``where`` identifies the source in messages.
 
     Raises:
-        ConfigError: a member is missing, or labels are no indices into the classes.
+        ConfigError: a member is missing, or labels are not indices into the classes.
     """
 
     def __init__(self, given: Any, where: str) -> None:
@@ -96,7 +96,7 @@ class OwnAugment:
         """Returns augmented ``images``, an array or tensor of unchanged type and shape.
 
         Raises:
-            ConfigError: the function failed, or returned something else.
+            ConfigError: the function failed, or returned another type or shape.
         """
         must = _kind(images)
         with user_code.explained(f"{self._begin} failed with"):

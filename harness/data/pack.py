@@ -138,7 +138,7 @@ def pack(
 
 
 def _sets(source: Path, out: Path) -> dict[str, tuple[Any, Any]]:
-    """Returns each set and the folder that its names are relative to, by the set's name.
+    """Returns each set with the folder to which its names are relative, by the name of the set.
 
     Raises:
         DataError: training would refuse the source.

@@ -24,7 +24,8 @@ _FROM_COCO = (
 def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
     """Yields each row's number and values; the first row has the column names.
 
-    Names are row 1 of text, as in a spreadsheet, and not counted in JSONL and Parquet.
+    In text formats the names are row 1, as in a spreadsheet; in JSONL and Parquet they are not
+    counted.
 
     Raises:
         DataError: the table cannot be read; the message has the row number.
@@ -84,7 +85,7 @@ def text(value: Any) -> str:
 
 
 def _dialect(first: str) -> dict[str, Any]:
-    """Returns the ``csv`` options for a text with this ``first`` line."""
+    """Returns the ``csv`` options for text whose first line is ``first``."""
     widths = {
         each: len(next(csv.reader([first], delimiter=each, skipinitialspace=True), []))
         for each in "\t,;|"

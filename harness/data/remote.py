@@ -25,7 +25,7 @@ class RemoteStore:
     Messages never include server URLs, which may be signed.
 
     Raises:
-        ConfigError: ``root`` is no such address, or has a user name, a password or a query.
+        ConfigError: ``root`` is not such an address, or has a user name, a password or a query.
         DataError: obstore is not installed.
     """
 

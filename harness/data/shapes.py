@@ -160,8 +160,8 @@ def class_name(label: int, classes: int) -> str:
 def draw(label: int, classes: int, width: int, height: int, rng: np.random.Generator) -> np.ndarray:
     """Draws an image of class ``label`` with ``rng``, uint8 ``[height, width, 3]``.
 
-    It shows a figure on a background, both with 1/f noise. Everything except its form and hue is
-    random.
+    The image shows a figure on a background, both with 1/f noise. Everything except the figure's
+    shape and hue is random.
     """
     size = np.array([width, height])
     side = size.min()

@@ -106,10 +106,10 @@ def _parts(root: str, names: list[str], data: DataConfig, info: dict[str, Any]) 
 
 
 def matched(names: Sequence[str], setting: str, pattern: str) -> list[str]:
-    """Returns those of ``names`` that ``pattern`` chooses, as {000..146}, * and ? do.
+    """Returns the ``names`` that match ``pattern``, which may have {000..146}, * and ?.
 
     Raises:
-        ConfigError: it chooses none, or one of its numbers is not there.
+        ConfigError: none matches, or a number in its range is missing.
     """
     if found := re.search(r"\{(\d+)\.\.(\d+)\}", pattern):
         first, last = found.groups()
@@ -147,7 +147,7 @@ def _content(
 
 
 def _ready(content: bytes, sizes: dict[str, int]) -> _Columns | None:
-    """Returns what ``wellfed pack`` wrote; None: shards have other sizes."""
+    """Returns the index that ``wellfed pack`` wrote; None if the shards have other sizes."""
     with np.load(io.BytesIO(content)) as found:
         shards = found["shards"].tolist()
         known = dict(zip(shards, found["sizes"].tolist(), strict=True))

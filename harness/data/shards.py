@@ -88,7 +88,7 @@ class ShardSource:
     def expect(self) -> Callable[[np.ndarray, int], int] | None:
         """Announces samples and returns their number of bytes; None: nothing is read ahead.
 
-        If its second argument is not 0, it fetches their blocks, of which as many are kept.
+        If its second argument is not 0, it fetches whole blocks and keeps that many.
         """
         return self._expect if isinstance(self.store, Ahead) else None
 

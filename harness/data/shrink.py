@@ -259,8 +259,9 @@ def reduced(data: bytes, max_side: int, quality: int) -> bytes:
 def speedup(images: AnyDataset) -> float | None:
     """Returns the speedup of loading samples from a copy by ``wellfed shrink``.
 
-    Shrinks at most 64 files in memory, for about two seconds, then decodes, crops and resizes both
-    versions and compares this thread's CPU time. None if there are no files, or decoded images are
+    Shrinks up to 64 files in memory, for about two seconds, then decodes, crops and resizes both
+    versions and compares the CPU time of this thread. None if there are no files, or decoded images
+    are
     cached.
     """
     if not isinstance(images, ImageDataset) or images.cache is not None:

@@ -77,11 +77,11 @@ class FileSource:
         return os.path.relpath(self.where(i), self.root)
 
     def digest(self) -> bytes:
-        """Returns 32 bytes that follow from the images' paths and labels alone."""
+        """Returns a 32-byte digest of the images' paths and labels."""
         return self.index.digest()
 
     def state(self, i: int) -> tuple[object, ...]:
-        """Returns what changes with the file's content.
+        """Returns values that change with the file's content.
 
         Raises:
             OSError: the file is gone.
@@ -226,14 +226,14 @@ class Subset:
         return self.source.where(int(self.indices[i]))
 
     def state(self, i: int) -> tuple[object, ...]:
-        """Returns what ``source`` says, if it has files."""
+        """Returns the state of the sample in ``source``, if that has files."""
         source: Any = self.source
         state: tuple[object, ...] = source.state(int(self.indices[i]))
         return state
 
 
 def undivided(source: Source) -> Source:
-    """Returns the source of which ``source`` is a part, or ``source`` itself."""
+    """Returns the source that ``source`` is a subset of, or ``source`` itself."""
     while isinstance(source, Subset):
         source = source.source
     return source
@@ -359,7 +359,7 @@ def _refuse_level(base: Path, folders: list[Path], held_out: HeldOut) -> None:
     """Rejects a folder whose sets are in one of its ``folders`` or next to it or its class folder.
 
     Raises:
-        DataError: there are such sets.
+        DataError: a set was found there.
     """
     # training on a part may be intended
     above = base.parents[:2] if held_out is None else ()
@@ -388,7 +388,7 @@ def _told_apart(names: Iterable[str], others: Iterable[str]) -> str:
 
 
 def check_classes(source: Source, where: object) -> None:
-    """Says which of the classes of ``source`` may not be those that the user means."""
+    """Warns about classes of ``source`` that the user may not have intended."""
     classes = source.classes
     if len(classes) == 1:
         log.warning("%s: only one class, %r: any prediction is correct", where, classes[0])
@@ -397,7 +397,7 @@ def check_classes(source: Source, where: object) -> None:
 
 
 def _look_at_classes(source: FolderSource) -> None:
-    """Says which of the classes of ``source`` may not be those that the user means."""
+    """Warns about classes of ``source`` that the user may not have intended."""
     check_classes(source, source.root)
     classes = {*source.classes}
     for path in source.index.watched:
@@ -515,7 +515,7 @@ def _refuse_splits(source: FolderSource) -> None:
     A subfolder that has all images of a class is ignored.
 
     Raises:
-        DataError: there are such subfolders, probably the classes.
+        DataError: there are such subfolders, which are probably the classes.
     """
     inner = []
     for members in by_class(source.labels):

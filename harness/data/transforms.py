@@ -184,7 +184,7 @@ def resize_into(
 
 
 def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:
-    """Writes ``pixels``, uint8 ``[..., H, W, 3]``, flipped into ``out``, other memory."""
+    """Writes ``pixels``, uint8 ``[..., H, W, 3]``, flipped, into ``out``, other memory."""
     # four times faster than all three at once
     for channel in range(3):
         out[..., channel] = pixels[..., ::-1, channel]
@@ -199,7 +199,7 @@ def resized(
 ) -> np.ndarray:
     """Resizes uint8 ``[H, W, 3]`` into ``out``, in order, or new memory, and returns that.
 
-    Returns ``pixels`` itself if it has this size.
+    Returns ``pixels`` itself if it already has this size.
     """
     if pixels.shape == (height, width, 3):
         return pixels

@@ -73,7 +73,7 @@ def _seen(path: str) -> Seen:
 
 
 def open_whole(source: Source, options: DataConfig) -> Whole | None:
-    """Opens the checksums of a folder's images; None if they would not be used."""
+    """Opens the checksums of a folder's images; None if they are not needed."""
     count = len(source)
     whole = undivided(source)
     if not isinstance(whole, FileSource | ShardSource) or "parts of JPEG" not in in_use():

@@ -1,10 +1,10 @@
 """Runs ``mode=diagnose``: measures the bottleneck of the user's settings in a minute.
 
-Differential runs each omit a part of training: G is the step without loading, P loading without the
-step, A both, F reading cold files. The method is DS-Analyzer's (Mohan, Phanishayee, Raniwala and
+Each run omits a part of training: G is the step without loading, P is loading without the step, A
+is both, and F is reading cold files. The method is DS-Analyzer's (Mohan, Phanishayee, Raniwala and
 Chidambaram, VLDB 2021) on the user's own dataset, network and loader. Runs that do not fit into the
-time are skipped, with a note. A change is estimated by the tuner's ``Model`` with and without it;
-the measured throughput is scaled by the ratio, so that omissions of the model cancel.
+time are skipped, with a note. The tuner's ``Model`` estimates throughput with and without a change;
+the measured throughput is scaled by the ratio, so that errors of the model cancel.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def files_of(source: Source) -> list[str]:
 def short_sides(source: Source) -> list[int]:
     """Returns the shorter sides in pixels of up to 24 samples, within a second.
 
-    Samples that are no image files are skipped.
+    Samples that are not image files are skipped.
     """
     found: list[int] = []
     end = time.perf_counter() + 1.0
@@ -239,7 +239,7 @@ class Session:
     def _steps(self, settings: FeedSettings, sample_s: float, demand: Rate) -> Trial:
         """Returns real steps, refused if the first few would exceed the time left.
 
-        Without workers this process itself reads, and could not abandon a file that hangs, so it
+        Without workers, this process itself reads and cannot abandon a file that hangs, so it
         rereads earlier samples.
         """
         workers = settings.num_workers
@@ -289,7 +289,7 @@ class Session:
         return self.lab.ranks.smallest(self.ends + self.lab.first_s - self.now() - less_s)
 
     def _supply(self, settings: FeedSettings) -> Trial:
-        """Returns loader-only throughput, with a worker at least: if it hangs, it can be ended."""
+        """Returns loader-only throughput, with at least one worker, which can be ended."""
         working = replace(settings, num_workers=max(1, settings.num_workers))
         return self.lab.attempt(working, "supply", _LOADING_S)
 

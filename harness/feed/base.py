@@ -204,7 +204,7 @@ class Backend(ABC):
             check: raise for a batch with a missing sample.
 
         Raises:
-            BadSample: a sample of the batch cannot be read.
+            BadSample: a sample in the batch cannot be read.
             LoaderError: a batch was lost, or the workers were.
         """
         if self._running is not None or self._primed not in (None, self._epoch):
@@ -337,7 +337,7 @@ def announced(coming: Requests, dataset: FillableDataset) -> Requests:
 class BatchWorker:
     """Fills samples in one worker: a process, a thread or the main process.
 
-    For each chunk call ``timer.begin``, then ``fill``.
+    For each chunk, call ``timer.begin``, then ``fill``.
 
     Args:
         dataset: source of the samples.
@@ -409,7 +409,7 @@ class BatchWorker:
     ) -> Failure:
         """Returns a sample's failure; writes another sample in its place, if requested.
 
-        As text, because an unpicklable error would never arrive (pytorch #142884).
+        The error is kept as text, because an unpicklable one would never arrive (pytorch #142884).
         """
         where, reason = f"sample {index}", f"{type(error).__name__}: {error}"
         if isinstance(error, BadSample):

@@ -47,7 +47,7 @@ _GATHER = "gather"
 def block_room(lanes: Lanes, ranks: int) -> int:
     """Returns the number of blocks that a rank keeps in memory.
 
-    These are more than its windows, because announced samples are of the windows to come.
+    This exceeds the blocks of its windows, because announced samples belong to later windows.
     """
     return math.ceil(1.125 * lanes.lanes * lanes.window / ranks + AHEAD_BYTES / BLOCK_BYTES)
 
@@ -333,8 +333,8 @@ class Feeds:
         share = self.lanes.variety(self.splits.labels_for("loader.order=lanes"))
         if share < 0.5:
             log.warning(
-                "loader.order=lanes: shards are sorted by class, windows have %.0f %% of the "
-                "classes of shuffled shards; pack again with wellfed pack, or set "
+                "loader.order=lanes: shards are sorted by class: a window has %.0f%% of the "
+                "classes that it would have if shuffled; pack again with wellfed pack, or set "
                 "loader.order=uniform",
                 100 * share,
             )
@@ -397,9 +397,9 @@ class Feeds:
             held = self.held_bytes(settings)
             if held > 0.8 * limits.memory_bytes:
                 raise ConfigError(
-                    f"loader.backend=arrays: the images need {held / 1e9:.1f} GB of memory, only "
-                    f"{limits.memory_bytes / 1e9:.1f} GB are available (a fifth is reserved); "
-                    "lower data.image_size or use loader.backend=threads"
+                    f"loader.backend=arrays: the images need {held / 1e9:.1f} GB of memory, but "
+                    f"only {limits.memory_bytes / 1e9:.1f} GB are available (a fifth is "
+                    "reserved); lower data.image_size or use loader.backend=threads"
                 )
         return settings
 

@@ -1,6 +1,7 @@
 """Copies batches to the device, one ahead of the step, and normalizes them there.
 
-After Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. A ready batch
+Follows Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. A ready
+batch
 is never delayed by the next one, because a separate thread waits for the loader. One side stream is
 used throughout (one stream per epoch would make the allocator reserve more memory, timm #2781).
 Errors and early exits behave as in a plain loop.
@@ -244,7 +245,7 @@ class Normalize:
 
 
 class HostLeadLimiter:
-    """Limits how far the host runs ahead of the device; reports sleeps to ``clock``."""
+    """Limits the host's lead over the device; reports sleeps to ``clock``."""
 
     def __init__(self, own: Accelerator, clock: StepClock | None) -> None:
         self._own = own
@@ -286,7 +287,7 @@ class _Transfer:
         made_there: whether the loader makes batches on the device.
         augment, normalize, mix: applied to each batch.
         images: the part to normalize; None: the first.
-        must: whether a batch must have this part.
+        must: whether every batch must have this part.
     """
 
     own: Accelerator

@@ -90,7 +90,7 @@ class ProcessFeed(Backend):
     def prime(self, epoch: int) -> None:
         """As in ``Backend``, but does nothing without workers, or if they would be forked.
 
-        A lock that the step holds at that moment would stay locked in a forked worker forever.
+        A lock held by the step at that moment would stay locked forever in a forked worker.
         """
         if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
             super().prime(epoch)
@@ -245,7 +245,7 @@ class ProcessFeed(Backend):
     def _end_workers(self) -> None:
         """Ends the workers at once, busy or not, and drops torch's iterator.
 
-        In the other order torch would wait up to 5 s per busy worker.
+        In the reverse order, torch would wait up to 5 s per busy worker.
         """
         if self._workers:
             # torch's pinning thread fails if the workers it reads from die
@@ -266,7 +266,7 @@ class ProcessFeed(Backend):
         self._pass = self._loader = None
 
     def parts(self) -> dict[str, Any]:
-        """Returns the arguments of torch's loader; one key is a whole batch in the worker."""
+        """Returns the arguments for torch's loader; in the worker a key is a whole batch."""
         return {
             "dataset": _Batches(self._dataset, self.meter, self.times_samples),
             "batch_sampler": self._keys,

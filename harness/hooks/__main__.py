@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         words = [*(["--no-tensorboard"] * typed.no_tensorboard), *(["-m"] * typed.m), *command]
         return trial.run(words, typed.out or Path(new_folder(Path("outputs"))))
     if is_first_rank():
-        say(f"watching {command[0]}; the report follows at its end")
+        say(f"watching {command[0]}; the report follows when it exits")
     from .session import Session
 
     session = Session(command[0], typed.out, not typed.no_tensorboard, None, BEGAN_S)

@@ -36,12 +36,13 @@ _TO_TENSOR = (transforms.PILToTensor, v2.PILToTensor, v2.ToImage)
 def faster(dataset: _Set) -> _Set:
     """Returns the dataset with JPEGs decoded, cropped, resized and flipped by wellfed.
 
-    Random numbers are drawn as before and in the same order, so crops and flips stay. Pillow reads
+    Random numbers are drawn in the same order as before, so crops and flips do not change. Pillow
+    reads
     other formats and damaged files. Resized pixels differ by less than one gray level on average.
     A subsequent conversion to float32 and ``Normalize`` are done in one pass. All later transforms
-    stay.
+    are kept.
 
-    Of a JPEG that was fully decoded before, only the crop is decoded.
+    If a JPEG has been fully decoded before, only its crop is decoded.
 
     Args:
         dataset: a torchvision ``ImageFolder``, or a similar dataset, with its default loader; a
@@ -264,7 +265,7 @@ def _filter(step: Any) -> str | list[str]:
 
 
 def _side(step: Any) -> int:
-    """Returns the side of the square that ``step`` makes; 0 if none."""
+    """Returns the side of the square that ``step`` produces; 0 if none."""
     sides = {int(side) for side in np.ravel(step.size)}
     return sides.pop() if len(sides) == 1 else 0
 
@@ -348,7 +349,7 @@ def _fast(transform: Any) -> _Fast:
 
 
 def _normalizing(steps: list[Any]) -> list[Any]:
-    """Returns the transforms with those to normalized float32 fused into one, of an array."""
+    """Returns the transforms, with the steps from an array to normalized float32 fused into one."""
     image = v2.ToImage in map(type, steps[:1])
     match steps:
         case [transforms.ToTensor(), *rest]:

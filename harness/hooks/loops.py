@@ -33,10 +33,10 @@ _SETTLE_S = 1.0
 
 @dataclass(eq=False)
 class WatchedLoader:
-    """A loader that the script made.
+    """A loader created by the script.
 
     Attributes:
-        where: the file and line that made it.
+        where: the file and line that created it.
         settings: with torch's names.
         dataset: identity and length of its dataset, which identify a loader that is remade for each
             epoch.
@@ -152,7 +152,7 @@ class LoopTracker:
         """Called at the end of each training pass."""
 
     def open(self, loader: Any) -> _Pass | None:
-        """Returns a new pass over ``loader``, which is about to make an iterator.
+        """Returns a new pass over ``loader``, which is about to create an iterator.
 
         None in other threads.
         """
@@ -260,7 +260,7 @@ class LoopTracker:
     def _left(self, *, graded: bool) -> None:
         """Ends evaluations that were abandoned or continued without updates.
 
-        Includes ``graded`` ones if a step shows that they did not train.
+        Includes ``graded`` passes if a step shows that they did not train.
         """
         for own in [*self._undecided]:
             if not own.updates and (graded or not own.graded):

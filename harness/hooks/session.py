@@ -123,7 +123,7 @@ def offered(followed: WatchedLoader) -> list[str]:
 
 
 def in_script(change: Change, followed: WatchedLoader) -> str:
-    """Returns the settings of ``change`` as code of a user's loop."""
+    """Returns the settings in ``change`` as code for the user's loop."""
     return ", ".join(_in_script(name, value, followed) for name, value in change.items())
 
 
@@ -229,7 +229,7 @@ class Session(LoopTracker):
         say(f"so far         {step}data wait {waits:.0%}, {verdict.kind}{new}")
 
     def on_start(self) -> None:
-        """Makes the folder and starts to sample the machine, at the first update."""
+        """Creates the folder and starts sampling the machine, at the first update."""
         self._course.mark("start")
         self._told = time.perf_counter(), ""
         if self.on_first_update:
@@ -244,7 +244,7 @@ class Session(LoopTracker):
         while (self._place / "report.json").exists():
             self._place = wanted.with_name(f"{wanted.name}-{next(numbers)}")
         if self._place != wanted:
-            say(f"{wanted.name} has a report already: this one goes to {self._place.name}")
+            say(f"{wanted.name} already has a report; writing this one to {self._place.name}")
         folder.own(self._place)
         self._stack.callback(folder.release, self._place)
         writer = RunWriter(self._place, tensorboard=self._tensorboard)

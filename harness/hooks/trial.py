@@ -1,4 +1,4 @@
-"""Tries a watched script's change: a minute without, and a minute with the change."""
+"""Tries a change of a watched script: a minute without it, and a minute with it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def run(words: Sequence[str], out: Path) -> int:
         out: the folder for both reports.
     """
     say(
-        f"the script runs twice, each time for {_LIMIT_S:.0f} s of training; its files "
-        "are written twice"
+        f"running the script twice, each time for {_LIMIT_S:.0f} s of training; its files are "
+        "written twice"
     )
     before = _measured(words, out / "before", {})
     if before is None:
@@ -80,7 +80,7 @@ def _measured(words: Sequence[str], out: Path, change: Mapping[str, Any]) -> dic
 def begin() -> Callable[[], None] | None:
     """Installs the change of this trial; returns the callback for the first update.
 
-    None if this process is no trial.
+    None if this process is not a trial.
     """
     text = os.environ.pop(_VARIABLE, None)
     if text is None:

@@ -73,7 +73,7 @@ class Meter:
             _kinds.create_fetcher = staticmethod(_create_fetcher)
 
     def stamps(self, batch: int) -> Stamps | None:
-        """Returns when ``batch`` of the running pass was made, and its arrival: now."""
+        """Returns the times at which ``batch`` of the running pass was made and arrived: now."""
         if not self.workers:
             return None
         # torch assigns batches to workers in turn

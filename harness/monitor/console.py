@@ -1,6 +1,7 @@
 """Prints a run's lines, tables, warnings and progress bars.
 
-All go to standard output, and all except bars also to the log. Warnings arrive through logging:
+Everything goes to standard output and, except progress bars, also to the log. Warnings arrive
+through logging:
 ``logging.getLogger("wellfed").warning`` is printed and logged once. Control characters are escaped.
 """
 
@@ -32,7 +33,7 @@ AddRow = Callable[[Sequence[str]], None]
 
 @contextmanager
 def speaking(speaks: bool) -> Iterator[None]:
-    """Print inside the block only if it ``speaks``; always write the log."""
+    """Print inside the block only if ``speaks`` is true; always write to the log."""
     global _quiet
     _quiet = not speaks
     try:
@@ -106,7 +107,7 @@ class Bar:
         self._note = printable(text)
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``items``; an item is done when the next one is asked for."""
+        """Yield ``items``; an item is done when the next one is requested."""
         for item in items:
             yield item
             self.advance()

@@ -183,7 +183,7 @@ def _means(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
 def throttled(group: Path) -> tuple[int, int] | None:
     """Returns a control group's scheduling periods, and the number of throttled ones.
 
-    Only periods in which the group was runnable count.
+    Only periods in which the group could run count.
     """
     stat = limits.words(group / "cpu.stat")
     # v2 omits periods if the group has no CPU controller

@@ -75,7 +75,7 @@ def sampling(own: Accelerator, ranks: int, interval_s: float) -> Sampler:
 
 
 def refuse_hidden_gpu(config: Config) -> None:
-    """Stop if the driver sees a GPU and torch does not.
+    """Raises an error if the driver sees a GPU that torch does not.
 
     Raises:
         ConfigError: with the driver, the GPU, the torch build and a fix.

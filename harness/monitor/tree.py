@@ -111,7 +111,7 @@ class Tree:
     def _look_round(self) -> None:
         """Find new descendants.
 
-        A process keeps its parent while that lives, so each is queried only once.
+        A process keeps its parent as long as the parent lives, so each is queried only once.
         """
         there = {int(name) for name in os.listdir(self._proc) if name.isdigit()}
         self._members = {pid: None for pid in self._members if pid in there or pid == self._pid}

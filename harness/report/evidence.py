@@ -108,7 +108,7 @@ class Straggler(NamedTuple):
 
     Attributes:
         rank: its number.
-        late_ms: its delay of the others per step.
+        late_ms: how long it delays the others per step.
         part: the main cause: ``stalled``, ``host`` or ``forward``.
         share: extra wait for data as a fraction of a step; 0 for other causes.
     """

@@ -29,7 +29,7 @@ class Verdict:
     """The bottleneck of a run.
 
     Attributes:
-        kind: of bottleneck; balanced if some time is lost, under a tenth.
+        kind: of bottleneck; balanced if less than a tenth of the time is lost.
         shares: the underlying figures.
         change: new values of settings that should help; empty if none does.
         why: the reason, if ``kind`` and ``shares`` leave it open.
@@ -80,7 +80,7 @@ def searched(r: Evidence) -> Change:
 
 
 def explain_unharmed(r: Evidence) -> Verdict:
-    """Returns the bottleneck if next to nothing is lost."""
+    """Returns the bottleneck if almost no time is lost."""
     # short steps normally lose up to a twentieth of the time to Python
     if r.stall >= FED or r.host >= 0.05:
         return Verdict("balanced", r)
@@ -144,13 +144,13 @@ def more_in_flight(r: Evidence) -> Change:
 
 
 def explain_copy_bound(r: Evidence) -> Verdict:
-    """Returns that batches wait to be copied to the device and normalized."""
+    """Returns the verdict that batches wait to be copied to the device and normalized."""
     pins = r.window.stall_basis == "device" and not r.settings.pin_memory
     return Verdict("copy", r, {"loader.pin_memory": True} if pins else {})
 
 
 def explain_host_bound(r: Evidence) -> Verdict:
-    """Returns that Python keeps the device waiting between steps."""
+    """Returns the verdict that Python keeps the device waiting between steps."""
     match max(r.host_parts, key=r.host_parts.__getitem__):
         case "gc":
             return Verdict("host", r, why="gc")
@@ -160,13 +160,13 @@ def explain_host_bound(r: Evidence) -> Verdict:
 
 
 def explain_launch_bound(r: Evidence) -> Verdict:
-    """Returns that Python launches kernels more slowly than the device runs them."""
+    """Returns the verdict that Python launches kernels too slowly for the device."""
     larger = {"loader.batch_size": 2 * r.settings.batch_size}
     return Verdict("launch", r, larger if r.trainer.compile else {"trainer.compile": True})
 
 
 def explain_shortage(r: Evidence, kind: Bottleneck) -> Verdict | None:
-    """Returns the shortage of the machine, if it can have caused ``kind``."""
+    """Returns the shortage of a resource that may have caused ``kind``, if any."""
     # slow cores do not harm an accelerator that stays busy
     if r.device == "cpu" or r.lost >= HARM:
         # reading mapped files causes page faults

@@ -116,8 +116,8 @@ class World:
     def shared(self, source: int, read: Callable[[], Any]) -> Any:
         """Returns on every rank what ``read`` returns on the rank ``source``.
 
-        That is containers of tensors on the CPU, which are sent one after the other, so that no
-        rank holds any twice.
+        It consists of containers of CPU tensors, which are sent one at a time so that no rank holds
+        two copies.
 
         Raises:
             CheckpointError: ``read`` raised it; on every rank.
@@ -140,7 +140,7 @@ class World:
 
 
 def _blank(tree: Any, device: str) -> Any:
-    """Returns a copy of ``tree`` with tensors on ``device`` whose values are still to come."""
+    """Returns a copy of ``tree`` with uninitialized tensors on ``device``."""
     tensors = filter(torch.is_tensor, tree_leaves(tree))
     # tree_map would lose attributes, such as _metadata of a module's state
     return copy.deepcopy(

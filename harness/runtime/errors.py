@@ -163,7 +163,7 @@ def described(error: BaseException) -> tuple[str, int] | None:
 
 
 def words(error: BaseException) -> str:
-    """Returns the text of ``error``; empty if a user's class fails to make one."""
+    """Returns the message of ``error``; empty if a user's class fails to produce one."""
     with contextlib.suppress(Exception):
         return str(error)
     return ""

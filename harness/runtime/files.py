@@ -93,7 +93,7 @@ def read_json(path: Path) -> Any:
     """Returns the value in the JSON file at ``path``.
 
     Raises:
-        OSError: it cannot be read, or is a link or no regular file of at most 16 MiB.
+        OSError: it cannot be read, or is a link or not a regular file of at most 16 MiB.
         ValueError: it is corrupt.
     """
     try:

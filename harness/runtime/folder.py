@@ -51,7 +51,7 @@ def using(folder: Path) -> Iterator[None]:
     """A block that creates ``folder`` or writes to it.
 
     Raises:
-        ConfigError: the folder cannot be made or written to.
+        ConfigError: the folder cannot be created or written to.
         DiskError: the disk is full.
     """
     try:
@@ -63,8 +63,9 @@ def using(folder: Path) -> Iterator[None]:
 def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.train) -> str:
     """Returns the folder of a single run, shared by all ranks under torchrun.
 
-    A run without a name continues in the folder ``resume``, and with ``resume=auto`` in its folder
-    before torchrun restarted it. The name of a new folder is shared through torchrun's store, with
+    A run without a name continues in the folder ``resume`` or, with ``resume=auto``, in the folder
+    that it had before torchrun restarted it. The name of a new folder is shared through torchrun's
+    store, with
     a new key for each restart of the workers.
 
     Raises:
@@ -138,7 +139,7 @@ def own(folder: Path) -> Path:
 
     Raises:
         LockedError: another live run owns the folder.
-        ConfigError: the folder cannot be made or written to.
+        ConfigError: the folder cannot be created or written to.
         DiskError: the disk is full.
     """
     path = folder.resolve() / ".lock"

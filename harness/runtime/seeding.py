@@ -63,7 +63,7 @@ def uniforms(
 ) -> np.ndarray:
     """Returns the first ``draws`` numbers of each sample's ``SampleRng``, in [0, 1).
 
-    They are float64 ``[len(indices), draws]``.
+    The result is float64 ``[len(indices), draws]``.
     """
     states = _mixed(indices.astype(np.uint64) + np.uint64(_start(seed, epoch, stream)))
     steps = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GAMMA)
@@ -74,7 +74,7 @@ def uniforms(
 def instead_of(index: int, length: int) -> list[int]:
     """Returns the samples to try, of ``length``, instead of an unreadable one.
 
-    They depend on nothing else, so every worker, rank and epoch tries the same samples.
+    The samples depend on nothing else, so every worker, rank and epoch tries the same ones.
     """
     rng = SampleRng(0, 0, index, _INSTEAD)
     return [rng.randrange(length) for _ in range(32)]
@@ -96,7 +96,7 @@ def _mixed(z: Any) -> Any:
 def order_rng(seed: int, epoch: int, part: int = 0, stream: int = 1) -> np.random.Generator:
     """Returns the generator of an epoch's order (Philox: the same numbers on every platform).
 
-    Each ``part`` of an order and each use of the epoch (``stream``) has its own numbers.
+    Each ``part`` of an order and each use of the epoch (``stream``) draws its own random numbers.
     """
     return np.random.Generator(np.random.Philox(stream << 112 | seed << 80 | epoch << 48 | part))
 
@@ -141,8 +141,8 @@ def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
 def random_state(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Returns all global RNG states, loadable by ``torch.load(weights_only=True)``.
 
-    Includes only the GPU ``device``. Ranks start from one seed and draw alike, so the first rank's
-    state is valid for all.
+    Includes only the GPU ``device``. All ranks start from the same seed and draw the same numbers,
+    so the first rank's state is valid for all.
     """
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -160,7 +160,7 @@ def random_state(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-    """Restores all global RNG states, and that of a GPU, from ``random_state``."""
+    """Restores all global RNG states, including a GPU's, from ``random_state``."""
     random.setstate(state["python"])
     kept = state["numpy"]
     keys = kept["keys"].numpy().astype(np.uint32)

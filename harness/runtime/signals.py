@@ -50,7 +50,8 @@ def check() -> None:
 def check_wait() -> None:
     """Raises ``Interrupted`` after half of the grace period.
 
-    For waits for a batch, because a batch that arrives in time still makes a step.
+    For use while waiting for a batch, because a batch that arrives in time is still used for a
+    step.
     """
     if late():
         raise interrupted()

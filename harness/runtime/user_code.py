@@ -115,7 +115,7 @@ def message(error: Exception, called: Any = None) -> str:
 
 
 def current_place(only: int | None = None) -> str:
-    """Returns the place in the user's own code that a thread executes now, or nothing.
+    """Returns the place in the user's code that a thread is executing, or an empty string.
 
     ``only`` is the identifier of a thread; None: any thread of this process.
     """
@@ -139,7 +139,7 @@ def found(setting: str, name: str) -> Any:
     """Returns the function ``name``, from the environment or the current folder.
 
     Raises:
-        ConfigError: there is none; with the ``setting``.
+        ConfigError: it does not exist; with the ``setting``.
     """
     module, _, path = name.partition(":")
     begin = f"{setting}={name}:"

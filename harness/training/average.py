@@ -10,7 +10,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 class Average(AveragedModel):
     """An exponential ``AveragedModel`` with buffers that ignores skipped updates.
 
-    Bitwise identical to PyTorch's. Only the device knows which updates were skipped, and the host
+    The result is bitwise identical to PyTorch's. Only the device knows which updates were skipped,
+    and the host
     does not wait for it. All averages of a dtype share one tensor, which the device then restores.
     """
 

@@ -81,7 +81,7 @@ def made(names: Sequence[str]) -> dict[str, Any]:
         for method in own or ["no method"]:
             if method not in METHODS:
                 raise ConfigError(
-                    f"callbacks={name}: {method}: a callback has any of {', '.join(METHODS)}"
-                    f"{suggestions.nearest(method, METHODS)}"
+                    f"callbacks={name}: {method}: not a callback method; the methods are "
+                    f"{', '.join(METHODS)}{suggestions.nearest(method, METHODS)}"
                 )
     return found

@@ -163,8 +163,8 @@ def read(path: Path, *, foreign: bool = False) -> Saved:
                 return _load(path)
             if path.is_file() and order(path) == UNNAMED:
                 raise CheckpointError(
-                    f"{printable(str(path))}: no checkpoint of wellfed, so nothing to resume; to "
-                    "use its weights write model.weights= in place of resume="
+                    f"{printable(str(path))}: not a wellfed checkpoint, so it cannot be "
+                    "resumed; to use its weights, write model.weights= instead of resume="
                 )
         return _load(target, _record(manifest))
     if (path / "checkpoints").is_dir():
@@ -186,8 +186,8 @@ def read(path: Path, *, foreign: bool = False) -> Saved:
         return found
     if damaged:
         raise CheckpointError(
-            f"{name}: every checkpoint is damaged: {damaged[0]}; resume=null in another run "
-            "folder starts from nothing"
+            f"{name}: every checkpoint is damaged: {damaged[0]}; to start from scratch, use "
+            "resume=null and another run folder"
         )
     # a single file may be from a killed first save
     if len(list(path.glob("step-*.pt"))) > 1:
@@ -197,7 +197,7 @@ def read(path: Path, *, foreign: bool = False) -> Saved:
         )
     if foreign:
         files = [typed("model.weights", file) for file in sorted(path.glob("*.*"))]
-        raise CheckpointError(f"{name}: a folder of no run; name a file: {listed(files)}")
+        raise CheckpointError(f"{name}: not a run folder; name a file: {listed(files)}")
     raise NoCheckpoint(f"{name}: holds no checkpoint; name one with resume=PATH")
 
 
@@ -257,8 +257,8 @@ def _load(path: Path, record: Record | None = None) -> Saved:
     except Exception as error:
         # a damaged pickle may raise anything
         raise CheckpointError(
-            f"{name}: refused: holds more than tensors and plain containers, or is damaged; save "
-            "weights with torch.save(network.state_dict(), PATH)"
+            f"{name}: refused, because it contains more than tensors and plain containers, or "
+            "is damaged; save weights with torch.save(network.state_dict(), PATH)"
         ) from error
     if not isinstance(state, dict) or (record is None and "settings" not in state):
         # same keys have other meanings in other trainers

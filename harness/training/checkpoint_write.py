@@ -89,7 +89,7 @@ class CheckpointWriter:
     """Writes each state of a run to its folder once, on the first rank.
 
     A thread writes one save at a time. The initial state is not written: it is untrained or comes
-    from a checkpoint. The error of a save is raised once, by the next ``save``, ``check`` or
+    from a checkpoint. An error while saving is raised once, by the next ``save``, ``check`` or
     ``close``.
     """
 
@@ -231,7 +231,7 @@ def commit(
     except OSError as error:
         raise DiskError(
             f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; "
-            "earlier ones are whole: free space or fix the disk, then use resume=auto"
+            "earlier ones are intact; free space or fix the disk, then use resume=auto"
         ) from error
     finally:
         clear(folder)

@@ -57,7 +57,7 @@ class Engine:
 
     Args:
         step: trains its state, starting from the state's epoch and step.
-        sized: returns the training feed for images of so many pixels.
+        sized: returns the training feed for an image size in pixels.
         val_feed: the validation feed.
         monitor: of the run.
         folder: of the run's files.
@@ -318,7 +318,7 @@ class Engine:
         self._updates.append((event, counts, state.schedule.last_epoch))
 
     def _rescue(self) -> str:
-        """Saves the last completed update although a collective hangs on the device."""
+        """Saves the last completed update even if a collective hangs on the device."""
         self._own.make_current()
         state = self.state
         done = [update for update in self._updates if update[0].query()]

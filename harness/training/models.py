@@ -46,7 +46,8 @@ def build(
 
     It must also accept images of ``train_sizes`` pixels.
 
-    With ``weights=DEFAULT`` or a path, the head is loaded if its shape fits, else it stays random.
+    With ``weights=DEFAULT`` or a path, the head is loaded if its shape fits; otherwise it stays
+    random.
     If ``filled``, the caller loads the weights and none are read here.
 
     Raises:

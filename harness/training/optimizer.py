@@ -112,7 +112,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 
 def fill_momentum(optimizer: Optimizer) -> None:
-    """Gives each trained parameter of SGD without a momentum buffer one of zeros."""
+    """Creates a zero momentum buffer for each trained parameter of SGD that lacks one."""
     # torch leaves the buffers uninitialized if the first update is skipped, and fails if only some
     # parameters have one
     for group in optimizer.param_groups if type(optimizer) is SGD else ():
@@ -149,7 +149,7 @@ def adopt(
             return
     if ours != theirs:
         raise CheckpointError(
-            f"{where}: does not fit this run: the optimizer is of another kind (optim), or its "
+            f"{where}: does not fit this run: it is from another optimizer (optim), or its "
             "parameter groups differ (optim.decay_norm_and_bias, layer_decay)"
         )
     parameters = itertools.chain(*(group["params"] for group in optimizer.param_groups))
@@ -246,7 +246,7 @@ def skip_nonfinite(optimizer: Optimizer, one: Tensor) -> None:
 class Schedule:
     """Sets the learning rate of each of the optimizer's groups for the next update.
 
-    Like ``LambdaLR`` of torch, in a tenth of its time.
+    Works like torch's ``LambdaLR`` in a tenth of the time.
 
     Attributes:
         base_lrs: the groups' peak rates.

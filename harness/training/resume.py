@@ -262,8 +262,8 @@ def rest(
             if then != now:
                 raise CheckpointError(
                     f"{saved.where}: saved within an epoch; its {name} is {then}, this run's "
-                    f"{now}: the rest of the epoch would have other samples; resume with the "
-                    "same value, or from an end-of-epoch checkpoint"
+                    f"{now}: the rest of the epoch would have different samples; resume with "
+                    "the same value, or from an end-of-epoch checkpoint"
                 )
         left = EpochRemainder(held["epoch"], held["samples"], held["stop"])
         # raises if these ranks cannot share the rest

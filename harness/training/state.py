@@ -147,8 +147,8 @@ def _placed_network(config: Config, num_classes: int, world: World, filled: bool
     if trainer.sync_batch_norm and world.size > 1:
         if accelerator.get(world.device).is_host:
             raise ConfigError(
-                "trainer.sync_batch_norm=true: torch has synchronized batch norms for GPUs only; "
-                "set it to false"
+                "trainer.sync_batch_norm=true: torch supports synchronized batch normalization "
+                "only on GPUs; set it to false"
             )
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     if trainer.checkpoint_blocks:

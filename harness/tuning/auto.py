@@ -2,8 +2,8 @@
 
 Searches measure with a ``LoaderBenchmark``; tests replace it with a simulated machine.
 ``tuner=auto`` first measures the user's setting: the cost of a sample in its workers and the rate
-of real steps. Only if steps wait for data does it try others, also with real steps: as many workers
-as the throughput model asks for, then another backend. Rule numbers refer to
+of real steps. Only if steps wait for data does it try other settings, also with real steps: first
+the number of workers from the throughput model, then another backend. Rule numbers refer to
 docs/explanation/how-tuning-works.md.
 """
 
@@ -36,14 +36,14 @@ _CHEAPEST = (ARRAYS, THREADS, PROCESSES)
 def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:
     """Returns a sort key for the machine's cost of a setting.
 
-    It consists of workers, backend, batches in flight and pinned memory.
+    The key consists of workers, backend, batches in flight and pinned memory.
     """
     backend = _CHEAPEST.index(settings.backend)
     return settings.num_workers, backend, in_flight(settings), settings.pin_memory
 
 
 def most_workers(config: TunerConfig, limits: Limits) -> int:
-    """Returns the most workers that a search tries, except for the user's number."""
+    """Returns the maximum number of workers in a search, apart from the user's own number."""
     return config.max_workers or min(MOST_THREADS, max(8, 4 * int(limits.cores)))
 
 
@@ -100,7 +100,7 @@ def grid(
 
 @dataclass(eq=False)
 class AutoSearch:
-    """The search of ``tuner=auto``, based only on the trials of ``lab``.
+    """The search for ``tuner=auto``, based only on trials run by ``lab``.
 
     Attributes:
         own: the user's settings.
@@ -244,7 +244,7 @@ class AutoSearch:
     def _measure(
         self, settings: FeedSettings, kind: Kind, *, beside: bool = False, again: bool = False
     ) -> bool:
-        """Measures ``settings`` if possible, within the budget and informative.
+        """Measures ``settings`` if that is possible, informative and within the budget.
 
         Args:
             settings: the setting to measure.
@@ -391,7 +391,7 @@ class AutoSearch:
         more = self._made(chosen.backend, chosen.num_workers + 1)
         why = ". Nothing cheaper delivers as much"
         if not self.complete:
-            why = ". Tuning ran out of time before more could be tried (raise tuner.budget_s)"
+            why = ". Tuning ran out of time before it could try more (raise tuner.budget_s)"
         elif self._is_uneven():
             why = ", and a few take far longer, so more batches are prefetched"
         elif self._is_fed(chosen):

@@ -241,7 +241,8 @@ class LoaderBenchmark:
     def copies_s(self) -> tuple[float, float] | None:
         """Returns the median seconds to copy a batch from pageable and from pinned memory.
 
-        Copies alternate, and the host waits for each. None: a device without streams, or no batch.
+        Copies alternate, and the host waits for each. None if the device has no streams or there is
+        no batch.
 
         Raises:
             RuntimeError: memory cannot be pinned.
@@ -262,8 +263,8 @@ class LoaderBenchmark:
     def needs(self, settings: FeedSettings) -> Needs:
         """Returns the resources that a feed uses if its consumer stalls.
 
-        That is the workers' private memory, the images it holds, and the batches in flight,
-        all of them pinned by then; batches of unknown size are left out.
+        These are the workers' private memory, the images that it holds, and the batches in flight,
+        all pinned; batches of unknown size are left out.
         """
         workers = settings.num_workers
         size = self.probes.batch_bytes(settings) or 0

@@ -52,8 +52,8 @@ def tune(
 ) -> TuningReport:
     """Chooses the fewest workers that keep up: ``DataLoader(**report.loader_arguments)``.
 
-    Takes about five seconds before training. Everything in ``state`` and the random states are
-    restored afterwards. Learning rates are 0 meanwhile.
+    This takes about five seconds before training. Learning rates are 0 during this time. Everything
+    in ``state`` and the random states are restored afterwards.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__`` or ``__getitems__``.

@@ -103,7 +103,7 @@ class SampleCost:
 
     Attributes:
         wall_s: seconds in a worker, or in this process without workers.
-        cpu_s: CPU seconds of these.
+        cpu_s: CPU seconds within ``wall_s``.
         variation: standard deviation of ``wall_s`` over its mean.
         receive_s: CPU seconds of the process that takes the batches, excluding those for making
             samples in it.
@@ -206,7 +206,7 @@ class Model:
 def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:
     """Returns ``cost`` without the time that busy workers took from each other.
 
-    That happens if there are more workers than cores.
+    Workers do this if there are more of them than cores.
     """
     if workers <= cores or workers * cost.cpu_s / cost.wall_s <= BUSY * cores:
         return cost

@@ -64,7 +64,7 @@ class Snapshot:
         self._copies = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
 
     def _keep(self, held: dict[Any, Any]) -> None:
-        """Has ``restore`` restore the present contents of ``held``, in place."""
+        """Makes ``restore`` restore the current contents of ``held``, in place."""
         self._undo += [held.clear, partial(held.update, dict(held))]
         self._tensors += [value for value in held.values() if isinstance(value, Tensor)]
 

@@ -64,9 +64,9 @@ class StepBenchmark(ABC):
 
     @abstractmethod
     def preserved_state(self) -> AbstractContextManager[None]:
-        """Returns a context manager that finally restores everything that steps change.
+        """Returns a context manager that restores everything that steps change.
 
-        That is weights, buffers, optimizer, counters and random states.
+        It restores weights, buffers, optimizer, counters and random states.
         """
 
     @abstractmethod
@@ -130,7 +130,8 @@ class StepBenchmark(ABC):
         """Times at least two steps on the endless ``feed``, for ``limit_s`` seconds.
 
         The first batch, which includes worker startup, is left out, then ``skip`` batches or
-        as many as arrive in a third of ``limit_s``. Times are the device's if it has a clock. If
+        as many as arrive in a third of ``limit_s``. Times come from the device's clock, if it has
+        one. If
         another rank's feed fails, the result has the steps until then, maybe none. The feed stays
         open.
 
@@ -168,7 +169,8 @@ class StepBenchmark(ABC):
     ) -> tuple[list[int], list[float]]:
         """Runs ``least`` to ``most`` steps within ``limit_s``.
 
-        Returns the images and the seconds of each; fewer if any rank's feed has failed. The host
+        Returns the images and the seconds of each step; fewer steps if any rank's feed has failed.
+        The host
         waits for the device only when it is two steps ahead, or ranks agree.
         """
         images: list[int] = []

@@ -31,10 +31,11 @@ class TrainingBenchmark(StepBenchmark):
 
     @contextmanager
     def preserved_state(self) -> Iterator[None]:
-        """Enters training mode before training; finally restores everything.
+        """Enters training mode, and restores everything at the end.
 
-        Learning rates are 0 meanwhile: repeated steps on one batch could diverge to NaN, whose
-        timing is not representative; an update costs the same at any rate. The copy of the state
+        Learning rates are 0 during this time, because repeated steps on one batch could diverge to
+        NaN, whose timing is not representative. An update costs the same at any learning rate. The
+        copy of the state
         is in host memory. The EMA of the weights is not updated.
         """
         state = self._step.state
@@ -78,7 +79,7 @@ class TrainingBenchmark(StepBenchmark):
         return run
 
     def repeated(self, batch: HostBatch) -> Batches:
-        """As in ``StepBenchmark``; the batch is on the device as uint8.
+        """Does the same as in ``StepBenchmark``; the batch is on the device as uint8.
 
         Each step augments and normalizes it as in training, because that is part of the step, not
         of the loader.

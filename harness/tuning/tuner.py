@@ -1,16 +1,15 @@
 """Tunes the loader before training, remembers the choice and adjusts threads later.
 
-The number of loader threads follows the run's own measurements. It changes in place, which
-changes no batch. Two rules use the search's model, as numbered in
-docs/explanation/how-tuning-works.md:
+The number of loader threads is adjusted from the run's own measurements, without changing any
+batch. Two rules, numbered as in docs/explanation/how-tuning-works.md, use the model of the search:
 
-7. If steps wait for data, the threads are busy, and cores are free, the number of threads that the
-   model asks for is tried.
-8. If a sample takes less than half its time when the number was set, fewer threads are tried: the
-   number that the model asks for, or if that is no lower, the minimum, because threads may wait for
-   each other.
+7. If steps wait for data, the threads are busy, and cores are free, the tuner tries the number of
+   threads from the model.
+8. If a sample takes less than half as long as when the number was set, it tries fewer threads: the
+   number from the model or, if that is no lower, the minimum, because threads may wait for each
+   other.
 
-A change that gains nothing is reverted, and no increase is tried for a while.
+A change that gains nothing is reverted, and the tuner tries no increase for a while.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def tune(
     ranks: World,
     images_left: float = math.inf,
 ) -> TuningReport:
-    """Chooses, of the settings that deliver most training images/s, the one with fewest workers.
+    """Chooses the setting with the fewest workers among those with the most training images/s.
 
     All ranks try the same settings at once and use the same choice. There are no side effects:
     everything that steps change is restored, including random states. Settings that do not fit are
@@ -201,7 +200,7 @@ def tuned(
 def _fitting(report: TuningReport, own: FeedSettings, lab: LoaderBenchmark) -> TuningReport | None:
     """Returns a remembered report adapted to this run; None if it does not fit now.
 
-    Settings that are never tuned and the validation feed's come from this run.
+    Settings that are never tuned, and those of the validation feed, come from this run.
     """
     settings = replace(report.settings, timeout_s=own.timeout_s)
     lab.worker_bytes = report.worker_bytes
@@ -215,7 +214,7 @@ def _fitting(report: TuningReport, own: FeedSettings, lab: LoaderBenchmark) -> T
 
 @dataclass(slots=True)
 class Tuned:
-    """The tuning result, and its follow-up during training.
+    """The tuning result, and its adjustment during training.
 
     Attributes:
         report: has the prediction.
@@ -375,7 +374,7 @@ class OnlineTuner:
 
     @property
     def settled(self) -> int:
-        """The number known to be good: before a change that is not judged yet."""
+        """The number known to be good: the one before a change that has not been judged yet."""
         return self._tried[0] if self._tried else self.threads
 
     def _begin(self) -> None:
@@ -509,7 +508,7 @@ def fingerprint(
     result still fits.
 
     Args:
-        config: the run's settings; the loader settings under search do not count.
+        config: the run's settings, of which those being tuned do not count.
         data: identity of the training set.
         limits: the resources this rank may use.
         world: the ranks, in all and on this node.

@@ -97,7 +97,7 @@ class Run(NamedTuple):
 
 
 def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Returns the runs in ``folders``, in the order given, and a note for each that trains nothing.
+    """Returns the runs in ``folders``, in the given order, and a note for each that did not train.
 
     Runs of one folder are sorted by name.
 

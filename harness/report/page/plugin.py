@@ -34,7 +34,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return base_plugin.FrontendMetadata(es_module_path="/tab.js", tab_name="Data stalls")
 
     def is_active(self) -> bool:
-        """Returns True: there may be runs, and a search of all folders is slow."""
+        """Returns True, because there may be runs, and searching all folders is slow."""
         return True
 
     def get_plugin_apps(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 def _app(kind: str, make: Callable[[Mapping[str, str]], str]) -> Any:
     """Returns an app that serves the text that ``make`` returns for a query.
 
-    Errors are shown in the tab and stop nothing else.
+    Errors are shown in the tab and have no other effect.
     """
 
     @Request.application
