@@ -151,7 +151,7 @@ def _fetch(archive: Path, target: Path, data: DataConfig) -> None:
     )
     if not data.download:
         raise DataError(
-            f"{archive}: missing, and data.download is false; set it to true, or {way_out}"
+            f"{archive}: missing, and data.download=false; set it to true, or {way_out}"
         )
     mirror = data.mirror or "https://www.cs.toronto.edu/~kriz"
     try:

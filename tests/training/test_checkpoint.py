@@ -159,7 +159,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     torch.save({"model": Canary(canary)}, path)
     with pytest.raises(
-        CheckpointError, match="holds more than tensors and plain containers"
+        CheckpointError, match="contains more than tensors and plain containers"
     ) as caught:
         read_weights(path)
     assert not canary.exists()

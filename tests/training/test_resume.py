@@ -437,7 +437,7 @@ def test_the_rest_of_the_epoch_is_found(composed: Composed) -> None:
             1,
             1000,
             {"settings": {"seed": 3}},
-            "its seed is 3, this run's 0: the rest of the epoch would have other samples",
+            "its seed is 3, this run's 0: the rest of the epoch would have different samples",
         ),
         (3, 1000, {"samples": 958}, "epoch 1: 3 ranks cannot share samples 958 to 960"),
     ],
