@@ -1063,7 +1063,7 @@ def saved(text: bytes) -> dict[str, Any]:
         yaml.compose(text.decode(), yaml.SafeLoader)
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
-                raise ConfigError("it has aliases, which Hydra does not write")
+                raise ConfigError("contains aliases, which Hydra does not write")
         plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
     # YAML's own, which has no base that Python has; omegaconf's
     except Exception as error:

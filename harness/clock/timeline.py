@@ -244,8 +244,8 @@ class Timeline:
     def finish(self, ledger: Ledger) -> float:
         """Wait until the device has finished the network's stream.
 
-        Returns the total delay in seconds of the device behind the host at epochs' first steps,
-        since the last call.
+        Returns the total seconds by which the device lagged the host in epochs' first steps, since
+        the last call.
         """
         end = self._event()
         end.record(self._own.stream())

@@ -236,7 +236,8 @@ class _Rows:
     Rows cannot be read at random, so the images are copied into a temporary file next to ``out``.
 
     Raises:
-        DataError: pyarrow is missing, or there is not one column of images and one of classes.
+        DataError: pyarrow is missing, or the files lack a single column of images and one of
+            classes.
     """
 
     def __init__(self, files: Sequence[Path], out: Path) -> None:

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="wellfed shrink", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("folder", type=Path, help="folder of images, nested as you like")
+    parser.add_argument("folder", type=Path, help="folder of images, nested in any way")
     parser.add_argument("out", type=Path, help="folder for the copy")
     return command(parser, MAX_SIDE, arguments, shrink)
 

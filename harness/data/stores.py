@@ -1,4 +1,4 @@
-"""Reads files by name, place and length: below a folder, or from an object store."""
+"""Reads files by name, position and length: below a folder, or from an object store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FolderStore:
         """Returns exactly ``length`` bytes of a file.
 
         Raises:
-            OSError: they cannot be read, or the file ends before them.
+            OSError: they cannot be read, or the file is too short.
         """
         # a reference, because another thread may drop this file from the cache
         file = self._opened(name)

@@ -15,23 +15,23 @@ _MOST_BYTES = 1 << 20
 
 
 class TarError(ValueError):
-    """Why an archive cannot be read at random, and a way out."""
+    """The reason why an archive does not support random access, and a way out."""
 
 
 def members(
     read: Callable[[int, int], bytes], size: int, wanted: tuple[bytes, ...] = (), at: int = 0
 ) -> Iterator[tuple[bytes, int, int, bytes]]:
-    """Yields name, place of the first byte, length and content of each regular member.
+    """Yields name, position of the first byte, length and content of each regular member.
 
     Args:
         read: returns bytes of the archive, by the place of the first and their number.
         size: the archive's, in bytes.
-        wanted: ends of the names whose contents are yielded; others are empty.
+        wanted: suffixes of the names whose contents are yielded; other contents are empty.
         at: the place of the first header.
 
     Raises:
-        TarError: the archive is damaged, cut off or compressed, or has a member that is no plain
-            file or lies outside.
+        TarError: the archive is damaged, truncated or compressed, or a member is not a plain file
+            or lies outside.
         OSError: it cannot be read.
     """
     base, window = at, b""
@@ -75,7 +75,7 @@ def members(
                 yield name, at, length, take(at, length) if name.endswith(wanted) else b""
         at += padded(length)
     if take(at, min(_MOST_BYTES, size - at)).strip(b"\0"):
-        raise TarError(f"has more behind its end, at byte {at}; write it again as one archive")
+        raise TarError(f"has data after its end, at byte {at}; write it again as one archive")
 
 
 def _number(field: bytes) -> int:

@@ -27,7 +27,8 @@ def watching(
 ) -> Iterator[Session]:
     """Watches all training in the block, and reports at its end, however it ends.
 
-    Loaders, optimizer steps and copies are found as by ``wellfed watch``. Training itself does not
+    Loaders, optimizer steps and copies are detected as by ``wellfed watch``. Training itself does
+    not
     change. Within an outer watch, only the outer one reports.
 
     Args:

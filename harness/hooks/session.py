@@ -302,7 +302,7 @@ class Session(LoopTracker):
         if clock is None:
             # its child processes report theirs
             if not self._has_children:
-                say(f"no training was seen: {self._why_not()}")
+                say(f"no training was detected: {self._why_not()}")
             return
         if self.rank:
             figures = RankFigures.of(self.rank, clock.total(), self.forward_ms)

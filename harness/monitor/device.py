@@ -120,7 +120,8 @@ class MemoryWatch:
     """Reads peak device memory, which takes the host up to a millisecond.
 
     Attributes:
-        peaks: of the run so far; None if the device has no own memory, or before the first read.
+        peaks: of the run so far; None if the device has no memory of its own, or before the first
+            read.
     """
 
     def __init__(self, own: Accelerator) -> None:

@@ -47,7 +47,7 @@ class Tree:
     def read_bytes(self) -> tuple[int, int] | None:
         """Returns bytes returned by read calls, and bytes fetched from storage.
 
-        The first include cached files, pipes and sockets, but not memory-mapped files. The second
+        The former include cached files, pipes and sockets, but not memory-mapped files. The latter
         are reads from block devices and NFS, including read-ahead; reads by another process on its
         behalf, such as a FUSE daemon, count for the other. None if processes end faster than they
         can be read.

@@ -37,7 +37,7 @@ class WorkerCost(NamedTuple):
 
     Attributes:
         wall_s: worker seconds per sample.
-        cpu_s: CPU seconds of these.
+        cpu_s: CPU seconds within ``wall_s``.
         wants_s: ``cpu_s`` plus the seconds in which the worker waited for a core.
         contention: wall time of computation over its CPU time; 1 if cores are free.
         parts: fractions of ``wall_s`` by kind; they sum to 1.

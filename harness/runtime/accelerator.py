@@ -40,7 +40,7 @@ class MemoryUse(NamedTuple):
 
 
 class Accelerator:
-    """A device without streams, such as a CPU, that is done when a call returns.
+    """A device without streams, such as a CPU, whose work is done when a call returns.
 
     Attributes:
         kind: cpu, cuda, mps, or another torch device type.

@@ -25,7 +25,7 @@ _GRACE_S = 5.0
 
 
 class ProcessError(RunError):
-    """A process of the run failed; the text is its own, or its cause of death."""
+    """A process of the run failed; the text is its own message, or the signal that killed it."""
 
     # no code during unpickling, which then sets the attribute
     def __init__(self, text: str, exit_code: int = 1) -> None:

@@ -126,7 +126,7 @@ def bind(gpus: Sequence[str], local_rank: int, root: Path = Path("/")) -> None:
 
 
 def _memory(groups: list[Path]) -> Iterator[int]:
-    """Yields the bytes that each limit leaves for all ranks."""
+    """Yields the bytes that each limit still allows to all ranks."""
     try:
         yield psutil.virtual_memory().available
     except (psutil.Error, OSError, RuntimeError):

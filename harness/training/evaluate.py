@@ -16,7 +16,7 @@ from ..runtime.errors import Interrupted
 
 
 class Evaluation(NamedTuple):
-    """Results on ``images`` images: fractions 0..1 and the mean cross-entropy."""
+    """Results on ``images`` images: accuracies, 0..1, and the mean cross-entropy."""
 
     images: int
     top1: float

@@ -131,8 +131,8 @@ class StepBenchmark(ABC):
 
         The first batch, which includes worker startup, is left out, then ``skip`` batches or
         as many as arrive in a third of ``limit_s``. Times come from the device's clock, if it has
-        one. If
-        another rank's feed fails, the result has the steps until then, maybe none. The feed stays
+        one. If another rank's feed fails, the result contains the steps so far, possibly none. The
+        feed stays
         open.
 
         Raises:

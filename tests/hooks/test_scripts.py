@@ -368,7 +368,7 @@ def test_ranks_that_the_script_spawns(tmp_path: Path, run_anew: Start) -> None:
     found = run_anew("spawned.py", "store")
     report = found.equal()
     assert (report["steps"], report["world_size"], len(report["ranks"])) == (24, 2, 2)
-    assert "no training was seen" not in found.watched.stderr
+    assert "no training was detected" not in found.watched.stderr
 
 
 @pytest.mark.slow
