@@ -82,7 +82,7 @@ def test_headers_are_those_of_tarfile_and_cut_ones_refused(plain):
     [
         (packed([("a.jpg", b"1")])[:900], "cut off"),
         (packed([("a.jpg", b"1")])[:1024], "cut off"),
-        (packed([("a.jpg", b"1")]) + packed([("b.jpg", b"1")]), "behind its end"),
+        (packed([("a.jpg", b"1")]) + packed([("b.jpg", b"1")]), "after its end"),
         (b"\x1f\x8b" + bytes(range(256)) * 8, "decompress"),
         (packed([("a.jpg", b"")], type=tarfile.LNKTYPE, linkname="b"), "a link"),
         (packed([("a.jpg", b"")], type=tarfile.SYMTYPE, linkname="b"), "a link"),
