@@ -135,7 +135,9 @@ def described(error: BaseException) -> tuple[str, int] | None:
     # libraries wrap errors of our callbacks; an error may be its own cause
     while cause is not None and cause not in seen:
         if isinstance(cause, RunError | ConfigError):
-            return str(cause), cause.exit_code
+            is_bad = isinstance(cause, BadSample)
+            fix = "; fix or remove it, or set data.on_error=skip" if is_bad else ""
+            return f"{cause}{fix}", cause.exit_code
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
     if words(error) and (refusal := explain(error)):
