@@ -127,12 +127,12 @@ class ColumnsConfig:
     label: str | None = setting(None, "Class names; null: detected by name.")
     split: str | None = setting(
         None,
-        "Column with train, val or test for each image; null: the column split, if there is one.",
+        "Column with train, val or test for each image; null: the split column, if there is one.",
     )
     group: str | None = setting(
         None,
         "Column of groups, such as patients, that split_fraction and fold keep together; null: "
-        "the column group, patient or subject, if there is one.",
+        "the group, patient or subject column, if there is one.",
     )
 
 
@@ -175,7 +175,7 @@ class DataConfig:
     eval_resize: int | None = setting(
         None,
         "Shorter side before the center crop in evaluation; null: image_size * 256 / 224, "
-        "unless the images have image_size already.",
+        "unless the images already have that size.",
         ge=8,
     )
     eval_squash: bool = setting(
@@ -426,8 +426,8 @@ class LoaderConfig:
     )
     backend: BackendName | None = setting(
         None,
-        "How batches are made: by processes, by threads, from arrays in memory, or auto: as "
-        "tuner=auto chooses. null: auto with autotune; otherwise threads, or processes for "
+        "How batches are made: by processes, by threads, from arrays in memory, or auto "
+        "(chosen by tuner=auto). null: auto with autotune; otherwise threads, or processes for "
         "your own Dataset.",
     )
     batch_size: int = setting(64, "Images per batch and rank.", _COUNT)
@@ -498,8 +498,8 @@ class TunerConfig:
     name: TunerName = setting(TunerName.auto, "Which search.")
     budget_s: float | None = setting(
         None,
-        "Seconds for the search; a measurement that has begun is finished. null: auto takes at "
-        "most 5 s, or seven steps if these take longer, and never more than a tenth of the "
+        "Seconds for the search; a measurement that has started is completed. null: auto takes "
+        "at most 5 s, or seven steps if these take longer, and never more than a tenth of the "
         "rest of the run; grid has no limit.",
         _POSITIVE,
     )

@@ -189,7 +189,8 @@ def cells(rows: Tensor, slot: int) -> memoryview[float]:
 class StageMeter:
     """The totals of one feed's workers, in shared memory.
 
-    The totals never decrease, even if workers die. A reading may miss a batch or sample, or part of
+    The totals never decrease, even when workers die. A reading may miss a batch or sample, or part
+    of
     it, while a worker adds it.
 
     Attributes:

@@ -422,7 +422,7 @@ def blur(images: Tensor, sigmas: np.ndarray) -> Tensor:
 class Mix:
     """Erases from each image, then mixes it with the previous one, as torchvision's v2 transforms.
 
-    Erased rectangles are 0 after normalization, the mean color. They are a function of (seed,
+    Erased rectangles have the mean color, 0 after normalization. They are a function of (seed,
     epoch, index), mixing of (seed, epoch) and the first index of the batch. If mixup and CutMix are
     both set, each batch uses one of them.
     """

@@ -281,7 +281,7 @@ def _on_disk(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
 
 
 def _to_fill(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
-    """Opens the file at ``path`` for writing, rebuilt unless its key is ``key``.
+    """Opens the file at ``path`` for writing, after rebuilding it unless its key is ``key``.
 
     Raises:
         BlockingIOError: another process is filling it.

@@ -85,7 +85,8 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
 
     CIFAR-100 uses its 100 fine labels.
 
-    The archive, or its files unpacked by other programs, is looked up in ``data.root``. If missing,
+    ``data.root`` may hold the archive, or its files if another program has unpacked them. If
+    missing,
     the archive is downloaded there and kept. It is unpacked once, next to it or in the user's
     cache,
     and can then be deleted.

@@ -46,7 +46,7 @@ _WEBP_SIDES = {
 
 
 def decode_png(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Decodes a PNG by libspng to uint8 ``[H, W, 3]``: 8-bit gray, RGB or palette, not transparent.
+    """Decodes a PNG with libspng to uint8 ``[H, W, 3]``: 8-bit gray, RGB or palette, opaque.
 
     Returns None for other images, and unless the file is complete and all checksums match.
     """
@@ -69,7 +69,7 @@ def decode_png(data: bytes, max_pixels: int) -> np.ndarray | None:
 
 
 def decode_webp(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Decodes a still WebP by libwebp to uint8 ``[H, W, 3]``.
+    """Decodes a still WebP with libwebp to uint8 ``[H, W, 3]``.
 
     Returns None for an image with transparency or with metadata other than a color profile, and if
     anything is wrong with it.

@@ -242,7 +242,9 @@ def open_own(data: DataConfig, seed: int) -> tuple[Source, Source] | tuple[OwnDa
     named = splits if hasattr(splits, "classes") else pair[0]
     while not hasattr(named, "classes"):
         if not hasattr(named, "dataset"):
-            raise ConfigError(f"{wheres[0]} has no classes; give it classes, a list of names")
+            raise ConfigError(
+                f"{wheres[0]} has no classes; set its attribute classes to a list of names"
+            )
         named = named.dataset
     with user_code.explained(f"{begin}: its classes cannot be read:"):
         classes = _names(named.classes)

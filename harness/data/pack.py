@@ -7,7 +7,8 @@
 SOURCE is a folder that data=imagefolder opens, a table beside its images, or a folder of Parquet
 files from the Hugging Face Hub. A shard has WebDataset's layout: CLASS/PATH.jpg with the bytes of
 the image, CLASS/PATH.cls with the number of its class, and CLASS/PATH.error if the image cannot be
-read. A second call continues after the last whole shard. Exit codes: 0; 2: the folders or options
+read. A second call continues after the last whole shard. Exit codes: 0: success; 2: the folders or
+options
 are refused; 3: an image cannot be read; 7: the disk is full.
 """
 
@@ -231,7 +232,7 @@ def _unpack(shards: Path, folder: Path) -> None:
 
 
 class _Rows:
-    """The images in Parquet ``files`` of the Hugging Face Hub, by class and row.
+    """The images in Parquet ``files`` from the Hugging Face Hub, by class and row.
 
     Rows cannot be read at random, so the images are copied into a temporary file next to ``out``.
 
@@ -260,8 +261,8 @@ class _Rows:
             )
             if not len(images) == len(labels) == 1:
                 raise DataError(
-                    f"{path}: needs one column Image and one column ClassLabel, as on the Hugging "
-                    "Face Hub; save it with the datasets library"
+                    f"{path}: needs one Image column and one ClassLabel column, as on the "
+                    "Hugging Face Hub; save it with the datasets library"
                 )
             image, label = images[0], labels[0]
             self.classes = tuple(features[label]["names"])

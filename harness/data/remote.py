@@ -1,4 +1,4 @@
-"""Reads the objects of S3, Google Cloud Storage and Azure by obstore, in the caller's thread."""
+"""Reads objects from S3, Google Cloud Storage and Azure with obstore, in the caller's thread."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
 Folders, names and links are kept. An image with a longer side is resized, rotated by its EXIF
 orientation, and saved in its own format. All other files are copied unchanged, including unreadable
-images, which are listed. A second call resumes an interrupted one. Exit codes: 0; 2: wrong folders
-or options; 3: an image is unreadable.
+images, which are listed. A second call resumes an interrupted one. Exit codes: 0: success; 2: wrong
+folders or options; 3: an image is unreadable.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ class FileSource:
 class FolderSource(FileSource):
     """The images below ``root`` in one folder per class, ``root/class/**/file``, by name.
 
-    If ``flat``, images anywhere below ``root``, or the image ``root``, belong to one unnamed class.
+    If ``flat``, all images below ``root`` (or ``root`` itself, if it is an image) belong to one
+    unnamed class.
 
     Links are followed. Hidden and system files, broken or circular links, folders with image
     suffixes and non-images are skipped and counted by reason. The listing is cached (``Index``).

@@ -1,4 +1,4 @@
-"""Watches a Lightning Trainer by a callback, and reports at the end."""
+"""Watches a Lightning Trainer with a callback, and reports at the end."""
 
 from __future__ import annotations
 

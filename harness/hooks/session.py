@@ -296,7 +296,7 @@ class Session(LoopTracker):
 
     def _finish(self, status: str) -> None:
         if self.fault:
-            say(f"the training was not watched to its end: {self.fault}")
+            say(f"watching stopped before the end of the training: {self.fault}")
         self.end(completed=status == "completed")
         clock = self.clock
         if clock is None:

@@ -1,4 +1,4 @@
-"""Watches a Hugging Face Trainer by a callback, and reports at the end."""
+"""Watches a Hugging Face Trainer with a callback, and reports at the end."""
 
 from __future__ import annotations
 

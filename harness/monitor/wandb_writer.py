@@ -58,7 +58,7 @@ class WandbWriter:
                 task(run)
         # any error of the package, the service or the disk; training continues
         except Exception as error:
-            log.warning("watch.wandb: %r; no more metrics are sent, training continues", error)
+            log.warning("watch.wandb: %r; no more metrics are sent, but training continues", error)
             while self._tasks.get():
                 pass
 

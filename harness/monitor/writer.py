@@ -251,7 +251,7 @@ class RunWriter:
     def _failed(self, path: Path, error: OSError) -> None:
         if not self.dropped:
             log.warning(
-                "%s: %s; metrics are lost until it can be written, training continues",
+                "%s: %s; metrics are lost until it can be written, but training continues",
                 path,
                 error.strerror or error,
             )

@@ -80,7 +80,7 @@ def searched(r: Evidence) -> Change:
 
 
 def explain_unharmed(r: Evidence) -> Verdict:
-    """Returns the bottleneck if almost no time is lost."""
+    """Returns the bottleneck to report when almost no time is lost."""
     # short steps normally lose up to a twentieth of the time to Python
     if r.stall >= FED or r.host >= 0.05:
         return Verdict("balanced", r)

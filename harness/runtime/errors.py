@@ -92,7 +92,7 @@ class LoaderError(RunError):
 
 
 class DiskError(RunError):
-    """A file of the run could not be written."""
+    """One of the run's files could not be written."""
 
     exit_code = 7
 

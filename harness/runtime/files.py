@@ -113,7 +113,7 @@ def sheet(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yields the lines of the file at ``path``, up to a line of more than 1 MiB.
+    """Yields the lines of the file at ``path``, until the first one longer than 1 MiB.
 
     Raises:
         OSError: it cannot be read, or is a link or not a regular file.

@@ -42,7 +42,7 @@ def start_server(preload: Sequence[str] = ()) -> None:
 
 
 def start_tracker() -> None:
-    """Starts Python's resource tracker, which cleans up after killed processes, without
+    """Starts Python's resource tracker, which cleans up after killed processes, and mutes its
     warnings.
     """
     ignored = "ignore:resource_tracker"

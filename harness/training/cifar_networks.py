@@ -1,4 +1,4 @@
-"""Builds networks for 32-pixel images, with the layers and initial weights of their sources."""
+"""Builds networks for 32-pixel images, with the layers and initialization of the originals."""
 
 from __future__ import annotations
 

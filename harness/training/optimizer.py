@@ -149,8 +149,8 @@ def adopt(
             return
     if ours != theirs:
         raise CheckpointError(
-            f"{where}: does not fit this run: it is from another optimizer (optim), or its "
-            "parameter groups differ (optim.decay_norm_and_bias, layer_decay)"
+            f"{where}: does not match this run: it is from a different optimizer (optim), or "
+            "its parameter groups differ (optim.decay_norm_and_bias, layer_decay)"
         )
     parameters = itertools.chain(*(group["params"] for group in optimizer.param_groups))
     names = {name for each in held["state"].values() for name in each}

@@ -90,7 +90,7 @@ def settings(
     """Returns ``config`` with the settings of the checkpoint or, without one, pretrained weights.
 
     If nothing is trained, the checkpoint decides the settings that affect the result. Training uses
-    its own settings but keeps the effective batch size: with another number of ``ranks``,
+    its own settings but keeps the effective batch size: with a different number of ``ranks``,
     ``trainer.accumulate_steps`` or ``loader.batch_size`` changes if both match the checkpoint.
     Pretrained weights decide the image settings. Command-line settings (``typed``, such as
     ``data.image_size=48``) win. ``tell`` receives every difference.

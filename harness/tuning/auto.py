@@ -1,6 +1,6 @@
 """Searches loader settings: decides the next trial, when to stop and the choice.
 
-Searches measure with a ``LoaderBenchmark``; tests replace it with a simulated machine.
+Searches take measurements with a ``LoaderBenchmark``, which tests replace with a simulated machine.
 ``tuner=auto`` first measures the user's setting: the cost of a sample in its workers and the rate
 of real steps. Only if steps wait for data does it try other settings, also with real steps: first
 the number of workers from the throughput model, then another backend. Rule numbers refer to

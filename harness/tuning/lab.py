@@ -61,7 +61,7 @@ NONE = Needs()
 
 @dataclass(slots=True)
 class Supply:
-    """The output of a loader without a consumer, counted sample by sample in its workers.
+    """The throughput of a loader without a consumer, counted sample by sample in its workers.
 
     Attributes:
         settings: the loader's settings.

@@ -146,7 +146,7 @@ def test_a_folder_that_cannot_be_made_is_a_line(
     with wellfed.watching(tmp_path / "file" / "run", tensorboard=False):
         train(wellfed.watched(BATCHES))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("wellfed: the training was not watched to its end: ")
+    assert line.startswith("wellfed: watching stopped before the end of the training: ")
     assert "file/run: cannot be used as run folder: Not a directory" in line
 
 

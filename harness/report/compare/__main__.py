@@ -1,4 +1,4 @@
-"""Compares the figures of runs, and lists the settings that differ.
+"""Compares the figures of several runs, and lists the settings that differ.
 
 The first run is the reference. A sweep folder stands for its jobs, any other folder for the runs in
 it. Interrupted and failed runs are listed but not compared.
@@ -8,7 +8,7 @@ it. Interrupted and failed runs are listed but not compared.
     wellfed compare outputs/main outputs/change --fail-beyond speed=0.95 stall=+0.05 top1=-0.01
 
 Limits apply to speed (images/s), step (ms, median), p95 (ms, of steps), stall, goodput and top1.
-Exit codes: 0; 1: a run exceeds a limit; 2: a folder or figure is missing or damaged.
+Exit codes: 0: success; 1: a run exceeds a limit; 2: a folder or figure is missing or damaged.
 """
 
 from __future__ import annotations
