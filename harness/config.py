@@ -852,7 +852,6 @@ class Config:
         (),
         "Your own classes, called at the start, steps, windows, epochs and end of training, "
         "such as [my_callbacks:GradientNoise].",
-        no_effect_with=f"mode=evaluate, mode=diagnose, mode=verify, {_APPLIED}",
     )
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)

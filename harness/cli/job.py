@@ -106,7 +106,7 @@ def run(index: int, job: Job) -> None:
         folder.own(job.folder)
         # hydra.run.dir and a sweep's run.name may name any folder
         if not job.goes_on:
-            folder.refuse_used(job.folder)
+            folder.refuse_used(job.folder, job.config.mode is Mode.train)
         if not (job.goes_on and (job.folder / ".hydra").exists()):
             folder.write_settings(job.folder, job.written)
         # stdout may be closed
@@ -219,7 +219,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     splits = feeds.splits
     counts = feeds.steps_per_epoch(), feeds.update_images()
     state = make_state(config, len(splits.classes), world, *counts, filled=bool(saved))
-    called = callbacks.made(config.callbacks)
+    called = callbacks.made(config.callbacks if config.mode is Mode.train else ())
     rest = resume.take_over(state, saved, splits.classes, len(splits.train), feeds.lanes)
     resumed = None if config.resume is None else state.step
     allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)

@@ -49,8 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="print nothing before the end")
     parser.add_argument(
         "--try", action="store_true", dest="tries",
-        help="run the script twice, for a minute of training each, the second time with the change "
-        "suggested by the first",
+        help="run the script for a minute of training, and again for each suggested change",
     )  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
     typed = parser.parse_args(arguments)

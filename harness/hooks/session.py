@@ -17,15 +17,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from ..clock.clock import StepClock
 from ..clock.figures import RankFigures, Window, as_report, by_tag
 from ..clock.stages import GROUPS
+from ..config import TrainerConfig
 from ..feed.base import FeedSettings
 from ..monitor.goodput import GoodputTimer
 from ..monitor.host import Sampler
 from ..monitor.monitor import sampling
 from ..monitor.writer import RunWriter
-from ..report.evidence import Evidence
+from ..report.evidence import HARM, Evidence
 from ..report.page import document
 from ..report.run_report import closing, report, used
 from ..report.statement import Statement, stated
@@ -47,6 +50,7 @@ _WORDS: Mapping[str, str] = {
     "trainer.precision=fp16": "torch.autocast with torch.float16 and torch.amp.GradScaler",
     "trainer.channels_last": "model.to(memory_format=torch.channels_last)",
     "trainer.compile": "torch.compile(model)",
+    "trainer.num_threads": "OMP_NUM_THREADS={}",
     "watch.window_steps": "logging less often",
 }
 # whether it does is not visible from outside
@@ -346,6 +350,7 @@ class Session(LoopTracker):
             half_precision=own.half_precision,
             sampled=self._sampler.means() if self._sampler else {},
             autotuned=main is None,
+            trainer=TrainerConfig(num_threads=torch.get_num_threads()),
             starts=main.starts if main else 0,
             started_s=main.started_s if main else 0.0,
         )
@@ -377,7 +382,10 @@ class Session(LoopTracker):
         if main := self.main:
             change = better(verdict, main)
             expected = [str(change)] if change else []
-            if verdict.kind in ("decode", "augment", "workers"):
+            kind = verdict.kind
+            if kind == "neighbors" and verdict.shares.cost and verdict.shares.starved >= HARM:
+                kind = verdict.shares.cost.kind
+            if kind in ("decode", "augment", "workers"):
                 expected += offered(main)
         return report(
             evidence,

@@ -1,4 +1,4 @@
-"""Tries a change of a watched script: a minute without it, and a minute with it."""
+"""Tries changes of a watched script: a minute without them, and a minute with each."""
 
 from __future__ import annotations
 
@@ -27,41 +27,45 @@ _VARIABLE = "WELLFED_TRY"
 
 
 def run(words: Sequence[str], out: Path) -> int:
-    """Runs the script twice, with reports below ``out``; returns the exit code.
+    """Runs the script without and with each change; returns the exit code.
 
     Args:
         words: the script, as for ``wellfed watch``.
-        out: the folder for both reports.
+        out: the folder for the reports.
     """
     say(
-        f"running the script twice, each time for {_LIMIT_S:.0f} s of training; its files are "
-        "written twice"
+        f"running the script without and with each change, for {_LIMIT_S:.0f} s of training "
+        "each; its files are written each time"
     )
     before = _measured(words, out / "before", {})
     if before is None:
         return 1
-    change = before.get("change") or {}
-    offers = any("faster(" in text for text in before["expected"])
-    if not (change or offers):
+    if not before["expected"]:
         say(f"nothing to try from outside the script: {before['verdict']['sentence']}")
         return 0
+    change = before.get("change") or {}
     where = change.get("where") or before["loaders"][0]["where"]
-    told = {"where": where, "arguments": change.get("arguments"), "faster": not change}
-    after = _measured(words, out / "after", told)
-    if after is None:
-        return 1
-    measured = after["images_per_s"] / before["images_per_s"]
-    expected = f"{rounded(change['gain'])}x expected, " if change else ""
-    say(
-        f"tried          {before['expected'][0].partition(': ')[0]}: {expected}"
-        f"{rounded(measured)}x measured ({before['images_per_s']:.0f} and "
-        f"{after['images_per_s']:.0f} samples/s)"
-    )
-    if "neighbors" in (each["verdict"]["bottleneck"] for each in (before, after)):
+    runs = {"before": before}
+    for text in before["expected"]:
+        faster = "faster(" in text
+        name = "faster" if faster else "after"
+        arguments = None if faster else change["arguments"]
+        told = {"where": where, "arguments": arguments, "faster": faster}
+        after = _measured(words, out / name, told)
+        if after is None:
+            return 1
+        runs[name] = after
+        measured = after["images_per_s"] / before["images_per_s"]
+        expected = "" if faster else f"{rounded(change['gain'])}x expected, "
+        say(
+            f"tried          {text.partition(': ')[0]}: {expected}"
+            f"{rounded(measured)}x measured ({before['images_per_s']:.0f} and "
+            f"{after['images_per_s']:.0f} samples/s)"
+        )
+    if "neighbors" in (each["verdict"]["bottleneck"] for each in runs.values()):
         say("warning: other programs ran beside a measurement; repeat it after they end")
-    say(
-        f"look at them   wellfed compare {os.path.relpath(out)}/before {os.path.relpath(out)}/after"
-    )
+    folders = " ".join(f"{os.path.relpath(out)}/{name}" for name in runs)
+    say(f"look at them   wellfed compare {folders}")
     return 0
 
 

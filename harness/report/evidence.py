@@ -56,10 +56,13 @@ class WorkerCost(NamedTuple):
     waits: bool
 
 
-def worker_cost(totals: StageTotals | None, *, full: bool = False) -> WorkerCost | None:
+def worker_cost(
+    totals: StageTotals | None, *, full: bool = False, cached: bool = False
+) -> WorkerCost | None:
     """Returns the cost of a sample; None if the workers' ``totals`` are empty.
 
-    ``full``: all cores are busy, so a stage that computes may have waited for one.
+    ``full``: all cores are busy, so a stage that computes may have waited for one. ``cached``: and
+    nothing came from storage, so reading waited for a core or for the interpreter.
     """
     stages = totals.stages if totals else {}
     wall_s, cpu_s = total(stages.values())
@@ -87,7 +90,7 @@ def worker_cost(totals: StageTotals | None, *, full: bool = False) -> WorkerCost
             kind = "storage" if waits(cost) else "decode"
         kinds.setdefault(kind, {})[name] = cost
     costs = {kind: total(named.values()) for kind, named in kinds.items()}
-    top = max(costs, key=lambda kind: costs[kind].wall_s)
+    top = max(costs, key=lambda kind: (not (cached and kind == "storage"), costs[kind].wall_s))
     wants_s = contention * cpu_s
     if full and not waits(costs[top]):
         wants_s = wall_s
@@ -237,7 +240,9 @@ class Evidence:
         # with nine tenths of the cores in use, some work waits for one
         in_use = max(used, self.sampled.get(Tag.CPU_FRACTION, 0.0))
         full = in_use >= 0.9 or self.throttled >= THROTTLED or self.others is not None
-        self.cost = worker_cost(self.stages, full=full)
+        read = self.sampled.get(Tag.READ_BYTES_PER_S, 0.0)
+        stored = self.sampled.get(Tag.STORAGE_BYTES_PER_S, read)
+        self.cost = worker_cost(self.stages, full=full, cached=used >= 0.9 and stored < 0.05 * read)
         # a page fault from disk takes at least 0.1 ms
         faulting = min(1.0, 1e-4 * self.sampled.get(Tag.MAJOR_FAULTS_PER_S, 0.0))
         self.memory = self.sampled.get(Tag.MEMORY_STALL_FRACTION, faulting)
@@ -254,8 +259,8 @@ class Evidence:
         return max(0.0, 1 - self.workers / max(self.workers, wanted))
 
     def could(self) -> float:
-        """Returns the images/s that all cores could load while the step runs."""
-        cores = self.cores
+        """Returns the images/s that all free cores could load while the step runs."""
+        cores = max(0.1, self.cores - self.sampled.get(Tag.OTHERS_CPU_CORES, 0.0))
         if self.cost is None or not self.rate:
             return self.rate
         used = self.sampled.get(Tag.CPU_CORES)

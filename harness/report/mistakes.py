@@ -30,7 +30,7 @@ _MOST_CLASSES = 2_000
 
 
 # classes are imbalanced if one has this many times the images of another
-_UNEVEN = 10
+_UNEVEN = 5
 # batches per epoch: fewer learn little, and as many as are suggested instead
 _FEW_STEPS, _STEPS = 5, 10
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..clock.figures import Tag
+from ..clock.stages import SAMPLE
 from ..runtime.errors import rounded
 from .evidence import FED, HARM, Bottleneck, Evidence, WorkerCost
 from .verdict import Change, Verdict
@@ -162,7 +163,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
             yield f"Other programs take {rounded(r.others)} of the {r.cores:.3g} cores"
             if cost and r.starved >= HARM:
                 share = cost.parts[cost.kind]
-                yield f"Loading is mostly {_WORK[cost.kind]}, {share:.0%} of a sample's time"
+                yield f"Loading is mostly {_named(cost)}, {share:.0%} of a sample's time"
         case "neighbors":
             busy = r.sampled.get(Tag.GPU_OTHERS_UTILIZATION, 0.0)
             yield f"Other programs keep the GPU busy {busy:.0%} of the time"
@@ -182,15 +183,21 @@ def _work(verdict: Verdict, cost: WorkerCost) -> Iterator[str]:
         yield f"{where} takes {sample_ms:.3g} ms per sample. {cores} have room for more"
     else:
         kind_ms = cost.parts[cost.kind] * sample_ms
-        work = _WORK[cost.kind].capitalize()
+        work = _named(cost).capitalize()
         took = f"{work} takes {kind_ms:.3g} of the {sample_ms:.3g} ms per sample"
         if cost.kind == "augment":
             took += f", mostly in {cost.stage}"
         yield took + ", mostly waiting" * cost.waits
-        if cost.waits:
+        if cost.waits and cost.kind == "storage":
             yield from _origin(r)
         elif not r.has_room():
             yield f"{cores} have no room for more workers"
+
+
+def _named(cost: WorkerCost) -> str:
+    """Returns the name of the largest part of the workers' time."""
+    is_whole = cost.kind == "decode" and cost.stage == SAMPLE
+    return "decoding with transforms" if is_whole else _WORK[cost.kind]
 
 
 def _origin(r: Evidence) -> Iterator[str]:

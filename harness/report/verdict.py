@@ -165,6 +165,14 @@ def explain_launch_bound(r: Evidence) -> Verdict:
     return Verdict("launch", r, larger if r.trainer.compile else {"trainer.compile": True})
 
 
+def fewer_threads(r: Evidence) -> Change:
+    """Returns as many torch threads as cores are free; empty for an accelerator."""
+    # one that is preempted delays all others, which spin
+    threads = max(1, int(r.cores - (r.others or 0.0)))
+    is_fewer = threads < (r.trainer.num_threads or int(r.cores))
+    return {"trainer.num_threads": threads} if r.device == "cpu" and is_fewer else {}
+
+
 def explain_shortage(r: Evidence, kind: Bottleneck) -> Verdict | None:
     """Returns the shortage of a resource that may have caused ``kind``, if any."""
     # slow cores do not harm an accelerator that stays busy
@@ -182,6 +190,6 @@ def explain_shortage(r: Evidence, kind: Bottleneck) -> Verdict | None:
             full = r.others is None and r.by_quota and not r.has_room()
             if r.throttled >= THROTTLED or (full and r.cost and r.cost.kind == kind):
                 return Verdict("quota", r)
-            return None if r.others is None else Verdict("neighbors", r)
+            return None if r.others is None else Verdict("neighbors", r, fewer_threads(r))
     shared = r.sampled.get(Tag.GPU_OTHERS_UTILIZATION, 0.0) >= SPOILT
     return Verdict("neighbors", r) if shared and kind == "compute" else None

@@ -136,7 +136,7 @@ def described(error: BaseException) -> tuple[str, int] | None:
     while cause is not None and cause not in seen:
         if isinstance(cause, RunError | ConfigError):
             is_bad = isinstance(cause, BadSample)
-            fix = "; fix or remove it, or set data.on_error=skip" if is_bad else ""
+            fix = "; set data.on_error=skip, or fix the image" if is_bad else ""
             return f"{cause}{fix}", cause.exit_code
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__

@@ -190,7 +190,7 @@ def discard(folder: Path) -> None:
             folder.parent.rmdir()
 
 
-def refuse_used(folder: Path) -> None:
+def refuse_used(folder: Path, trains: bool = True) -> None:
     """Rejects a folder that already contains a run, because a second run would mix with it.
 
     Raises:
@@ -198,8 +198,8 @@ def refuse_used(folder: Path) -> None:
     """
     if any((folder / name).exists() for name in _LEFT):
         raise ConfigError(
-            f"{os.path.relpath(folder)}: contains a run; continue with resume=auto, or set another "
-            "run.name"
+            f"{os.path.relpath(folder)}: contains a run; "
+            f"{'continue with resume=auto, or ' * trains}set another run.name"
         )
 
 

@@ -185,7 +185,8 @@ def _applied(
         name = attrgetter(path)(used)
         if ":" in name and name != attrgetter(path)(config):
             raise CheckpointError(
-                f"{saved.where}: needs your code; add {path}={name} if you trust it"
+                f"{saved.where}: needs your code; if you trust it, add {path}={name} (for "
+                f"wellfed.load, model_name={name!r})"
             )
     # no file is read; DEFAULT decides how googlenet and inception_v3 are built
     used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else saved.where
@@ -262,8 +263,8 @@ def rest(
             if then != now:
                 raise CheckpointError(
                     f"{saved.where}: saved within an epoch; its {name} is {then}, this run's "
-                    f"{now}: the rest of the epoch would have different samples; resume with "
-                    "the same value, or from an end-of-epoch checkpoint"
+                    f"{now}: the rest of the epoch would have different samples; use the same "
+                    "value, an end-of-epoch checkpoint, or another run.name"
                 )
         left = EpochRemainder(held["epoch"], held["samples"], held["stop"])
         # raises if these ranks cannot share the rest

@@ -390,12 +390,13 @@ class AutoSearch:
         who = "the main process" if chosen.backend == ARRAYS else "a worker"
         more = self._made(chosen.backend, chosen.num_workers + 1)
         why = ". Nothing cheaper delivers as much"
-        if not self.complete:
+        is_fed = self._is_fed(chosen)
+        if not (self.complete or is_fed):
             why = ". Tuning ran out of time before it could try more (raise tuner.budget_s)"
         elif self._is_uneven():
             why = ", and a few take far longer, so more batches are prefetched"
-        elif self._is_fed(chosen):
-            why = ". Nothing cheaper keeps the model busy"
+        elif is_fed:
+            why = ". Nothing cheaper keeps the model busy" * self.complete
         elif 0 < chosen.num_workers == more.num_workers:
             why = ". More workers are not allowed or do not fit (tuner.max_workers)"
         return (

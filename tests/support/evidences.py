@@ -271,7 +271,37 @@ CASES = {
         "memory",
         {"loader.num_workers": 1},
     ),
-    "other programs": Case(on_cpu(0.04, sampled=CROWDED), "neighbors", {}),
+    "other programs": Case(on_cpu(0.04, sampled=CROWDED), "neighbors", {"trainer.num_threads": 1}),
+    "other programs beside one thread": Case(
+        on_cpu(0.04, sampled=CROWDED, trainer=TrainerConfig(num_threads=1)), "neighbors", {}
+    ),
+    "other programs on a core that a loader could use": Case(
+        on_cpu(
+            0.4,
+            stages=CROPPING,
+            settings=samples.settings(0, batch_size=64),
+            window={"images_per_s": 120.0},
+            sampled={Tag.CPU_CORES: 0.98, Tag.OTHERS_CPU_CORES: 1.0, Tag.QUEUED_THREADS: 0.02},
+        ),
+        "augment",
+        {},
+    ),
+    "cached files read by threads that fill the cores": Case(
+        on_cpu(
+            0.4,
+            stages={"read": (2.5, 0.08), "augment.own": (2.0, 0.9), "collate": (0.1, 0.1)},
+            sampled={
+                Tag.CPU_CORES: 1.98,
+                Tag.READ_BYTES_PER_S: 1e7,
+                Tag.STORAGE_BYTES_PER_S: 0.0,
+            },
+        ),
+        "augment",
+        {},
+    ),
+    "a Dataset's own transforms": Case(
+        evidence(0.4, stages={"sample": (4.0, 4.0)}, cores=2.0), "decode", {}
+    ),
     "other programs beside a loader that decodes": Case(
         evidence(0.4, stages=DECODING, sampled=CROWDED), "neighbors", {}
     ),

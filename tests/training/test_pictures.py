@@ -166,10 +166,10 @@ def test_noise_has_no_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "balance", "tries"), [(9, 0.0, False), (10, 0.0, True), (10, 0.5, False)]
+    ("images", "balance", "tries"), [(4, 0.0, False), (5, 0.0, True), (5, 0.5, False)]
 )
 def test_uneven_classes_are_reported(images: int, balance: float, tries: bool) -> None:
-    """From ten times the images on, with the setting that helps unless it is set."""
+    """From five times the images on, with the setting that helps unless it is set."""
     splits = splits_of(("a", "b"))
     source: Any = splits.train.source  # type: ignore[union-attr]
     source.labels = np.repeat([0, 1], (images, 1))

@@ -117,6 +117,8 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
                 "report.json, or its parent"
             )
         places += [Path(os.path.abspath(place)) for place in inside]
+    # a run may be named twice, by itself and by its folder
+    places = [*dict.fromkeys(places)]
     runs: list[Run] = []
     passed: list[str] = []
     base = os.path.commonpath([place.parent for place in places])
