@@ -121,6 +121,17 @@ def test_every_change_is_reckoned_exactly() -> None:
     )
 
 
+@pytest.mark.parametrize(("on_cpu", "expected"), [(True, 2000 / 4.5), (False, 500.0)])
+def test_a_faster_precision_frees_a_cpu(on_cpu: bool, expected: float) -> None:
+    """Of two full cores, a step in half its CPU time leaves more to loading."""
+    found = facts(
+        2, demand=250.0, delivered=250.0, read=(0.0, 0.0), decode=(1.0, 1.0), crop=(0.0, 0.0),
+        cores=2.0, step_cpu_ms=7.0 if on_cpu else 1.0, on_cpu=on_cpu, overlaps=True,
+    )  # fmt: skip
+    rates = given(measured(found, in_bf16=Rate.exactly(500.0)))
+    assert rates["trainer.precision=bf16"] == pytest.approx(expected)
+
+
 def test_waiting_for_a_processor_is_not_the_disks() -> None:
     """Where every stage lasts twice its processor time, reading has nothing that a faster disk
     would shorten.

@@ -132,7 +132,7 @@ def test_a_users_code_is_called_only_where_it_is_named(
     write_module("own_net", BUILD)
     bare = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 3))
     path = saved(tmp_path / "x.pt", composed("model.name=own_net:build"), bare)
-    with pytest.raises(CheckpointError, match="needs your code; if you trust it, add model.name=own_net:build"):
+    with pytest.raises(CheckpointError, match="trust it, add model.name=own_net:build"):
         harness.load(path)
     assert len(harness.load(path, model_name="own_net:build").model) == 3
 
