@@ -850,8 +850,8 @@ class Config:
     )
     callbacks: tuple[str, ...] = setting(
         (),
-        "Your own classes, called at the start, steps, windows, epochs and end of training, "
-        "such as [my_callbacks:GradientNoise].",
+        "Your own classes, called at the start and end of training and at each step, window "
+        "and epoch, such as [my_callbacks:GradientNoise].",
     )
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -337,7 +337,7 @@ def per_image(values: np.ndarray, images: Tensor) -> Tensor:
 def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
     """Changes brightness, contrast or saturation, selected by ``kinds``; a factor of 1 is a no-op.
 
-    Each is a blend: with black, with the mean luma, with the luma.
+    Each is a blend with black, with the mean luma or with the luma, respectively.
     """
     rests = np.where(kinds == BRIGHTNESS, 0.0, 1.0 - factors)
     shares = to_device(np.stack((factors, rests)), images.device)

@@ -259,7 +259,7 @@ def _values(content: bytes) -> list[Any]:
 
 
 def _batch(content: bytes, key: str) -> tuple[np.ndarray, list[int]]:
-    """Returns the rows, uint8 ``[N, 3072]``, and the labels behind ``key`` of a pickled batch."""
+    """Returns the rows, uint8 ``[N, 3072]``, and the labels under ``key`` of a pickled batch."""
     values = _values(content)
     labels = [*takewhile(lambda value: type(value) is int, values[values.index(key) + 1 :])]
     rows = len(labels), 3072

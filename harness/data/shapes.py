@@ -3,8 +3,8 @@
 A file's bytes depend only on the settings and its index, not on the number of processes. Other
 versions of numpy or Pillow may round or compress differently.
 
-A picture has a photograph's power spectrum, near 1/f^2 (Field 1987, https://doi.org/10.1364/
-JOSAA.4.002379), and bytes per pixel, so it costs as much to decode.
+A picture has the power spectrum of a photograph, near 1/f^2 (Field 1987, https://doi.org/10.1364/
+JOSAA.4.002379), and as many bytes per pixel, so it costs as much to decode.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _parts(root: str, names: list[str], data: DataConfig, info: dict[str, Any]) 
     parts = {shard: part for part, shard in chosen}
     if not len(parts) == len(chosen) > 0:
         raise DataError(
-            f"{root}: no shards *.tar, or one in two sets; choose each once with "
+            f"{root}: no *.tar shards, or a shard in two sets; choose each once with "
             "data.train=PATTERN data.val=PATTERN"
         )
     return parts

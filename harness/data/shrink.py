@@ -120,7 +120,7 @@ def command(
 
 
 def positive(text: str) -> int:
-    """Returns an integer of at least 1, for ``argparse``; raises ValueError."""
+    """Parses an integer of at least 1, for ``argparse``; raises ValueError otherwise."""
     value = int(text)
     if value < 1:
         raise ValueError

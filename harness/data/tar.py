@@ -24,10 +24,10 @@ def members(
     """Yields name, position of the first byte, length and content of each regular member.
 
     Args:
-        read: returns bytes of the archive, by the place of the first and their number.
-        size: the archive's, in bytes.
+        read: returns bytes of the archive, given an offset and a length.
+        size: the size of the archive in bytes.
         wanted: suffixes of the names whose contents are yielded; other contents are empty.
-        at: the place of the first header.
+        at: the offset of the first header.
 
     Raises:
         TarError: the archive is damaged, truncated or compressed, or a member is not a plain file

@@ -131,7 +131,7 @@ class CropTransform:
         long = int(short * max(width, height) / min(width, height))
         if long > 65_535:
             raise ValueError(
-                f"{width}x{height} pixels are too narrow: resized, the longer side would have "
+                f"{width}x{height} pixels: too narrow; after resizing, the longer side would have "
                 f"{long}"
             )
         return (short, long) if width <= height else (long, short)

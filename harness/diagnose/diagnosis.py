@@ -469,7 +469,7 @@ def what_ifs(found: Figures, bottleneck: str) -> dict[str, float]:
 
 
 def _changes(found: Figures) -> Iterator[tuple[str, Model, int]]:
-    """Yields each change in words, with the model and the workers under it."""
+    """Yields the description of each change, with the model and the workers that result from it."""
     model = found.model
     own = found.settings.num_workers
     if found.in_bf16:

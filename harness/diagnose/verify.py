@@ -24,8 +24,8 @@ from ..runtime.errors import DataError
 def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
     """Reads both sets with ``settings`` and rewrites ``bad_samples.jsonl`` in ``folder``.
 
-    Every rank calls this and reads its share. Caches are bypassed. The list of a set is written at
-    its end.
+    Every rank calls this and reads its share. Caches are bypassed. The list of a set is written
+    after the set is complete.
 
     Raises:
         DataError: an image cannot be read.

@@ -166,10 +166,11 @@ class Session(LoopTracker):
     """Records and reports the training of this process.
 
     Args:
-        name: of the script, for display.
+        name: the script's name, for display.
         place: the folder for the report; None: ``outputs/<date>/<time>``.
         tensorboard: whether to write an event file.
-        base: base of paths, even if the script changes folders; None: the current folder.
+        base: the folder of relative paths, even if the script changes directory; None: the current
+            one.
         began_s: when the command began, on ``time.perf_counter``; None: now.
 
     Attributes:

@@ -63,7 +63,7 @@ def run(words: Sequence[str], out: Path) -> int:
             f"{after['images_per_s']:.0f} samples/s)"
         )
     if "neighbors" in (each["verdict"]["bottleneck"] for each in runs.values()):
-        say("warning: other programs ran beside a measurement; repeat it after they end")
+        say("warning: other programs ran during a measurement; repeat it after they end")
     folders = " ".join(f"{os.path.relpath(out)}/{name}" for name in runs)
     say(f"look at them   wellfed compare {folders}")
     return 0

@@ -155,7 +155,7 @@ class Sampler:
         return _means(recent)
 
     def restart(self) -> None:
-        """Restart the run's means, because imports and tuning differ from training."""
+        """Reset the run's means, because imports and tuning differ from training."""
         self._is_over = True
 
     @contextmanager

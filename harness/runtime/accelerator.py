@@ -156,7 +156,7 @@ class Accelerator:
         return tensor
 
     def keep_for(self, stream: Any, tensor: Tensor) -> None:
-        """Keeps the memory of ``tensor`` until ``stream`` has finished its work so far."""
+        """Keeps the memory of ``tensor`` until ``stream`` has finished the work queued so far."""
 
     def memory(self) -> MemoryUse | None:
         """Returns the device's memory statistics; None if it has no own memory."""

@@ -202,7 +202,9 @@ def write_kept(path: Path, key: bytes, content: bytes) -> None:
         write_whole(path, _seal(key, content) + content)
     except OSError as error:
         why = error.strerror or error
-        _log.warning("%s: %s; not cached, set WELLFED_CACHE", path, why)
+        _log.warning(
+            "%s: %s; not cached: set WELLFED_CACHE to a folder that you can write to", path, why
+        )
 
 
 def read_kept(path: Path, key: bytes) -> bytes | None:

@@ -227,8 +227,8 @@ def take_over(
             threads = (held.get("num_threads"), torch.get_num_threads())
             if threads[0] != threads[1]:
                 log.warning(
-                    "checkpoint used %s torch threads, this run uses %d: results will not be "
-                    "bitwise identical",
+                    "checkpoint used %s torch threads, but this run uses %d: results will not "
+                    "be bitwise identical",
                     *threads,
                 )
             say(

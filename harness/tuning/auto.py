@@ -363,7 +363,7 @@ class AutoSearch:
 
     @property
     def _steps_are_long(self) -> bool:
-        """Whether steps are too long to be slowed by what they share with threads."""
+        """Whether steps are too long to be slowed by sharing the interpreter with threads."""
         return self.own.batch_size > 0.25 * self.takes
 
     def _best(self, *, unseen: bool = False) -> FeedSettings:

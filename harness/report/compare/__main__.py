@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=limit,
         metavar="NAME=LIMIT",
         help="allowed change from the first run: a ratio such as speed=0.95 or step=1.05, or "
-        "a difference of fractions such as stall=+0.05 or top1=-0.01",
+        "for fractions a difference such as stall=+0.05 or top1=-0.01",
     )
     options = parser.parse_args(argv)
     try:
