@@ -159,9 +159,8 @@ def _as_written(text: str, networks: Sequence[str], grammar: str) -> str:
     """Returns a setting for Hydra; ``model=`` with none of ``networks`` becomes ``model.name=``.
 
     ``~`` in paths is expanded, because shells do not expand it after ``=``. Text and choices are
-    quoted if Hydra
-    would read them as numbers: 1.50 as 1.5, and ``mode=2`` as the second choice. Values that match
-    ``grammar`` are left to Hydra.
+    quoted if Hydra would read them as numbers: 1.50 as 1.5, and ``mode=2`` as the second choice.
+    Values that match ``grammar`` are left to Hydra.
     """
     name, equals, value = text.partition("=")
     if value.startswith("~") and name.lstrip("+") in _PATHS:

@@ -190,8 +190,7 @@ class StageMeter:
     """The totals of one feed's workers, in shared memory.
 
     The totals never decrease, even when workers die. A reading may miss a batch or sample, or part
-    of
-    it, while a worker adds it.
+    of it, while a worker adds it.
 
     Attributes:
         stages: of samples and batches, in order.

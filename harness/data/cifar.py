@@ -86,10 +86,8 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
     CIFAR-100 uses its 100 fine labels.
 
     ``data.root`` may hold the archive, or its files if another program has unpacked them. If
-    missing,
-    the archive is downloaded there and kept. It is unpacked once, next to it or in the user's
-    cache,
-    and can then be deleted.
+    missing, the archive is downloaded there and kept. It is unpacked once, next to it or in the
+    user's cache, and can then be deleted.
 
     Raises:
         DataError: the archive is unavailable, or differs from the published one.

@@ -316,8 +316,8 @@ _LOOKED_AT = 400
 def open_digits(data: DataConfig) -> tuple[Source, Source]:
     """Opens 1797 handwritten digits of 8x8 gray pixels, a fifth of each class to validate.
 
-    The digits are the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and
-    C. Kaynak, 1998, https://doi.org/10.24432/C50P49, CC BY 4.0), in scikit-learn's order.
+    The digits are the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C.
+    Kaynak, 1998, https://doi.org/10.24432/C50P49, CC BY 4.0), in scikit-learn's order.
     """
     with np.load(Path(__file__).with_name("digits.npz")) as held:
         pixels, labels = held["images"], held["labels"].astype(np.int64)

@@ -1,8 +1,7 @@
 """Calls C libraries from wheels: libspng, libwebp, and libjpeg-turbo for parts of images.
 
 The libraries are installed with pyspng, Pillow and turbojpeg. ctypes releases the GIL while they
-decode, but
-pyspng's own module does not. If a library is missing, its function returns None.
+decode, but pyspng's own module does not. If a library is missing, its function returns None.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ SOURCE is a folder that data=imagefolder opens, a table beside its images, or a 
 files from the Hugging Face Hub. A shard has WebDataset's layout: CLASS/PATH.jpg with the bytes of
 the image, CLASS/PATH.cls with the number of its class, and CLASS/PATH.error if the image cannot be
 read. A second call continues after the last whole shard. Exit codes: 0: success; 2: the folders or
-options
-are refused; 3: an image cannot be read; 7: the disk is full.
+options are refused; 3: an image cannot be read; 7: the disk is full.
 """
 
 from __future__ import annotations

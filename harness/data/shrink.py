@@ -261,8 +261,7 @@ def speedup(images: AnyDataset) -> float | None:
 
     Shrinks up to 64 files in memory, for about two seconds, then decodes, crops and resizes both
     versions and compares the CPU time of this thread. None if there are no files, or decoded images
-    are
-    cached.
+    are cached.
     """
     if not isinstance(images, ImageDataset) or images.cache is not None:
         return None

@@ -1,10 +1,9 @@
 """Copies batches to the device, one ahead of the step, and normalizes them there.
 
 Follows Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. A ready
-batch
-is never delayed by the next one, because a separate thread waits for the loader. One side stream is
-used throughout (one stream per epoch would make the allocator reserve more memory, timm #2781).
-Errors and early exits behave as in a plain loop.
+batch is never delayed by the next one, because a separate thread waits for the loader. One side
+stream is used throughout (one stream per epoch would make the allocator reserve more memory, timm
+#2781). Errors and early exits behave as in a plain loop.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class ThreadFeed(Backend):
     Ahead of the consumer are ``batches_ahead`` batches and the one being filled. Image memory is
     reused; see ``BufferPool``.
 
-    A thread that returns late from a read has written only to its own batch, then ends. Threads
-    end with the feed and before the interpreter exits, so that none is interrupted in C code.
+    A thread that returns late from a read has written only to its own batch, then ends. Threads end
+    with the feed and before the interpreter exits, so that none is interrupted in C code.
 
     Raises:
         BadSample: from ``next()``, for an unreadable sample.

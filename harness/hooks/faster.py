@@ -37,10 +37,9 @@ def faster(dataset: _Set) -> _Set:
     """Returns the dataset with JPEGs decoded, cropped, resized and flipped by wellfed.
 
     Random numbers are drawn in the same order as before, so crops and flips do not change. Pillow
-    reads
-    other formats and damaged files. Resized pixels differ by less than one gray level on average.
-    A subsequent conversion to float32 and ``Normalize`` are done in one pass. All later transforms
-    are kept.
+    reads other formats and damaged files. Resized pixels differ by less than one gray level on
+    average. A subsequent conversion to float32 and ``Normalize`` are done in one pass. All later
+    transforms are kept.
 
     If a JPEG has been fully decoded before, only its crop is decoded.
 

@@ -28,8 +28,7 @@ def watching(
     """Watches all training in the block, and reports at its end, however it ends.
 
     Loaders, optimizer steps and copies are detected as by ``wellfed watch``. Training itself does
-    not
-    change. Within an outer watch, only the outer one reports.
+    not change. Within an outer watch, only the outer one reports.
 
     Args:
         out: folder for the report; None: ``outputs/<date>/<time>``.

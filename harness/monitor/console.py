@@ -1,8 +1,8 @@
 """Prints a run's lines, tables, warnings and progress bars.
 
 Everything goes to standard output and, except progress bars, also to the log. Warnings arrive
-through logging:
-``logging.getLogger("wellfed").warning`` is printed and logged once. Control characters are escaped.
+through logging: ``logging.getLogger("wellfed").warning`` is printed and logged once. Control
+characters are escaped.
 """
 
 from __future__ import annotations

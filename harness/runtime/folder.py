@@ -65,8 +65,7 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
 
     A run without a name continues in the folder ``resume`` or, with ``resume=auto``, in the folder
     that it had before torchrun restarted it. The name of a new folder is shared through torchrun's
-    store, with
-    a new key for each restart of the workers.
+    store, with a new key for each restart of the workers.
 
     Raises:
         ConfigError: the folder cannot be created, or torchrun provides no store.

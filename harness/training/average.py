@@ -11,8 +11,8 @@ class Average(AveragedModel):
     """An exponential ``AveragedModel`` with buffers that ignores skipped updates.
 
     The result is bitwise identical to PyTorch's. Only the device knows which updates were skipped,
-    and the host
-    does not wait for it. All averages of a dtype share one tensor, which the device then restores.
+    and the host does not wait for it. All averages of a dtype share one tensor, which the device
+    then restores.
     """
 
     def __init__(self, network: nn.Module, decay: float) -> None:

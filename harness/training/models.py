@@ -47,8 +47,7 @@ def build(
     It must also accept images of ``train_sizes`` pixels.
 
     With ``weights=DEFAULT`` or a path, the head is loaded if its shape fits; otherwise it stays
-    random.
-    If ``filled``, the caller loads the weights and none are read here.
+    random. If ``filled``, the caller loads the weights and none are read here.
 
     Raises:
         ConfigError: unknown name, no pretrained weights, or an unsupported image size.

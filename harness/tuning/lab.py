@@ -345,8 +345,8 @@ class LoaderBenchmark:
         A worker's batches may take seconds each and arrive in bursts, so counting batches here
         would need a long time. The window opens after ``skip`` batches, when every worker has made
         progress and the queue is full. It closes after ``limit_s``, or three times that if the
-        interval exceeds 20% (uneven samples), but not before the first batch. The clock is
-        read before workers are stopped. All ranks stop together.
+        interval exceeds 20% (uneven samples), but not before the first batch. The clock is read
+        before workers are stopped. All ranks stop together.
 
         Raises:
             BadSample: a sample cannot be read.

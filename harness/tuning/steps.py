@@ -129,11 +129,10 @@ class StepBenchmark(ABC):
     def deliver(self, feed: Backend, skip: int, limit_s: float) -> StepRun:
         """Times at least two steps on the endless ``feed``, for ``limit_s`` seconds.
 
-        The first batch, which includes worker startup, is left out, then ``skip`` batches or
-        as many as arrive in a third of ``limit_s``. Times come from the device's clock, if it has
-        one. If another rank's feed fails, the result contains the steps so far, possibly none. The
-        feed stays
-        open.
+        The first batch, which includes worker startup, is left out, then ``skip`` batches or as
+        many as arrive in a third of ``limit_s``. Times come from the device's clock, if it has one.
+        If another rank's feed fails, the result contains the steps so far, possibly none. The feed
+        stays open.
 
         Raises:
             Whatever this rank's ``feed`` raises; with several ranks, once all have stopped.
@@ -170,8 +169,7 @@ class StepBenchmark(ABC):
         """Runs ``least`` to ``most`` steps within ``limit_s``.
 
         Returns the images and the seconds of each step; fewer steps if any rank's feed has failed.
-        The host
-        waits for the device only when it is two steps ahead, or ranks agree.
+        The host waits for the device only when it is two steps ahead, or ranks agree.
         """
         images: list[int] = []
         seconds: list[float] = []

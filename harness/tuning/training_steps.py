@@ -35,8 +35,7 @@ class TrainingBenchmark(StepBenchmark):
 
         Learning rates are 0 during this time, because repeated steps on one batch could diverge to
         NaN, whose timing is not representative. An update costs the same at any learning rate. The
-        copy of the state
-        is in host memory. The EMA of the weights is not updated.
+        copy of the state is in host memory. The EMA of the weights is not updated.
         """
         state = self._step.state
         step = state.step
