@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import random
@@ -259,9 +260,9 @@ def split(
     """
     labels = source.labels
     places = by_class(labels, len(source.classes))
-    for name, members in zip(source.classes, places, strict=True):
-        apart = len(members) if groups is None else len(np.unique(groups[members]))
-        if apart < 2:
+    apart = [len(each if groups is None else np.unique(groups[each])) for each in places]
+    for name, members, count in zip(source.classes, places, apart, strict=True):
+        if count < 2:
             of = "" if groups is None else " in one group"
             raise DataError(
                 f"class {name} has only {len(members)} images{of}, too few to split for "
@@ -281,6 +282,12 @@ def split(
         else:
             fold, folds = held_out
             chosen = dealt(labels, groups, np.full(folds, 1 / folds), seed) == fold
+    if not 0 < np.count_nonzero(chosen) < len(chosen):
+        part = "training" if chosen.any() else "validation"
+        raise DataError(
+            f"{_setting(held_out)}: no {part} images, because groups stay together; set "
+            f"data.split_fraction={math.ceil(100 / min(apart)) / 100:g} instead"
+        )
     absent = np.flatnonzero(np.bincount(labels[chosen], minlength=len(source.classes)) == 0)
     if len(absent):
         names = listed([source.classes[place] for place in absent])

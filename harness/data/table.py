@@ -13,8 +13,8 @@ import csv
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import astuple
 from functools import cached_property
 from itertools import chain, islice
@@ -62,6 +62,8 @@ SPLITS = ("train", "val", "test")
 SPELLINGS = {
     "train": 0, "training": 0, "0": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "1": 1,
     "test": 2, "testing": 2, "2": 2,
+    # an empty cell
+    "": 0,
 }  # fmt: skip
 _ABSENT = "images not found"
 # rows without a required column
@@ -118,7 +120,8 @@ class TableSource(FileSource):
     def groups(self) -> np.ndarray | None:
         """The group of each training image, int64 ``[N]``; None: the table has no groups."""
         splits, *groups = self.index.more
-        return groups[0][splits == 0] if groups else None
+        # numbered anew, because the split depends on the numbers
+        return np.array(_numbered(groups[0][splits == 0].tolist())) if groups else None
 
     def sets(self) -> dict[str, Source]:
         """Returns the table's sets by name."""
@@ -199,6 +202,13 @@ def open_evaluated_table(
     return images, called if name in sets else "images"
 
 
+def table_path(root: str, data: DataConfig) -> str:
+    """Returns the path of ``data.table``, in ``root`` or from the current folder."""
+    table = os.path.expanduser(str(data.table))
+    inside = os.path.join(root, table)
+    return inside if os.path.exists(inside) else os.path.abspath(table)
+
+
 class _Table:
     """One pass over a table.
 
@@ -213,9 +223,7 @@ class _Table:
     """
 
     def __init__(self, root: str, data: DataConfig, labeled: bool) -> None:
-        table = os.path.expanduser(str(data.table))
-        inside = os.path.join(root, table)
-        self.path = inside if os.path.exists(inside) else os.path.abspath(table)
+        self.path = table_path(root, data)
         if not os.path.isfile(self.path):
             raise ConfigError(f"data.table={data.table}: no such file in {root} or {os.getcwd()}")
         self._root = root
@@ -293,11 +301,11 @@ class _Table:
         conflicting = set()
         several = "ambiguous names"
         for number, values in filter(itemgetter(1), self._rows):
-            cells = dict.fromkeys(_NAMES, "")
-            with suppress(IndexError):
-                cells |= {name: text(values[place]) for name, place in self.places.items()}
-            image, label, part, group = cells["image"], *map(str.strip, [*cells.values()][1:])
-            split = SPELLINGS.get(part.lower(), -("split" in self.places))
+            # a row may lack its last cells
+            cells = dict(enumerate(map(text, values)))
+            image, *more = (cells.get(self.places.get(name, -1), "") for name in _NAMES)
+            label, part, group = map(str.strip, more)
+            split = SPELLINGS.get(part.lower(), -1)
             found = self._find(image) or [image][self._labeled :]
             where = f"{image} in row {number}"
             if not found:
@@ -361,9 +369,9 @@ class _Table:
         return found
 
 
-def _numbered(values: Iterable[str]) -> list[int]:
+def _numbered(values: Iterable[Hashable]) -> list[int]:
     """Returns a number per value, from 0 in order of appearance."""
-    numbers: dict[str, int] = {}
+    numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]
 
 

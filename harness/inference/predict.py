@@ -45,10 +45,10 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     model, classes = network(saved, config)
     data = config.data
     root = os.path.expanduser(str(data.root))
-    if data.name == "table":
-        source: FileSource | ShardSource = TableSource(root, data, labeled=False)
-    elif data.name == "shards":
-        source = open_shards(root, data, labeled=False)
+    if data.name == "shards":
+        source: FileSource | ShardSource = open_shards(root, data, labeled=False)
+    elif data.name == "table" or data.table is not None:
+        source = TableSource(root, data, labeled=False)
     else:
         source = FolderSource(root, flat=True)
     if len({*world.gathered(source.digest())}) > 1:
@@ -79,7 +79,7 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
         _write(folder, source, classes, rows, {failure.sample for failure in bad})
     say(f"predicted      {count} of {len(source)} images")
     if bad:
-        say(f"bad samples    {len(bad)} cannot be read; listed in {BAD_SAMPLES}")
+        say(f"bad samples    {len(bad)} cannot be read; listed in {name}/{BAD_SAMPLES}")
     say(f"predictions    {name}/predictions.csv, {name}/predictions.jsonl")
 
 

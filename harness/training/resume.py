@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
 import torch
 
-from ..config import Config, Mode, adopted, shown, walk
+from ..config import Config, DataConfig, Mode, adopted, shown, walk
+from ..data.table import table_path
 from ..feed.order import EpochRemainder, Lanes, Order
 from ..monitor.console import say
 from ..runtime import launch, user_code
@@ -166,9 +169,10 @@ def _applied(
     if kept & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
         # other images: this command locates them, the checkpoint decides their pixels
         kept |= {path for path, _, _ in walk(config) if path.startswith("data.")} - PIXELS
-    roots = {Path(str(each.data.root)).expanduser().resolve() for each in (config, trained)}
-    if "data.root" in kept and len(roots) > 1:
-        # no image of another folder was trained on
+    typed_place = {"root", "table"} & {path.removeprefix("data.") for path in kept}
+    here = replace(trained.data, **{name: getattr(config.data, name) for name in typed_place})
+    if _place(here) != _place(trained.data):
+        # no image of another folder or table was trained on
         kept |= {"data.split_fraction", "data.fold", "data.folds"}
 
     used = adopted(config, theirs, kept, "the checkpoint", tell)
@@ -191,6 +195,12 @@ def _applied(
     # no file is read; DEFAULT decides how googlenet and inception_v3 are built
     used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else saved.where
     return used
+
+
+def _place(data: DataConfig) -> tuple[str, str]:
+    """Returns the resolved paths of the images' folder and table."""
+    root = os.path.realpath(os.path.expanduser(str(data.root)))
+    return root, os.path.realpath(table_path(root, data))
 
 
 def take_over(

@@ -241,6 +241,35 @@ def test_splits_are_those_of_the_table(root: Path) -> None:
         load(settings(root, split_fraction=0.5), AugmentConfig(), 0)
 
 
+def test_rows_without_a_split_are_for_training(root: Path) -> None:
+    """A column may name the rows of val and test alone; without any, there is no validation set."""
+    parts = ["", "val", "", "test", " ", "TRAIN"] * 2
+    rows = "".join(f"{a},{b},{c}\n" for (a, b), c in zip(ROWS, parts, strict=True))
+    (root / "labels.csv").write_text(f"path,label,split\n{rows}")
+    found = opened(root).sets()
+    assert {name: len(own) for name, own in found.items()} == {"train": 8, "val": 2, "test": 2}
+    (root / "labels.csv").write_text("path,label,split\n" + "".join(f"{a},{b}\n" for a, b in ROWS))
+    train, val = sets(load(settings(root, split_fraction=0.5), AugmentConfig(), 0))
+    assert len(train) == len(val) == 6
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize(
+    "held_out", [{"split_fraction": 0.001}, {"split_fraction": 0.999}, {"fold": 3, "folds": 4}],
+    ids=str,
+)  # fmt: skip
+def test_a_split_with_an_empty_part_is_refused(
+    root: Path, held_out: dict[str, Any], groups: int
+) -> None:
+    """Few groups cannot be divided at will; the advice is a split that works."""
+    table_of(root, [(a, b, f"patient {i % groups}") for i, (a, b) in enumerate(ROWS)])
+    with pytest.raises(DataError) as raised:
+        load(settings(root, **held_out), AugmentConfig(), 0)
+    fraction = float(re.search(r"set data\.split_fraction=(.*) instead$", str(raised.value))[1])  # type: ignore[index]
+    _, val = sets(load(settings(root, split_fraction=fraction), AugmentConfig(), 0))
+    assert len(val) == len(ROWS) // groups
+
+
 def test_a_table_without_a_set_is_refused(root: Path) -> None:
     """So is one with a class that has no training image."""
     (root / "labels.csv").write_text(FORMS["comma"])
@@ -261,7 +290,7 @@ def table_of(root: Path, rows: list[tuple[str, str, str]], name: str = "labels.c
 
 @pytest.mark.parametrize("held_out", [{"split_fraction": 0.25}, {"fold": 1, "folds": 3}], ids=str)
 def test_a_split_depends_on_the_images_alone(root: Path, held_out: dict[str, Any]) -> None:
-    """Not on the rows' order, their quoting, the folder's name or the groups' names."""
+    """Not on the rows' order and quoting, the folder's and groups' names or images of test."""
     rows = [(a, b, f"patient {i % 4}") for i, (a, b) in enumerate(ROWS)]
     table_of(root, rows)
     first = sets(load(settings(root, **held_out), AugmentConfig(), 0))
@@ -270,6 +299,12 @@ def test_a_split_depends_on_the_images_alone(root: Path, held_out: dict[str, Any
     table_of(renamed, [(a, b, f"P{c[-1]}") for a, b, c in rows])
     second = sets(load(settings(renamed, **held_out), AugmentConfig(), 0))
     assert [[path.replace("renamed", "photos") for path in part] for part in second] == [*first]
+    # nor on images that are set aside
+    plant(renamed, ["ant/0.jpg", "cat/00.jpg"])
+    lines = [f"{a},{b},{c},train" for a, b, c in rows]
+    aside = ["ant/0.jpg,cat,patient 9,test", "cat/00.jpg,cat,patient 8,test"]
+    (renamed / "labels.csv").write_text("\n".join(["path,label,group,split", *aside, *lines]))
+    assert sets(load(settings(renamed, **held_out), AugmentConfig(), 0)) == second
     group = {a: c for a, _, c in rows}
     torn = [{group[path[-9:]] for path in part} for part in first]
     assert not torn[0] & torn[1]

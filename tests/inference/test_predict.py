@@ -90,7 +90,7 @@ def test_a_table_is_answered_with_its_keys(
 ) -> None:
     """Each image is called what the table calls it; one that is not there is a bad sample."""
     (tree / "new.csv").write_text("ID,note\n3,a\n25,b\n99,c\n")
-    typed = ("mode=predict", f"resume={first[0]}", "data=table", f"data.root={tree}")
+    typed = ("mode=predict", f"resume={first[0]}", f"data.root={tree}")
     typed += ("data.table=new.csv", "data.columns={image: ID}", "device=cpu")
     run(composed(*typed), tmp_path / "out", *typed)
     with open(tmp_path / "out/predictions.csv", newline="") as file:
@@ -99,7 +99,7 @@ def test_a_table_is_answered_with_its_keys(
         *CLASSES
     }
     [bad] = (tmp_path / "out/bad_samples.jsonl").read_text().splitlines()
-    assert json.loads(bad)["path"].endswith("/99")
+    assert json.loads(bad)["where"].endswith("/99")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

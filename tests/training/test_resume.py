@@ -148,6 +148,7 @@ def test_evaluation_needs_no_setting_again(
             "data.mean [0.1,0.2,0.3], now [0.3,0.3,0.3]",
         ),
         ("data.root", "/here", "/here", "data.root /elsewhere, now /here"),
+        ("data.table", "new.csv", "new.csv", "data.table labels.csv, now new.csv"),
         ("data.split_fraction", "null", None, "data.split_fraction 0.25, now null"),
         ("trainer.precision", "fp32", Precision.fp32, "trainer.precision bf16, now fp32"),
         ("model.name", "small", "small", "model.name resnet18, now small"),
@@ -165,9 +166,11 @@ def test_what_is_typed_is_used_and_printed(
     """A setting of the command line wins over the checkpoint's, and a line has both."""
     found = evaluated(composed, trained, f"{path}={text}")
     expected = TRAINED | COMMANDS | {path: value}
-    if path == "data.root":
-        # nothing of this tree was trained on, and the command may fill it
+    if path in ("data.root", "data.table"):
+        # no image of this tree or table was trained on
         expected |= {"data.split_fraction": None, "data.fold": None, "data.folds": 5}
+    if path == "data.root":
+        # the command may fill it
         expected |= {"data.download": True}
     assert {key: found[key] for key in TRAINED} == expected
     assert f"checkpoint: {line}\n" in capsys.readouterr().out
