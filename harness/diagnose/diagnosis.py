@@ -1,7 +1,7 @@
 """Runs ``mode=diagnose``: measures the bottleneck of the user's settings in a minute.
 
-Each run omits a part of training: G is the step without loading, P is loading without the step, A
-is both, and F is reading cold files. The method is DS-Analyzer's (Mohan, Phanishayee, Raniwala and
+Each run omits a part of training: the step without loading, loading without the step, and reading
+cold files alone. The method is DS-Analyzer's (Mohan, Phanishayee, Raniwala and
 Chidambaram, VLDB 2021) on the user's own dataset, network and loader. Runs that do not fit into the
 time are skipped, with a note. The tuner's ``Model`` estimates throughput with and without a change;
 the measured throughput is scaled by the ratio, so that errors of the model cancel.
@@ -61,14 +61,13 @@ _RUNS = (
     "demand", "in_bf16", "step_cpu_s", "loading", "warm", "delivered", "wait_fraction", "fetch",
     "copy_per_s",
 )  # fmt: skip
-_WHAT = {
-    "": "loader only, files as they are",
-    "G": "training steps on one preloaded batch",
-    "G16": "the same in trainer.precision=bf16",
-    "A": "steps with the loader",
-    "P": "loader only, files already read",
-    "F": "reading cold files",
-}
+# rows of the table
+_LOADING = "loader only, files as they are"
+_DEMAND = "training steps on one preloaded batch"
+_BF16 = "training steps in bf16"
+_STEPS = "training steps with the loader"
+_WARM = "loader only, files already read"
+_COLD = "reading cold files"
 
 
 def files_of(source: Source) -> list[str]:
@@ -169,7 +168,7 @@ class Session:
                 f"loading does not work with {settings}: {loading.refused}; "
                 "try other loader settings"
             )
-        self._row("", loading.rate)
+        self._row(_LOADING, loading.rate)
         self.has_seen = lab.ranks.smallest(len(lab.probes.cursor.seen)) > 0
         stages = lab.meter.read() if lab.meter else None
         if not stages or not stages.samples:
@@ -196,23 +195,23 @@ class Session:
         return found
 
     def in_bf16(self, trainee: TrainingBenchmark) -> Rate | None:
-        """Returns G in bfloat16; None if no time is left."""
+        """Returns the step's rate in bfloat16; None if no time is left."""
         if self._left_s() < 3 * _DEMAND_S:
-            self._row("G16", None, "", _LATE)
+            self._row(_BF16, None, "", _LATE)
             return None
         with trainee.in_bf16():
             rate, _ = self.lab.demand(_DEMAND_S, Rate.of)
-        self._row("G16", rate)
+        self._row(_BF16, rate)
         return rate
 
     def _rounds(self, settings: FeedSettings, sample_s: float) -> dict[str, Any]:
-        """Returns G and A, of three rounds if time allows; a sample took ``sample_s`` to load.
+        """Returns the rates of steps without and with loading, of three rounds if time allows.
 
-        They alternate, to face the same contention; G is measured at least once.
+        They alternate, to face the same contention. A sample took ``sample_s`` to load.
         """
         demands: list[tuple[Rate, float]] = []
         steps: list[tuple[Rate, float]] = []
-        # reserved for P, F and their workers
+        # reserved for the loader alone, cold files and their workers
         after_s = 2 * _LOADING_S + _FETCH_S + _START_S
         for _ in range(_ROUNDS):
             began = self.now()
@@ -226,9 +225,9 @@ class Session:
                 break
         demand, step_cpu_s = _middle(demands)
         delivered, wait_fraction = _middle(steps) if steps else (None, None)
-        self._row("G", demand)
+        self._row(_DEMAND, demand)
         remark = "" if settings.num_workers else "on images read before"
-        self._row("A", delivered, remark, trial.refused)
+        self._row(_STEPS, delivered, remark, trial.refused)
         return {
             "demand": demand,
             "step_cpu_s": step_cpu_s,
@@ -258,30 +257,30 @@ class Session:
         return Trial(settings, "steps", refused=refused)
 
     def _warm(self, settings: FeedSettings) -> Trial | None:
-        """Returns P; None if no time is left, or nothing was read before."""
+        """Returns the rate of files already read; None if no time is left, or nothing was read."""
         missing: str | None = _LATE
         if not self.has_seen:
             missing = _UNREAD
         elif self._left_s() > 2 * _LOADING_S + _START_S:
             self.lab.warm = True
             trial = self._supply(settings)
-            self._row("P", trial.rate, "warm", trial.refused)
+            self._row(_WARM, trial.rate, "warm", trial.refused)
             return trial if trial.rate else None
-        self._row("P", None, "", missing)
+        self._row(_WARM, None, "", missing)
         return None
 
     def _cold(self, readers: int) -> Rate | None:
-        """Returns F of the slowest rank; None if a rank could not measure it."""
+        """Returns the slowest rank's rate of cold files; None if a rank could not measure it."""
         limit_s = min(_FETCH_S, self._left_s() - _START_S)
         found: Rate | str = _LATE
         if limit_s > 0:
             found = self.fetch(files_of(self.source), readers, limit_s)
         every = self.lab.ranks.gathered(found)
         if missing := [each for each in every if isinstance(each, str)]:
-            self._row("F", None, "", missing[0])
+            self._row(_COLD, None, "", missing[0])
             return None
         slowest: Rate = min(every)
-        self._row("F", slowest, f"{readers} files at a time, nothing decoded")
+        self._row(_COLD, slowest, f"{readers} files at a time, nothing decoded")
         return slowest
 
     def _left_s(self, less_s: float = 0.0) -> float:
@@ -298,8 +297,8 @@ class Session:
     ) -> None:
         """Adds a row to the table, and a note if a figure is missing."""
         if missing:
-            self.notes.append(f"{name} was not measured: {missing}")
-        self.add_row((name, _WHAT[name], str(rate or "-"), missing or remark))
+            self.notes.append(f"not measured: {name} ({missing})")
+        self.add_row((name, str(rate or "-"), missing or remark))
 
 
 def _middle(rounds: list[tuple[Rate, float]]) -> tuple[Rate, float]:
@@ -321,16 +320,16 @@ class Figures:
 
     Attributes:
         settings: the loader's.
-        demand: G, images/s of the step on a preloaded batch.
+        demand: images/s of the step on a preloaded batch.
         in_bf16: the same in bfloat16.
         step_cpu_s: CPU seconds of the step per image.
         loading: loader only, the files as they were.
         stages: the workers' time in it, by stage.
         model: of throughput, by the cost of a sample with the files as they are.
-        warm: P, loader only, the files read before.
-        delivered: A, images/s of real steps; without workers on samples read before.
+        warm: loader only, the files read before.
+        delivered: images/s of real steps; without workers on samples read before.
         wait_fraction: fraction of their time in which these waited for data.
-        fetch: F, reading cold files.
+        fetch: reading cold files.
         copy_per_s: images/s of copies to a CUDA device, from the memory that the settings choose.
         notes: skipped runs with reasons, a sentence each.
         device: cpu, cuda or mps.
@@ -601,7 +600,7 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
         )
     neighbors = Neighbors(limits.cores if world.size == 1 else None)
     title = "diagnosing (up to a minute, no training)"
-    columns = (" ", f"{'run':34}", "images/s    ", "")
+    columns = ("run".ljust(len(_DEMAND)), "images/s    ", "")
     with trainee.preserved_state():
         add_row = live_table(title, columns)
         size, notes = fitting_batch(feeds, trainee)

@@ -441,7 +441,7 @@ class Session(LoopTracker):
         yield from closing(found, "samples")
         yield f"verdict        {found['verdict'].sentence}"
         for text in found["expected"]:
-            yield f"expected       {text}"
+            yield f"suggestion     {text}"
         for each in self.followed:
             if each.elsewhere:
                 yield f"not measured   the DataLoader at {each.where} is iterated in another thread"

@@ -34,14 +34,14 @@ def run(words: Sequence[str], out: Path) -> int:
         out: the folder for the reports.
     """
     say(
-        f"running the script without and with each change, for {_LIMIT_S:.0f} s of training "
-        "each; its files are written each time"
+        f"running the script for {_LIMIT_S:.0f} s of training, and again with each change that "
+        "the report suggests; its files are written each time"
     )
     before = _measured(words, out / "before", {})
     if before is None:
         return 1
     if not before["expected"]:
-        say(f"nothing to try from outside the script: {before['verdict']['sentence']}")
+        say(f"no change to try from outside the script: {before['verdict']['sentence']}")
         return 0
     change = before.get("change") or {}
     where = change.get("where") or before["loaders"][0]["where"]

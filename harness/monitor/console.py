@@ -88,10 +88,12 @@ class Bar:
         """Add ``n`` finished units."""
         self.done += n
         took_s = time.monotonic() - self.began_s
-        if took_s < self.due_s:
+        live = draws(sys.stdout)
+        # the end has a line of its own
+        if took_s < self.due_s or (self.done == self.total and not live):
             return
         text = ", ".join(filter(None, (str(self), self._note)))
-        if not draws(sys.stdout):
+        if not live:
             self.due_s = 2 * took_s
             _print(text)
             # the next line has figures of its own, or none

@@ -206,8 +206,8 @@ def make_state(
         steps = min(trainer.epochs * steps_per_epoch, trainer.max_steps or sys.maxsize)
         if (first := optim.ema_decay**steps) > 0.1:
             say(
-                f"moving average: after {steps} steps, {first:.0%} of it are the weights of the "
-                f"first step. Try: optim.ema_decay={max(0.5, 1 - 5 / steps):.4g}"
+                f"moving average: after {steps} steps, the initial weights still have a share of "
+                f"{first:.0%}. Try: optim.ema_decay={max(0.5, 1 - 5 / steps):.4g}"
             )
         with user_code.explained(
             f"optim.ema_decay={optim.ema_decay}: model.name={name} cannot be copied:"

@@ -71,7 +71,7 @@ def test_files_are_dropped_and_then_read(tree: Path, dropped: list[int], coming:
 def test_bytes_from_the_page_cache_are_no_figure(
     tree: Path, dropped: list[int], coming: Coming
 ) -> None:
-    """Where the kernel keeps the pages, F is refused with the share that came from storage."""
+    """Where the kernel keeps the pages, cold files have no rate, but the share that was stored."""
     coming((0, 0.49 * sum(os.path.getsize(path) for path in files(tree))))
     said = "could not be emptied of these files (49% of the bytes came from storage)"
     assert said in str(cold_fetch(files(tree), 1, 10.0))

@@ -39,7 +39,7 @@ def tell(writer: RunWriter | None) -> None:
         "settings": OWN,
         "stages": STAGES.rows(),
         "what_ifs": [{"change": "1 more core", "images_per_s": 300.0, "speedup": 1.5}],
-        "notes": ["P was not measured: why"],
+        "notes": ["not measured: reading cold files (why)"],
     }
     publish("diagnosis", lines(found), found, writer)
 
@@ -128,7 +128,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[-3:] == ["Decode-bound.", "next:", "python train.py"]
     assert "decode  decode   4   4" in printed
     assert any(line.split() == ["1", "more", "core", "about", "300", "1.50x"] for line in printed)
-    assert "note: P was not measured: why" in printed
+    assert "note: not measured: reading cold files (why)" in printed
 
 
 def test_the_file_holds_it_all(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_other_arguments_are_tried(tried: Any) -> None:
 def test_a_script_that_does_not_wait_is_run_once(tried: Any) -> None:
     """It has no change that can be made from outside."""
     found, said = tried(SLEEPS.format(sleep_s=0, step_s=0.1))
-    assert len(found) == 1 and "nothing to try" in said
+    assert len(found) == 1 and "no change to try" in said
 
 
 @pytest.mark.parametrize("where", ["train.py:7", "train.py:8"])
