@@ -173,7 +173,7 @@ def _applied(
     here = replace(trained.data, **{name: getattr(config.data, name) for name in typed_place})
     if _place(here) != _place(trained.data):
         # no image of another folder or table was trained on
-        kept |= {"data.split_fraction", "data.fold", "data.folds"}
+        kept |= {"data.split_fraction", "data.fold", "data.folds", "data.columns.group"}
 
     used = adopted(config, theirs, kept, "the checkpoint", tell)
     typed_data = {"data", "data.name", "data.root", "experiment"} & kept

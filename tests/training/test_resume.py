@@ -169,6 +169,7 @@ def test_what_is_typed_is_used_and_printed(
     if path in ("data.root", "data.table"):
         # no image of this tree or table was trained on
         expected |= {"data.split_fraction": None, "data.fold": None, "data.folds": 5}
+        expected |= {"data.columns.group": None}
     if path == "data.root":
         # the command may fill it
         expected |= {"data.download": True}
