@@ -66,7 +66,7 @@ SPELLINGS = {
     "": 0,
 }  # fmt: skip
 _ABSENT = "images not found"
-# rows without a required column
+# rows searched for the content of missing columns
 _LOOKED_AT = 1000
 _FLAGS = {"0", "1", "0.0", "1.0"}
 
@@ -144,9 +144,10 @@ def _sets(source: TableSource | ShardSource, held_out: HeldOut) -> dict[str, Sou
     if held_out is not None and "train" in found:
         if "val" in found:
             check_unsplit(held_out, found, source.origin)
-        train, val = split(found["train"], held_out, SPLIT_SEED, source.groups)
+        groups = source.groups
+        train, val = split(found["train"], held_out, SPLIT_SEED, groups)
         found["train"], found["val"] = train, val
-        if (groups := source.groups) is not None:
+        if groups is not None:
             count, held = (len(np.unique(groups[part.indices])) for part in (train, val))
             say(f"groups: {count} in training, {held} in validation, none in both")
     return found

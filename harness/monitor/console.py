@@ -88,9 +88,11 @@ class Bar:
         """Add ``n`` finished units."""
         self.done += n
         took_s = time.monotonic() - self.began_s
+        if took_s < self.due_s:
+            return
         live = draws(sys.stdout)
         # the end has a line of its own
-        if took_s < self.due_s or (self.done == self.total and not live):
+        if self.done == self.total and not live:
             return
         text = ", ".join(filter(None, (str(self), self._note)))
         if not live:
