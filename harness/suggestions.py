@@ -194,6 +194,10 @@ def _as_text(override: str) -> str:
     from hydra.errors import HydraException
 
     name, equals, value = override.partition("=")
+    closing = {"{": "}", "[": "]"}.get(value[:1], "")
+    if not value.endswith(closing):
+        # a shell has split it at its spaces
+        return f"; write the whole setting in quotes: '{override} ...{closing}'"
     plain = quoted(name, value)
     with suppress(HydraException):
         if equals and OverridesParser.create().parse_override(plain).value() == value:

@@ -260,6 +260,15 @@ def test_text_that_the_grammar_reads_otherwise_can_be_typed(value: str) -> None:
     assert parser.parse_override(typed).value() == value
 
 
+@pytest.mark.parametrize("value", ["{image: id, label: dx}", "[0.1, 0.2]"])
+def test_a_value_without_quotes_is_named(value: str) -> None:
+    """A shell has split it; the advice is the setting in quotes."""
+    [word, *_] = f"data.columns={value}".split()
+    with pytest.raises(HydraException) as caught:
+        OverridesParser.create().parse_overrides([word])
+    assert f"quotes: '{word} ...{value[-1]}'" in str(suggestions.explain(caught.value))
+
+
 def test_an_absent_folder_is_refused_before_torch(composed: Composed, tmp_path: Path) -> None:
     """With the exit code of data; ``data=shapes`` makes its folder."""
     with pytest.raises(DataError, match="data.root="):

@@ -265,7 +265,7 @@ def split(
         if count < 2:
             of = "" if groups is None else " in one group"
             raise DataError(
-                f"class {name} has only {len(members)} images{of}, too few to split for "
+                f"class {name} has only {len(members)} training images{of}, too few to split for "
                 "validation; add images, leave the class out, or merge it with another"
             )
     if isinstance(held_out, float) and groups is None:

@@ -124,8 +124,14 @@ class TableSource(FileSource):
         return np.array(_numbered(groups[0][splits == 0].tolist())) if groups else None
 
     def sets(self) -> dict[str, Source]:
-        """Returns the table's sets by name."""
-        splits = self.index.more[0]
+        """Returns the table's sets by name; warns of groups in several."""
+        splits, *groups = self.index.more
+        if groups:
+            pairs = np.unique([groups[0], splits], axis=1)
+            if torn := np.count_nonzero(np.bincount(pairs[0]) > 1):
+                log.warning(
+                    "%s: %d groups have images in several of train, val and test", self.origin, torn
+                )
         return {
             name: Subset(self, np.flatnonzero(splits == place))
             for place, name in enumerate(SPLITS)
@@ -144,12 +150,8 @@ def _sets(source: TableSource | ShardSource, held_out: HeldOut) -> dict[str, Sou
     if held_out is not None and "train" in found:
         if "val" in found:
             check_unsplit(held_out, found, source.origin)
-        groups = source.groups
-        train, val = split(found["train"], held_out, SPLIT_SEED, groups)
+        train, val = split(found["train"], held_out, SPLIT_SEED, source.groups)
         found["train"], found["val"] = train, val
-        if groups is not None:
-            count, held = (len(np.unique(groups[part.indices])) for part in (train, val))
-            say(f"groups: {count} in training, {held} in validation, none in both")
     return found
 
 
@@ -172,6 +174,11 @@ def open_table_splits(
         )
     if "test" in sets and val is not sets["test"]:
         say(TEST_KEPT)
+    groups = source.groups
+    if isinstance(val, Subset) and held_out is not None and groups is not None:
+        assert isinstance(train, Subset)
+        count, held = (len(np.unique(groups[part.indices])) for part in (train, val))
+        say(f"groups: {count} in training, {held} in validation, none in both")
     untrained = np.bincount(train.labels, minlength=len(train.classes)) == 0
     if untrained.any():
         names = listed([train.classes[label] for label in np.flatnonzero(untrained)])
@@ -242,7 +249,7 @@ class _Table:
             self._find_columns(data)
             self.places.setdefault("image", image)
         free = [place for place in range(len(self.header)) if place not in self.places.values()]
-        if len(free) == 1:
+        if len(free) == 1 and not data.columns.label:
             self.places.setdefault("label", free[0])
         wanted = {name for name in _NAMES if getattr(data.columns, name)}
         wanted |= {"image", "label"} if labeled else {"image"}
@@ -283,11 +290,11 @@ class _Table:
                 "add a column label with its name"
             )
         guess: dict[str, int] = {}
-        for place, values in columns.items():
-            kinds = {*values}
+        # a label repeats more often than the number of a patient
+        for place, values in sorted(columns.items(), key=lambda column: len({*column[1]})):
             if any(map(self._find, values[:1])):
                 guess.setdefault("image", place)
-            elif 1 < len(kinds) <= len(values) / 2:
+            elif 1 < len({*values}) <= len(values) / 2:
                 guess.setdefault("label", place)
         example = ", ".join(
             f"{name}: {self.header[guess[name]] if name in guess else 'COLUMN'}" for name in missing

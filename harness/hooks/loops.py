@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 from ..clock.clock import StepClock, images_in
 from ..feed.base import FeedSettings
 from ..runtime import accelerator
-from .workers import Meter
+from .workers import Meter, is_composed
 
 # minimum time between synchronizations at possible starts of evaluations
 _SETTLE_S = 1.0
@@ -40,7 +40,7 @@ class WatchedLoader:
         settings: with torch's names.
         dataset: identity and length of its dataset, which identify a loader that is remade for each
             epoch.
-        images: its dataset, if that is a torchvision image folder.
+        images: its dataset, if that has a ``Compose``.
         streams: whether its dataset is iterable; each worker then iterates over all of it.
         meter: times its workers; None before the first pass, and if they cannot be timed.
         trains: whether an optimizer has stepped during a pass over it.
@@ -398,14 +398,12 @@ class LoopTracker:
         length = 0
         with suppress(TypeError):
             length = len(dataset)  # type: ignore[arg-type]
-        folder = sys.modules.get("torchvision.datasets.folder")
-        images = None
-        if folder is not None and isinstance(dataset, folder.DatasetFolder):
-            images = dataset
         known = id(dataset), length
+        # others would stay in memory for nothing
+        composed = [own for own in getattr(dataset, "__dict__", {}).values() if is_composed(own)]
         is_stream = isinstance(dataset, IterableDataset)
         own = self._known[loader] = WatchedLoader(
-            caller(), _settings(loader), known, images, is_stream
+            caller(), _settings(loader), known, dataset if composed else None, is_stream
         )
         return own
 

@@ -28,7 +28,7 @@ from ..monitor.goodput import GoodputTimer
 from ..monitor.host import Sampler
 from ..monitor.monitor import sampling
 from ..monitor.writer import RunWriter
-from ..report.evidence import HARM, Evidence
+from ..report.evidence import HARM, Evidence, WorkerCost
 from ..report.page import document
 from ..report.run_report import closing, report, used
 from ..report.statement import Statement, stated
@@ -38,6 +38,7 @@ from ..runtime.errors import rounded, say
 from ..runtime.files import read_json, write_whole
 from . import patches
 from .loops import LoopTracker, WatchedLoader
+from .trial import FASTER
 
 # settings, some with their value, and their counterparts in a user's loop
 _WORDS: Mapping[str, str] = {
@@ -112,18 +113,35 @@ def better(verdict: Verdict, followed: WatchedLoader) -> LoaderCall | None:
     return LoaderCall(followed.where, arguments, gain, note)
 
 
-def offered(followed: WatchedLoader) -> list[str]:
-    """Returns the line that adds wellfed's decoder, if it supports the loader's dataset."""
-    if followed.images is None:
+def offered(images: Any, cost: WorkerCost | None) -> list[str]:
+    """Returns the change that adds wellfed's decoder, if it supports the dataset ``images``.
+
+    ``cost`` is that of its samples.
+    """
+    if images is None:
         return []
     # imports torchvision
     from .faster import faster
 
-    try:
-        faster(followed.images)
-    except (ValueError, AttributeError):
+    effect = "decodes, crops, resizes and flips in one pass"
+    with suppress(ValueError, AttributeError):
+        faster(images)
+        return [f"{FASTER}: {effect}"]
+    kind = type(images)
+    if (
+        cost is None
+        or cost.parts.get("decode", 0.0) < HARM
+        or kind.__module__.startswith("torchvision.")
+    ):
         return []
-    return ["dataset = wellfed.faster(dataset): decodes, crops, resizes and flips in one pass"]
+    for name, own in vars(images).items():
+        with suppress(ValueError, AttributeError):
+            faster(own)
+            return [
+                f"self.{name} = wellfed.faster(self.{name}), and wellfed.load_image(path) for "
+                f"Image.open(path) in {kind.__name__}: {effect}"
+            ]
+    return []
 
 
 def in_script(change: Change, followed: WatchedLoader) -> str:
@@ -387,7 +405,7 @@ class Session(LoopTracker):
             if kind == "neighbors" and verdict.shares.cost and verdict.shares.starved >= HARM:
                 kind = verdict.shares.cost.kind
             if kind in ("decode", "augment", "workers"):
-                expected += offered(main)
+                expected += offered(main.images, verdict.shares.cost)
         return report(
             evidence,
             self._stated(verdict),

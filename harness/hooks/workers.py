@@ -86,14 +86,17 @@ def stages_of(dataset: Any) -> tuple[str, ...]:
     """Returns the names of the visible stages of making a sample of ``dataset``."""
     names = [READ, DECODE]
     while dataset is not None:
-        for attribute in ("transform", "transforms"):
-            steps = getattr(getattr(dataset, attribute, None), "transforms", ())
-            if isinstance(steps, Sequence):
-                names += [type(step).__name__ for step in steps]
+        for own in filter(is_composed, getattr(dataset, "__dict__", {}).values()):
+            names += [type(step).__name__ for step in own.transforms]
         inner = getattr(dataset, "dataset", None)
         parts = getattr(dataset, "datasets", None)
         dataset = parts[0] if isinstance(parts, Sequence) and parts else inner
     return (*dict.fromkeys(names), SAMPLE)
+
+
+def is_composed(transform: Any) -> bool:
+    """Returns whether ``transform`` has a sequence of transforms, as ``Compose`` does."""
+    return isinstance(getattr(transform, "transforms", None), Sequence)
 
 
 class _Samples:

@@ -72,7 +72,7 @@ def closing(report: Mapping[str, Any], unit: str) -> Iterator[str]:
     if step := report.get("step_ms"):
         yield (
             f"speed          {report['images_per_s']:.0f} {unit}/s while training, "
-            f"{step.median:.1f} ms (p95 {step.p95:.1f}, max {step.max:.1f}) a step"
+            f"median step {step.median:.1f} ms (p95 {step.p95:.1f}, max {step.max:.1f})"
         )
         yield f"data wait      {report['data_wait_fraction']:.1%} of the training time"
     if goodput := report.get("goodput"):

@@ -126,7 +126,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
         yield f"{waiting} waited for data {r.stall:.0%} of the time"
     match verdict.kind:
         case "unknown" if verdict.why == "few steps":
-            yield f"{r.window.steps} steps are too few for a verdict"
+            yield f"{r.window.steps} measured steps are too few for a verdict"
         case "unknown":
             yield _UNKNOWN[verdict.why]
         case "rank" if r.late:
@@ -161,7 +161,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
                 yield f"The quota throttled this run in {r.throttled:.0%} of its periods"
         case "neighbors" if r.others:
             yield f"Other programs take {rounded(r.others)} of the {r.cores:.3g} cores"
-            if cost and r.starved >= HARM:
+            if cost and cost.kind != "collate" and r.starved >= HARM:
                 share = cost.parts[cost.kind]
                 yield f"Loading is mostly {_named(cost)}, {share:.0%} of a sample's time"
         case "neighbors":
@@ -191,7 +191,9 @@ def _work(verdict: Verdict, cost: WorkerCost) -> Iterator[str]:
         if cost.waits and cost.kind == "storage":
             yield from _origin(r)
         elif not r.has_room():
-            yield f"{cores} have no room for more workers"
+            others = r.sampled.get(Tag.OTHERS_CPU_CORES, 0.0)
+            busy = f"; other programs use {others:.1f} of them" if others >= 0.5 else ""
+            yield f"{cores} have no room for more workers{busy}"
 
 
 def _named(cost: WorkerCost) -> str:

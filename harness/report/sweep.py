@@ -13,7 +13,7 @@ from ..monitor.console import aligned, say
 from ..runtime.files import read_written, write_whole
 from ..runtime.folder import log
 from .page.document import write_sweep
-from .page.runs import REPORT_JSON, find_runs, read_run, repeats
+from .page.runs import REPORT_JSON, find_runs, overrides, read_run, repeats
 
 _FIGURES = {"top1": ".4f", "images_per_s": ".0f", "data_wait_fraction": ".1%"}
 
@@ -36,7 +36,7 @@ def conclude(sweep: Any) -> None:
         # no job began
         if not jobs:
             return
-        typed: list[list[str]] = [job.get("run", {}).get("overrides", []) for job in jobs.values()]
+        typed = [*map(overrides, jobs.values())]
         shared = set(max(typed)).intersection(*filter(None, typed))
         rows = []
         for (name, job), overridden in zip(jobs.items(), typed, strict=True):

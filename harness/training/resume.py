@@ -242,8 +242,8 @@ def take_over(
                     *threads,
                 )
             say(
-                f"resumed {saved.where} after step {state.step}, {state.epoch} epochs and "
-                f"{state.samples} images"
+                f"resumed {saved.where} after step {state.step}, {state.epoch} epochs"
+                + f" and {state.samples} images of the next" * bool(state.samples)
             )
             if state.samples:
                 left = rest(saved, config, state.world, length, lanes)

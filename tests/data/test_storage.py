@@ -379,7 +379,7 @@ UNCLEAR: dict[str, Any] = {
         ConfigError,
         r"data\.split_fraction=0\.2 has no effect",
     ),
-    "one image": (["a/1.jpg"], 0.2, DataError, "class a has only 1 images"),
+    "one image": (["a/1.jpg"], 0.2, DataError, "class a has only 1 training images"),
     "other classes": (
         ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg"],
         None,

@@ -108,6 +108,25 @@ def test_columns_are_named_by_settings(root: Path) -> None:
     assert found(opened(root, columns={"label": "4"})) == dict(ROWS)
 
 
+def test_a_named_column_is_never_replaced(root: Path) -> None:
+    """Not even by the only other one."""
+    (root / "labels.csv").write_text(FORMS["comma"].replace("label", "dx"))
+    assert found(opened(root)) == dict(ROWS)
+    with pytest.raises(ConfigError, match="no column label among path, dx"):
+        opened(root, columns={"label": "diagnosis"})
+
+
+def test_groups_in_several_splits_are_counted(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The split column is used as it is."""
+    parts = ["train", "test", "train", "train", "val", "val"] * 2
+    rows = "".join(
+        f"{a},{b},{c},P{i // 2}\n" for i, ((a, b), c) in enumerate(zip(ROWS, parts, strict=True))
+    )
+    (root / "labels.csv").write_text(f"path,label,split,group\n{rows}")
+    load(settings(root), AugmentConfig(), 0)
+    assert "2 groups have images in several" in caplog.text
+
+
 def test_images_are_found_in_folders_that_the_table_leaves_out(tmp_path: Path) -> None:
     """As in archives whose images are spread over several folders; unclear names are refused."""
     root = plant(tmp_path, ["part_1/a.jpg", "part_2/b.JPG", "part_2/c.png", "masks/c.txt"])
@@ -186,7 +205,7 @@ def test_what_is_no_table_is_refused(root: Path, kind: str) -> None:
 
 def test_the_way_out_of_a_missing_column_works(root: Path) -> None:
     """What the message says to type is what a shell and Hydra read; a label repeats."""
-    rows = "".join(f"{i},{a},{b},1\n" for i, (a, b) in enumerate(ROWS))
+    rows = "".join(f"P{i // 3},{a},{b},1\n" for i, (a, b) in enumerate(ROWS))
     (root / "labels.csv").write_text(f"lesion,path,my kind,n\n{rows}")
     with pytest.raises(ConfigError) as raised:
         opened(root)

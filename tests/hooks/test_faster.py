@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from harness.data.libraries import in_use
-from harness.feed.base import FeedSettings
+from harness.hooks import trial
 from harness.hooks.faster import faster, load_image
-from harness.hooks.loops import WatchedLoader
 from harness.hooks.session import offered
+from harness.report.evidence import WorkerCost
 
 NORMALIZE = T.Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
 
@@ -303,10 +304,22 @@ def test_a_loader_of_ones_own_is_refused(root: Path) -> None:
 
 
 def test_it_is_offered_where_it_serves(root: Path) -> None:
-    """A data set with other transforms, or one that has it already, gets no such line."""
+    """A data set with other transforms, or one that has it already, gets no such line.
+
+    One's own gets its two lines if decoding takes time.
+    """
     transform = T.Compose([T.RandomResizedCrop(48), T.ToTensor()])
-    settings = FeedSettings(1, 0, False, None, False, 0.0, "")
     plain = ImageFolder(str(root), transform)
-    sets = (plain, faster(plain), ImageFolder(str(root), T.ToTensor()), None)
-    lines = [offered(WatchedLoader("train.py:7", settings, images=each)) for each in sets]
-    assert [bool(line) for line in lines] == [True, False, False, False]
+    own = SimpleNamespace(paths=[], transform=transform)
+    slow, quick = (
+        WorkerCost(1.0, 1.0, 1.0, 1.0, {"decode": part}, "decode", "decode", False)
+        for part in (0.5, 0.01)
+    )
+    for dataset, cost, begin in (
+        (plain, quick, trial.FASTER), (faster(plain), slow, ""), (None, slow, ""),
+        (ImageFolder(str(root), T.ToTensor()), slow, ""), (own, quick, ""), (own, None, ""),
+        (SimpleNamespace(transform=faster(transform)), slow, ""),
+        (own, slow, "self.transform = wellfed.faster(self.transform), "),
+    ):  # fmt: skip
+        lines = offered(dataset, cost)
+        assert len(lines) == bool(begin) and all(line.startswith(begin) for line in lines)

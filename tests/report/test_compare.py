@@ -109,8 +109,8 @@ def test_runs_are_set_against_the_first_one(
     )
     code, said, errors = compare(capsys, before, after)
     assert (code, errors) == (0, [])
-    names = ("run", "status", "steps", "images/s", "step ms", "p95 ms", "stall", "goodput", "top-1",
-             "verdict")  # fmt: skip
+    names = ("run", "status", "steps", "images/s", "median step ms", "p95 ms", "stall", "goodput",
+             "top-1", "verdict")  # fmt: skip
     rows = [
         ("before", "completed", "400", "200", "320", "350", "10.0%", "80.0%", "91.0%", "decode"),
         ("after", "completed", "400", "300 (1.5x)", "240 (0.75x)", "350 (1x)",

@@ -38,7 +38,7 @@ def test_a_sweep_ends_with_a_table_of_its_jobs(
 ) -> None:
     """Only what differs is shown; a job that failed or was killed stands beside the others."""
     figures = {"status": "completed", "top1": 0.5, "images_per_s": 90.4, "data_wait_fraction": 0.25}
-    job(tmp_path / "10", "seed=1", "optim=adamw", "optim.lr=0.1", **figures)
+    job(tmp_path / "10", "seed=1", "optim=adamw", "optim.lr=0.1", "resume=auto", **figures)
     job(tmp_path / "9", "seed=1", "optim=sgd", "optim.lr=0.2", status="interrupted", steps=3)
     (tmp_path / "11").mkdir()
     report_failure(tmp_path / "11", "device: no", ("seed=1", "optim=sgd", "optim.lr=0.1"))
@@ -59,7 +59,9 @@ def test_folds_and_seeds_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFix
     for place, (fold, lr, top1) in enumerate(
         [(0, 0.1, 0.5), (1, 0.1, 0.7), (0, 0.2, 0.25), (1, 0.2, 0.25)]
     ):
-        job(tmp_path / str(place), f"data.fold={fold}", f"optim.lr={lr}", top1=top1)
+        # one was stopped and resumed
+        resumed = ["resume=auto"] * (place == 1)
+        job(tmp_path / str(place), f"data.fold={fold}", f"optim.lr={lr}", *resumed, top1=top1)
     job(tmp_path / "9", "data.fold=0", "optim.lr=0.3", top1=0.5)
     (tmp_path / "10").mkdir()
     report_failure(tmp_path / "10", "data: no", ("data.fold=2", "optim.lr=0.1"))

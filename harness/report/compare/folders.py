@@ -48,7 +48,7 @@ FIGURES: Mapping[str, Figure] = {
     figure.path.replace(".", "_"): figure
     for figure in (
         Figure("speed", "images/s", "images_per_s", higher_is_better=True),
-        Figure("step", "step ms", "step_ms.median"),
+        Figure("step", "median step ms", "step_ms.median"),
         Figure("p95", "p95 ms", "step_ms.p95"),
         Figure("stall", "stall", "stall_fraction", False, True, True),
         Figure("goodput", "goodput", "goodput.fraction", True, True, True),

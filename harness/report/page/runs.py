@@ -48,6 +48,11 @@ def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+def overrides(report: Mapping[str, Any]) -> list[str]:
+    """Returns a run's overrides, except for ``resume=auto``, which does not change its result."""
+    return [each for each in report.get("run", {}).get("overrides", []) if each != "resume=auto"]
+
+
 def repeats(folders: Mapping[str, Path]) -> list[str]:
     """Returns mean and spread of completed runs that differ only in fold and seed, a line each."""
     found: defaultdict[tuple[str, ...], dict[tuple[str, ...], float]] = defaultdict(dict)
@@ -58,8 +63,9 @@ def repeats(folders: Mapping[str, Path]) -> list[str]:
             run, top1 = report["run"], report["top1"]
             if report["status"] != "completed":
                 continue
-            own = tuple(x for x in run["overrides"] if x.startswith(("data.fold=", "seed=")))
-            key = tuple(sorted({*run["overrides"]} - {*own}))
+            typed = overrides(report)
+            own = tuple(x for x in typed if x.startswith(("data.fold=", "seed=")))
+            key = tuple(sorted({*typed} - {*own}))
             kind = f"of {run['folds']} folds" if "folds" in run else "seeds"
             asked[key] = "runs" if len(own) > 1 else kind
             found[key][own] = top1

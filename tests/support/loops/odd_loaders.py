@@ -33,25 +33,25 @@ class Blurred:
 class Points(Dataset[Sample]):
     def __init__(self, length: int = 48) -> None:
         self.data = torch.randn(length, 6, generator=torch.Generator().manual_seed(9))
-        self.transform = Compose([Blurred()])
+        self.augmentation = Compose([Blurred()])
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, index: int) -> Sample:
-        return self.transform(self.data[index]), index % 3
+        return self.augmentation(self.data[index]), index % 3
 
 
 class Hidden(Points):
-    """Its transform has a name of its own."""
+    """Its transform is in a list."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.augmentation = self.transform
-        del self.transform
+        self.parts = [self.augmentation]
+        del self.augmentation
 
     def __getitem__(self, index: int) -> Sample:
-        return self.augmentation(self.data[index]), index % 3
+        return self.parts[0](self.data[index]), index % 3
 
 
 class Batched(Points):
@@ -63,7 +63,7 @@ class Whole(Points):
     """A sample is a batch."""
 
     def __getitem__(self, index: int) -> Any:
-        return self.transform(self.data[index % 40 :][:4]), torch.arange(4) % 3
+        return self.augmentation(self.data[index % 40 :][:4]), torch.arange(4) % 3
 
 
 class Stream(IterableDataset[Sample]):
