@@ -96,7 +96,8 @@ def stages_of(dataset: Any) -> tuple[str, ...]:
 
 def is_composed(transform: Any) -> bool:
     """Returns whether ``transform`` has a sequence of transforms, as ``Compose`` does."""
-    return isinstance(getattr(transform, "transforms", None), Sequence)
+    # calls no code of the script
+    return isinstance(getattr(transform, "__dict__", {}).get("transforms"), Sequence)
 
 
 class _Samples:
