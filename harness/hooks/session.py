@@ -458,8 +458,10 @@ class Session(LoopTracker):
             yield f"not used       {idle[0]} is idle; {how}"
         yield from closing(found, "samples")
         yield f"verdict        {found['verdict'].sentence}"
+        # a verdict on other programs has another one
+        label = "also helps" if found["verdict"].bottleneck == "neighbors" else "suggestion"
         for text in found["expected"]:
-            yield f"suggestion     {text}"
+            yield f"{label:14} {text}"
         for each in self.followed:
             if each.elsewhere:
                 yield f"not measured   the DataLoader at {each.where} is iterated in another thread"

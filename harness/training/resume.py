@@ -158,7 +158,7 @@ def _applied(
                 "come from this command"
             )
         return config
-    reads = saved.in_run and config.mode is not Mode.predict
+    reads = saved.in_run and config.mode is Mode.evaluate
     compared = (*PIXELS, *_NETWORK, *(_IMAGES if reads else ()))
     theirs = {path: value for path, value, _ in walk(trained) if f"{path} ".startswith(compared)}
 
@@ -184,14 +184,17 @@ def _applied(
         )
     if reads and not {"data.root", "data.download"} & kept:
         used.data.download = False
-    for path in ("model.name", "data.name"):
-        # a shared file must not choose the code that is imported and called here
-        name = attrgetter(path)(used)
-        if ":" in name and name != attrgetter(path)(config):
-            raise CheckpointError(
-                f"{saved.where}: needs your code; if you trust it, add {path}={name} (for "
-                f"wellfed.load, model_name={name!r})"
-            )
+    # a shared file must not choose the code that is imported and called here
+    needed = [
+        f"{path}={name}"
+        for path in ("model.name", "data.name")
+        if ":" in (name := attrgetter(path)(used)) and name != attrgetter(path)(config)
+    ]
+    if needed:
+        raise CheckpointError(
+            f"{saved.where}: needs your code; if you trust it, add {' '.join(needed)} (for "
+            f"wellfed.load, model_name={used.model.name!r})"
+        )
     # no file is read; DEFAULT decides how googlenet and inception_v3 are built
     used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else saved.where
     return used

@@ -206,6 +206,23 @@ def test_a_file_from_elsewhere_names_no_images(
             evaluated(composed, foreign)
 
 
+@pytest.mark.parametrize(
+    ("mode", "needed"),
+    [("evaluate", "model.name=net:build data.name=sets:open"), ("export", "model.name=net:build")],
+)
+def test_all_functions_of_a_run_are_asked_for_at_once(
+    composed: Composed, mode: str, needed: str
+) -> None:
+    """An export reads no images."""
+    config = composed("model.name=net:build", "data.name=sets:open")
+    saved = Saved("best.pt", {"settings": to_plain(config), "classes": [*CLASSES]}, in_run=True)
+    typed = (f"mode={mode}", "resume=best.pt")
+    with pytest.raises(CheckpointError, match=rf"add {needed} \(for"):
+        resume.settings(composed(*typed), saved, typed)
+    typed += (*needed.split(),)
+    assert values(resume.settings(composed(*typed), saved, typed))["model.name"] == "net:build"
+
+
 @pytest.mark.parametrize("typed", ["data=cifar10", "experiment=cifar10_resnet18"])
 def test_another_data_set_is_seen_as_the_network_was_trained(
     composed: Composed, trained: Saved, typed: str
