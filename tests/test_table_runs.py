@@ -71,6 +71,17 @@ def test_a_table_trains_the_weights_of_its_folder(
 
 
 @pytest.mark.usefixtures("kept_globals")
+def test_verify_reads_the_images_of_test(root: Path, tmp_path: Path, composed: Composed) -> None:
+    """And needs no split."""
+    (root / "ash/1.jpg").write_bytes(b"damaged")
+    rows = "".join(f"ash/{i}.jpg,ash,{'test' * (i < 2)}\n" for i in range(4))
+    (root / "labels.csv").write_text(f"path,label,split\n{rows}")
+    for more in (("data=table", "data.table=labels.csv"), ("data=imagefolder",)):
+        with pytest.raises(DataError, match=r"^1 of (4|48) images .*ash/1\.jpg"):
+            run(composed("mode=verify", *more, f"data.root={root}", "device=cpu"), tmp_path / "out")
+
+
+@pytest.mark.usefixtures("kept_globals")
 def test_verify_names_rows_without_an_image(root: Path, tmp_path: Path, composed: Composed) -> None:
     """They are not left out."""
     (root / "labels.csv").write_text("path,label,split\nash/0.jpg,a,train\nash/99.jpg,a,val\n")

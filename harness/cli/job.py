@@ -175,7 +175,9 @@ def _feeds(config: Config, saved: Saved | None, world: World) -> Feeds:
 
 def _verify(world: World, job: Job) -> None:
     """Reads every image of the dataset."""
+    from ..data import datasets
     from ..diagnose.verify import verify
+    from ..feed.feeds import Feeds
     from ..runtime import limits
 
     config = job.config
@@ -183,8 +185,9 @@ def _verify(world: World, job: Job) -> None:
     if user_code.is_own(config.data.name):
         # opening must not fail at the first bad sample
         config = replace(config, data=replace(config.data, on_error=OnError.skip))
-    feeds = _feeds(config, None, world)
-    verify(feeds, feeds.settings(limits.measure(world.local_size)), job.folder)
+    splits, sets = datasets.load_sets(config.data, config.seed)
+    feeds = Feeds(splits, config, world)
+    verify(feeds, sets, feeds.settings(limits.measure(world.local_size)), job.folder)
 
 
 def _apply(world: World, job: Job, saved: Saved | None) -> None:

@@ -53,6 +53,7 @@ from .storage import (
     evenly_spaced,
     open_evaluated,
     open_folder_splits,
+    open_sets,
     part,
     split,
     undivided,
@@ -486,6 +487,31 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
     return Splits(images, images, source.classes, data.name, str(data.root), name, False)
 
 
+def load_sets(data: DataConfig, seed: int) -> tuple[Splits, dict[str, AnyDataset]]:
+    """Opens all images of the dataset, by the name of their set: "" if there is only one.
+
+    Raises:
+        ConfigError, DataError: as ``load``.
+    """
+    opened = DATASETS.get(data.name)
+    if opened not in (open_folders, open_listed):
+        splits = load(data, AugmentConfig(), seed)
+        return splits, {"training": splits.train, "validation": splits.val}
+    _check_settings(data)
+    if opened is open_folders:
+        _, found = open_sets(_root(data))
+    else:
+        found = _LISTINGS[data.name](_root(data), data).sets()
+    names = {"train": "training", "val": "validation"} if len(found) > 1 else {"train": ""}
+    transform = as_evaluated(data)
+    sets: dict[str, AnyDataset] = {
+        names.get(name, name): ImageDataset(source, transform, data, data.image_size, seed)
+        for name, source in found.items()
+    }
+    first = next(iter(sets.values()))
+    return Splits(first, first, (), data.name, str(data.root), trains=False), sets
+
+
 def as_evaluated(data: DataConfig) -> CropTransform:
     """Returns the evaluation transform."""
     return CropTransform.from_config(AugmentConfig(Crop.center, hflip=0.0), data)
@@ -518,9 +544,10 @@ def _check_settings(data: DataConfig) -> None:
         value = getattr(data, setting)
         # false requests nothing
         if value not in (getattr(default, setting), False):
+            users = " or ".join(name for name, own in _SETTINGS.items() if setting in own.split())
             raise ConfigError(
                 f"data.{setting}={getattr(value, 'name', value)} has no effect with "
-                f"data={data.name}; leave it out"
+                f"data={data.name}; leave it out, or write data={users}"
             )
     if "JPEG" not in in_use():
         log.warning(

@@ -30,6 +30,7 @@ _MOST_BYTES = 1 << 30
 # fixed: the run's seed must not move images from training to validation
 SPLIT_SEED = 0
 TEST_KEPT = "the test set is not used. To evaluate it: mode=evaluate resume=RUN data.evaluate=test"
+TEST_USED = "no validation set: the test set is used for validation"
 
 
 class Source(Protocol):
@@ -341,8 +342,8 @@ def open_folder_splits(root: str | os.PathLike[str], held_out: HeldOut) -> tuple
     instead = f"hold out a part of {kept.name}: {typed('data.root', kept)} data.split_fraction=0.1"
     if not validates:
         raise DataError(f"{base}: no val folder next to {kept.name}; add one, or {instead}")
-    if "test" in sets and validates != sets["test"]:
-        say(TEST_KEPT)
+    if "test" in sets:
+        say(TEST_USED if validates == sets["test"] else TEST_KEPT)
     train = FolderSource(kept)
     try:
         val = FolderSource(validates)
@@ -459,6 +460,18 @@ def find_sets(root: str | os.PathLike[str], held_out: HeldOut) -> tuple[Path, di
     if "train" in sets and len(sets) > 1:
         check_unsplit(held_out, (path.name for path in sets.values()), base)
     return base, sets
+
+
+def open_sets(root: str | os.PathLike[str]) -> tuple[Path, dict[str, Source]]:
+    """Returns ``root`` as a path, and all images below it by set; "": one tree.
+
+    Raises:
+        DataError: a folder is missing, ambiguous or refused by ``FolderSource``.
+    """
+    base, sets = find_sets(root, None)
+    if len(sets) < 2:
+        sets = {"": base}
+    return base, {name: FolderSource(path) for name, path in sets.items()}
 
 
 def open_evaluated(

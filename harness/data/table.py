@@ -28,22 +28,22 @@ from ..config import ConfigError, DataConfig, Evaluate, OnError
 from ..monitor.console import say
 from ..runtime.errors import DataError, listed, printable, tell
 from ..runtime.folder import check_folder, log
-from ..suggestions import shell_word, typed
+from ..suggestions import nearest, shell_word, typed
 from .folder_index import Index, listing, pack, path_state, remembered
 from .folds import HeldOut
 from .records import records, text
 from .storage import (
     SPLIT_SEED,
     TEST_KEPT,
+    TEST_USED,
     FileSource,
-    FolderSource,
     Source,
     Subset,
     cache_root,
     check_classes,
     check_unsplit,
-    find_sets,
     in_classes,
+    open_sets,
     split,
 )
 
@@ -98,11 +98,13 @@ class TableSource(FileSource):
         index = remembered(cache_root() / "index", repr(asked).encode(), table.read)
         super().__init__(root, index)
         say(f"{self.origin}: {table}")
-        if left_out := index.left_out():
+        left_out = labeled and index.left_out()
+        if left_out:
             left_out = f"{self.origin}: {left_out}"
             if data.on_error is not OnError.skip:
                 raise DataError(
-                    f"{left_out}; correct these rows, or skip them with data.on_error=skip"
+                    f"{left_out}; correct these rows, data.root or data.table, or skip the rows "
+                    "with data.on_error=skip"
                 )
             log.warning("%s; left out", printable(left_out))
         if not len(self):
@@ -172,8 +174,8 @@ def open_table_splits(
             f"{source.origin}: no {'training' if train is None else 'validation'} images; "
             f"{source.advice}"
         )
-    if "test" in sets and val is not sets["test"]:
-        say(TEST_KEPT)
+    if "test" in sets:
+        say(TEST_USED if val is sets["test"] else TEST_KEPT)
     groups = source.groups
     if isinstance(val, Subset) and held_out is not None and groups is not None:
         assert isinstance(train, Subset)
@@ -236,6 +238,7 @@ class _Table:
             raise ConfigError(f"data.table={data.table}: no such file in {root} or {os.getcwd()}")
         self._root = root
         self._labeled = labeled
+        self._used = [*_NAMES] if labeled else ["image"]
         self._state = path_state(os.fsencode(self.path))
         self._rows = records(self.path)
         first = next(self._rows)
@@ -249,14 +252,17 @@ class _Table:
             self._find_columns(data)
             self.places.setdefault("image", image)
         free = [place for place in range(len(self.header)) if place not in self.places.values()]
-        if len(free) == 1 and not data.columns.label:
+        if len(free) == 1 and labeled and not data.columns.label:
             self.places.setdefault("label", free[0])
-        wanted = {name for name in _NAMES if getattr(data.columns, name)}
-        wanted |= {"image", "label"} if labeled else {"image"}
+        wanted = {name for name in self._used if getattr(data.columns, name)}
+        wanted |= {"image", "label"} & {*self._used}
         if missing := sorted(wanted - {*self.places}):
+            given = {name: getattr(data.columns, name) for name in missing}
+            asked = " and ".join(name + f" ({each})" * bool(each) for name, each in given.items())
+            near = "".join(nearest(each, self.header) for each in given.values() if each)
             raise ConfigError(
-                f"{self.path}: no column {' and '.join(missing)} among {listed(self.header)}; "
-                f"{self._advice(missing, free)}"
+                f"{self.path}: no column {asked} among {listed(self.header)}"
+                f"{near or f'; {self._advice(missing, free)}'}"
             )
 
     def __str__(self) -> str:
@@ -267,8 +273,8 @@ class _Table:
     def _find_columns(self, data: DataConfig) -> None:
         plain = ["".join(filter(str.isalnum, name.casefold())) for name in self.header]
         self.places: dict[str, int] = {}
-        for name, usual in _NAMES.items():
-            given = getattr(data.columns, name)
+        for name in self._used:
+            given, usual = getattr(data.columns, name), _NAMES[name]
             among = self.header if given else plain
             for each in [given] if given else usual.split():
                 if each in among:
@@ -314,10 +320,12 @@ class _Table:
             image, *more = (cells.get(self.places.get(name, -1), "") for name in _NAMES)
             label, part, group = map(str.strip, more)
             split = SPELLINGS.get(part.lower(), -1)
-            found = self._find(image) or [image][self._labeled :]
+            found = self._find(image)
             where = f"{image} in row {number}"
             if not found:
                 left_out[_ABSENT].append(where)
+                if not self._labeled:
+                    rows[image] = "", image, 0, image, image, number
             elif len(found) > 1:
                 if several not in left_out:
                     one = min(found, key=lambda path: "train" not in path)
@@ -341,7 +349,10 @@ class _Table:
         kept = sorted(row for name, row in rows.items() if name not in conflicting)
         labels, names, splits, groups, images, _ = zip(*kept, strict=True) if kept else [()] * 6
         folders = {os.path.dirname(os.path.join(self._root, name)) for name in names}
-        watched = {os.fsencode(path): path_state(os.fsencode(path)) for path in folders}
+        watched = {
+            os.fsencode(path): path_state(os.fsencode(path))
+            for path in filter(os.path.isdir, folders)
+        }
         watched[os.fsencode(self.path)] = self._state
         columns = [_numbered(labels), splits, _numbered(groups)][: 2 + ("group" in self.places)]
         # identical rows count once
@@ -391,12 +402,9 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("folder", help="class folders, or train, val and test with class folders")
     try:
-        base, sets = find_sets(parser.parse_args(arguments).folder, None)
-        if len(sets) < 2:
-            sets = {"": base}
         # keep warnings out of the table
         with redirect_stdout(sys.stderr):
-            sources = {name: FolderSource(path) for name, path in sets.items()}
+            base, sources = open_sets(parser.parse_args(arguments).folder)
     except DataError as error:
         return tell([error])
     columns = slice(2 + ("" not in sources))

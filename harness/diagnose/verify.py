@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import time
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from ..runtime import signals
 from ..runtime.errors import DataError
 
 
-def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
-    """Reads both sets with ``settings`` and rewrites ``bad_samples.jsonl`` in ``folder``.
+def verify(
+    feeds: Feeds, sets: Mapping[str, AnyDataset], settings: FeedSettings, folder: Path
+) -> None:
+    """Reads all ``sets`` with ``settings`` and rewrites ``bad_samples.jsonl`` in ``folder``.
 
     Every rank calls this and reads its share. Caches are bypassed. The list of a set is written
     after the set is complete.
@@ -40,16 +43,17 @@ def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
         # of an earlier run
         (folder / FILE).unlink(missing_ok=True)
     with RunWriter(folder, tensorboard=False) if is_main else nullcontext() as writer:
-        for name, dataset in (("training", feeds.splits.train), ("validation", feeds.splits.val)):
+        for name, dataset in sets.items():
             began_s = time.perf_counter()
-            found = _unreadable(feeds, dataset, settings, name)
+            images = f"{name} images".lstrip()
+            found = _unreadable(feeds, dataset, settings, images)
             if writer is not None:
                 for failure in found:
                     writer.bad_sample(name, failure.sample, failure.where, failure.reason)
             bad += found
             total += len(dataset)
             say(
-                f"verify: {len(found)} of {len(dataset)} {name} images cannot be read "
+                f"verify: {len(found)} of {len(dataset)} {images} cannot be read "
                 f"({time.perf_counter() - began_s:.1f} s)"
             )
     if bad:
@@ -60,7 +64,7 @@ def verify(feeds: Feeds, settings: FeedSettings, folder: Path) -> None:
 
 
 def _unreadable(
-    feeds: Feeds, dataset: AnyDataset, settings: FeedSettings, name: str
+    feeds: Feeds, dataset: AnyDataset, settings: FeedSettings, images: str
 ) -> list[Failure]:
     """Returns the unreadable samples of ``dataset``, of all ranks."""
     if isinstance(dataset, ImageDataset):
@@ -70,7 +74,7 @@ def _unreadable(
     own: list[Failure] = []
     with (
         closing(feeds.val(settings, dataset)) as feed,
-        progress(f"verify: {name} images", len(feed), "batches") as bar,
+        progress(f"verify: {images}", len(feed), "batches") as bar,
     ):
         for batch in feed.polled(math.inf, check=False):
             signals.check()

@@ -112,8 +112,21 @@ def test_a_named_column_is_never_replaced(root: Path) -> None:
     """Not even by the only other one."""
     (root / "labels.csv").write_text(FORMS["comma"].replace("label", "dx"))
     assert found(opened(root)) == dict(ROWS)
-    with pytest.raises(ConfigError, match="no column label among path, dx"):
+    with pytest.raises(ConfigError, match=r"no column label \(diagnosis\) among path, dx"):
         opened(root, columns={"label": "diagnosis"})
+    with pytest.raises(ConfigError, match=r"did you mean dx\?$"):
+        opened(root, columns={"label": "DX"})
+
+
+def test_a_table_without_labels_lists_what_is_to_be_predicted(root: Path) -> None:
+    """Other columns are no labels, and images that are not there keep their rows."""
+    (root / "new.csv").write_text("camera,file\n7,cat/0.jpg\n7,cat/99.jpg\n9,fox/1.jpg\n")
+    for _ in range(2):
+        source = TableSource(str(root), settings(root, "new.csv"), labeled=False)
+        assert [source.name(i) for i in range(3)] == ["cat/0.jpg", "cat/99.jpg", "fox/1.jpg"]
+        assert source.classes == ("",)
+    plant(root, ["fox/1.jpg"])
+    assert TableSource(str(root), settings(root, "new.csv"), labeled=False).read(2)[0] == JPEG
 
 
 def test_groups_in_several_splits_are_counted(root: Path, caplog: pytest.LogCaptureFixture) -> None:
