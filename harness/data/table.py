@@ -28,7 +28,7 @@ from ..config import ConfigError, DataConfig, Evaluate, OnError
 from ..monitor.console import say
 from ..runtime.errors import DataError, listed, printable, tell
 from ..runtime.folder import check_folder, log
-from ..suggestions import nearest, shell_word, typed
+from ..suggestions import shell_word, typed
 from .folder_index import Index, listing, pack, path_state, remembered
 from .folds import HeldOut
 from .records import records, text
@@ -257,12 +257,10 @@ class _Table:
         wanted = {name for name in self._used if getattr(data.columns, name)}
         wanted |= {"image", "label"} & {*self._used}
         if missing := sorted(wanted - {*self.places}):
-            given = {name: getattr(data.columns, name) for name in missing}
-            asked = " and ".join(name + f" ({each})" * bool(each) for name, each in given.items())
-            near = "".join(nearest(each, self.header) for each in given.values() if each)
+            asked = " and ".join(getattr(data.columns, name) or name for name in missing)
             raise ConfigError(
-                f"{self.path}: no column {asked} among {listed(self.header)}"
-                f"{near or f'; {self._advice(missing, free)}'}"
+                f"{self.path}: no column {asked} among {listed(self.header)}; "
+                f"{self._advice(missing, free)}"
             )
 
     def __str__(self) -> str:
@@ -271,14 +269,14 @@ class _Table:
         return used + (f" (unused: {listed(rest)})" if rest else "")
 
     def _find_columns(self, data: DataConfig) -> None:
-        plain = ["".join(filter(str.isalnum, name.casefold())) for name in self.header]
+        plain = [*map(_plain, self.header)]
         self.places: dict[str, int] = {}
         for name in self._used:
-            given, usual = getattr(data.columns, name), _NAMES[name]
-            among = self.header if given else plain
-            for each in [given] if given else usual.split():
-                if each in among:
-                    self.places.setdefault(name, among.index(each))
+            given = getattr(data.columns, name)
+            for each in [given] if given else _NAMES[name].split():
+                for among, wanted in ((self.header, each), (plain, _plain(each))):
+                    if wanted in among:
+                        self.places.setdefault(name, among.index(wanted))
 
     def _advice(self, missing: Sequence[str], free: Iterable[int]) -> str:
         """Returns advice on ``missing`` columns, which may be among the ``free`` ones."""
@@ -386,6 +384,11 @@ class _Table:
             for plain in {path, os.path.splitext(path)[0]}:
                 found[os.path.basename(plain)].append((plain, path))
         return found
+
+
+def _plain(name: str) -> str:
+    """Returns the lower-case letters and digits of a column's name."""
+    return "".join(filter(str.isalnum, name.casefold()))
 
 
 def _numbered(values: Iterable[Hashable]) -> list[int]:
