@@ -654,15 +654,17 @@ def fitting_batch(feeds: Feeds, trainee: TrainingBenchmark) -> tuple[int, list[s
     fitting = max(2, int(2.0 / image_s))
     if fitting >= size:
         return size, []
-    whole_s = f"a step on loader.batch_size={size} would take about {size * image_s:.0f} s"
-    return fitting, [f"measured with batches of {fitting} images: {whole_s}"]
+    why = f"a step on loader.batch_size={size} takes too long"
+    return fitting, [f"measured with batches of {fitting} images: {why}"]
 
 
 def command(config: Config, overridden: Sequence[str], verdict: Verdict, world: World) -> str:
     """Returns the next command: the user's overrides, and the most helpful change."""
     more = "loader.autotune=true"
     if verdict.kind in _NO_CEILING:
-        more = "mode=diagnose"
+        # fewer torch threads, beside other programs
+        fewer = as_overrides(verdict.change) if verdict.kind == "neighbors" else ""
+        more = f"{fewer} mode=diagnose"
     elif verdict.kind in ("compute", "balanced"):
         more = as_overrides(verdict.change)
     return resume_command(config, world, overridden, more.split(), "mode")

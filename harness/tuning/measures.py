@@ -312,7 +312,9 @@ class TuningReport:
         if after.settings != before.settings:
             return f"{rates}, {after.settings} {after.rate}. {self.reason}."
         if FED * self.ceiling <= 1:
-            return f"No speedup possible (upper bound {self.ceiling:.1f}x). {rates}. {self.reason}."
+            found = "possible" if self.others_cores is None else "found beside other programs"
+            bound = f"upper bound {self.ceiling:.1f}x"
+            return f"No speedup {found} ({bound}). {rates}. {self.reason}."
         return f"{rates}, and is kept. {self.reason}."
 
     @property
@@ -367,7 +369,7 @@ class TuningReport:
 
     def lines(self) -> list[str]:
         """Returns the result: before and after, the reason, how to repeat it, and refusals."""
-        count = f"{len(self.trials)} measurement" + "s" * (len(self.trials) != 1)
+        count = f"{len(self.trials)} loader measurement" + "s" * (len(self.trials) != 1)
         title = f"tuner={self.search}: {count} in {self.seconds:.1f} s"
         if self.reused:
             title = f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"

@@ -93,6 +93,13 @@ def without_uv(monkeypatch: pytest.MonkeyPatch) -> None:
             (), "neighbors", "cuda", "python train.py mode=diagnose", id="once more, without them"
         ),
         pytest.param(
+            (),
+            "neighbors",
+            "cpu",
+            "python train.py trainer.num_threads=1 mode=diagnose",
+            id="once more, beside them",
+        ),
+        pytest.param(
             ("optim.lr=0.2",), "balanced", "cpu", "python train.py optim.lr=0.2", id="balanced"
         ),
     ],
@@ -110,6 +117,8 @@ def test_the_line_to_paste(
     if bottleneck in ("balanced", "compute"):
         faster: Change = {"trainer.precision": "bf16", "trainer.channels_last": True}
         change = faster if device == "cuda" else {}
+    elif bottleneck == "neighbors":
+        change = {"trainer.num_threads": 1} if device == "cpu" else {}
     found = Verdict(bottleneck, SHARES, change)
     assert command(config, overridden, found, ranks(1)) == line
 
