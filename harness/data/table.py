@@ -65,7 +65,6 @@ SPELLINGS = {
     # an empty cell
     "": 0,
 }  # fmt: skip
-_ABSENT = "images not found"
 # rows searched for the content of missing columns
 _LOOKED_AT = 1000
 _FLAGS = {"0", "1", "0.0", "1.0"}
@@ -98,8 +97,7 @@ class TableSource(FileSource):
         index = remembered(cache_root() / "index", repr(asked).encode(), table.read)
         super().__init__(root, index)
         say(f"{self.origin}: {table}")
-        left_out = labeled and index.left_out()
-        if left_out:
+        if left_out := index.left_out():
             left_out = f"{self.origin}: {left_out}"
             if data.on_error is not OnError.skip:
                 raise DataError(
@@ -312,6 +310,7 @@ class _Table:
         rows: dict[str, tuple[str, str, int, str, str, int]] = {}
         conflicting = set()
         several = "ambiguous names"
+        lost = False
         for number, values in filter(itemgetter(1), self._rows):
             # a row may lack its last cells
             cells = dict(enumerate(map(text, values)))
@@ -321,8 +320,10 @@ class _Table:
             found = self._find(image)
             where = f"{image} in row {number}"
             if not found:
-                left_out[_ABSENT].append(where)
-                if not self._labeled:
+                lost = True
+                if self._labeled:
+                    left_out["images not found"].append(where)
+                else:
                     rows[image] = "", image, 0, image, image, number
             elif len(found) > 1:
                 if several not in left_out:
@@ -357,7 +358,7 @@ class _Table:
         both = map(dict.fromkeys, zip(images, names, strict=True))
         called = [*map(os.fsencode, map("\0".join, both))]
         classes = [*map(os.fsencode, dict.fromkeys(labels))]
-        return pack(classes, columns, called, left_out, watched), _ABSENT not in left_out
+        return pack(classes, columns, called, left_out, watched), not lost
 
     def _find(self, name: str) -> list[str]:
         """Returns the path below ``root`` that ``name`` refers to; several if it is ambiguous.

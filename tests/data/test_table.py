@@ -126,6 +126,9 @@ def test_a_table_without_labels_lists_what_is_to_be_predicted(root: Path) -> Non
         assert source.classes == ("",)
     plant(root, ["fox/1.jpg"])
     assert TableSource(str(root), settings(root, "new.csv"), labeled=False).read(2)[0] == JPEG
+    (root / "new.csv").write_text("file\n0\n")
+    with pytest.raises(DataError, match="ambiguous names"):
+        TableSource(str(root), settings(root, "new.csv"), labeled=False)
 
 
 def test_groups_in_several_splits_are_counted(root: Path, caplog: pytest.LogCaptureFixture) -> None:
