@@ -544,10 +544,11 @@ def _check_settings(data: DataConfig) -> None:
         value = getattr(data, setting)
         # false requests nothing
         if value not in (getattr(default, setting), False):
-            users = " or ".join(name for name, own in _SETTINGS.items() if setting in own.split())
+            users = [name for name, own in _SETTINGS.items() if setting in own.split()]
+            instead = "" if user_code.is_own(data.name) else f", or write data={' or '.join(users)}"
             raise ConfigError(
                 f"data.{setting}={getattr(value, 'name', value)} has no effect with "
-                f"data={data.name}; leave it out, or write data={users}"
+                f"data={data.name}; leave it out{instead}"
             )
     if "JPEG" not in in_use():
         log.warning(
