@@ -540,15 +540,16 @@ def _check_settings(data: DataConfig) -> None:
     idle = set(every.split()) - set(_SETTINGS.get(data.name, every).split())
     if user_code.is_own(data.name):
         idle = {"cache"}
-    for setting in sorted(idle):
+    # the one with the fewest datasets first, such as data.table
+    for setting in sorted(idle, key=lambda each: (every.split().count(each), each)):
         value = getattr(data, setting)
         # false requests nothing
         if value not in (getattr(default, setting), False):
             users = [name for name, own in _SETTINGS.items() if setting in own.split()]
-            instead = "" if user_code.is_own(data.name) else f", or write data={' or '.join(users)}"
+            instead = "" if user_code.is_own(data.name) else f"write data={' or '.join(users)}, or "
             raise ConfigError(
                 f"data.{setting}={getattr(value, 'name', value)} has no effect with "
-                f"data={data.name}; leave it out{instead}"
+                f"data={data.name}; {instead}leave it out"
             )
     if "JPEG" not in in_use():
         log.warning(

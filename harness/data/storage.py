@@ -29,7 +29,9 @@ from .folds import Fold, HeldOut, dealt
 _MOST_BYTES = 1 << 30
 # fixed: the run's seed must not move images from training to validation
 SPLIT_SEED = 0
-TEST_KEPT = "the test set is not used. To evaluate it: mode=evaluate resume=RUN data.evaluate=test"
+TEST_KEPT = (
+    "the test set is not used. To evaluate it: mode=evaluate model.weights=RUN data.evaluate=test"
+)
 TEST_USED = "no validation set: the test set is used for validation"
 
 

@@ -231,6 +231,8 @@ class _Table:
     """
 
     def __init__(self, root: str, data: DataConfig, labeled: bool) -> None:
+        if data.table is None:
+            raise ConfigError("data=table requires data.table, for example data.table=labels.csv")
         self.path = table_path(root, data)
         if not os.path.isfile(self.path):
             raise ConfigError(f"data.table={data.table}: no such file in {root} or {os.getcwd()}")

@@ -394,7 +394,8 @@ class AutoSearch:
         if not (self.complete or is_fed):
             why = ". Tuning ran out of time before it could try more (raise tuner.budget_s)"
         elif self._is_uneven():
-            why = ", and a few take far longer, so more batches are prefetched"
+            deeper = chosen.batches_ahead > self.own.batches_ahead
+            why = ", and a few take far longer" + ", so more batches are prefetched" * deeper
         elif is_fed:
             why = ". Nothing cheaper keeps the model busy" * self.complete
         elif 0 < chosen.num_workers == more.num_workers:

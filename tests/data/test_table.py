@@ -218,6 +218,15 @@ def test_what_is_no_table_is_refused(root: Path, kind: str) -> None:
     assert "\n" not in str(raised.value) and "labels.csv" in str(raised.value)
 
 
+def test_a_table_is_required_by_name(root: Path) -> None:
+    """And beside another data set, the error names data=table."""
+    with pytest.raises(ConfigError, match="requires data.table"):
+        load(settings(root, None), AugmentConfig(), 0)  # type: ignore[arg-type]
+    data = DataConfig("shapes", table="labels.csv", split_fraction=0.2)
+    with pytest.raises(ConfigError, match=r"data\.table=labels\.csv .*; write data=table, or"):
+        load(data, AugmentConfig(), 0)
+
+
 def test_the_way_out_of_a_missing_column_works(root: Path) -> None:
     """What the message says to type is what a shell and Hydra read; a label repeats."""
     rows = "".join(f"P{i // 3},{a},{b},1\n" for i, (a, b) in enumerate(ROWS))
