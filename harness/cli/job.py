@@ -185,7 +185,7 @@ def _verify(world: World, job: Job) -> None:
     if user_code.is_own(config.data.name):
         # opening must not fail at the first bad sample
         config = replace(config, data=replace(config.data, on_error=OnError.skip))
-    splits, sets = datasets.load_sets(config.data, config.seed)
+    splits, sets = datasets.load_sets(config.data, config.seed, world.gathered)
     feeds = Feeds(splits, config, world)
     verify(feeds, sets, feeds.settings(limits.measure(world.local_size)), job.folder)
 

@@ -487,15 +487,19 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
     return Splits(images, images, source.classes, data.name, str(data.root), name, False)
 
 
-def load_sets(data: DataConfig, seed: int) -> tuple[Splits, dict[str, AnyDataset]]:
+def load_sets(
+    data: DataConfig, seed: int, gathered: Gathered
+) -> tuple[Splits, dict[str, AnyDataset]]:
     """Opens all images of the dataset, by the name of their set: "" if there is only one.
+
+    Arguments are as in ``load``.
 
     Raises:
         ConfigError, DataError: as ``load``.
     """
     opened = DATASETS.get(data.name)
     if opened not in (open_folders, open_listed):
-        splits = load(data, AugmentConfig(), seed)
+        splits = load(data, AugmentConfig(), seed, gathered)
         return splits, {"training": splits.train, "validation": splits.val}
     _check_settings(data)
     if opened is open_folders:

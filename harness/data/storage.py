@@ -288,7 +288,7 @@ def split(
     if not 0 < np.count_nonzero(chosen) < len(chosen):
         part = "training" if chosen.any() else "validation"
         raise DataError(
-            f"{_setting(held_out)}: no {part} images, too few images or groups; set "
+            f"{_setting(held_out)} leaves no {part} images: too few images or groups; set "
             f"data.split_fraction={math.ceil(100 / min(apart)) / 100:g} instead"
         )
     absent = np.flatnonzero(np.bincount(labels[chosen], minlength=len(source.classes)) == 0)

@@ -400,10 +400,10 @@ class LoopTracker:
             length = len(dataset)  # type: ignore[arg-type]
         known = id(dataset), length
         # others would stay in memory for nothing
-        composed = [own for own in getattr(dataset, "__dict__", {}).values() if is_composed(own)]
+        kept = any(map(is_composed, getattr(dataset, "__dict__", {}).values()))
         is_stream = isinstance(dataset, IterableDataset)
         own = self._known[loader] = WatchedLoader(
-            caller(), _settings(loader), known, dataset if composed else None, is_stream
+            caller(), _settings(loader), known, dataset if kept else None, is_stream
         )
         return own
 

@@ -169,9 +169,10 @@ def _applied(
     if kept & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
         # other images: this command locates them, the checkpoint decides their pixels
         kept |= {path for path, _, _ in walk(config) if path.startswith("data.")} - PIXELS
-    typed_place = {"root", "table"} & {path.removeprefix("data.") for path in kept}
-    here = replace(trained.data, **{name: getattr(config.data, name) for name in typed_place})
-    if _place(here) != _place(trained.data):
+    located = {
+        name: getattr(config.data, name) for name in ("root", "table") if f"data.{name}" in kept
+    }
+    if _place(replace(trained.data, **located)) != _place(trained.data):
         # no image of another folder or table was trained on
         kept |= {"data.split_fraction", "data.fold", "data.folds", "data.columns.group"}
 
