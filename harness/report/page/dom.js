@@ -12,7 +12,7 @@ export function s(tag, attributes, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
-const isThere = (value) => value !== undefined && value !== null && value !== false;
+const isThere = (value) => (value ?? false) !== false;
 
 function filled(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
@@ -121,11 +121,8 @@ export function steered(frame, { name, count, nearest, place, lines, choose }) {
     choose(null);
   };
   const moves = {
-    ArrowLeft: () => at - 1,
-    ArrowRight: () => at + 1,
-    ArrowDown: () => at - 1,
-    ArrowUp: () => at + 1,
-    PageDown: () => at - 10, PageUp: () => at + 10, Home: () => 0, End: () => count - 1,
+    ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1,
+    PageDown: -10, PageUp: 10, Home: -Infinity, End: Infinity,
   };
   return filled(frame, {
     role: "slider",
@@ -145,7 +142,7 @@ export function steered(frame, { name, count, nearest, place, lines, choose }) {
       if (event.key === "Escape") leave();
       if (!(event.key in moves)) return;
       event.preventDefault();
-      set(moves[event.key]());
+      set(at + moves[event.key]);
     },
   }, []);
 }

@@ -34,12 +34,11 @@ export function grid(ax, y, end, show) {
 }
 
 const px = (value) => value.toFixed(1);
-const isKnown = (value) => value !== null && value !== undefined;
 
 // A line that is flat within each group, and straight over groups without a figure.
 export function linePath(values, ax, y) {
   const flat = (value, index) =>
-    (isKnown(value) ? [`${px(ax.from(index))},${px(y(value))}H${px(ax.to(index))}`] : []);
+    (value === null ? [] : [`${px(ax.from(index))},${px(y(value))}H${px(ax.to(index))}`]);
   return `M${values.flatMap(flat).join("L")}`;
 }
 
@@ -47,8 +46,8 @@ export function linePath(values, ax, y) {
 export function areaPath(lower, upper, ax, y) {
   const block = (top, index) => {
     const [from, to] = [px(ax.from(index)), px(ax.to(index))];
-    return isKnown(top)
-      ? [`M${from},${px(y(lower[index]))}V${px(y(top))}H${to}V${px(y(lower[index]))}Z`] : [];
+    return top === null ? []
+      : [`M${from},${px(y(lower[index]))}V${px(y(top))}H${to}V${px(y(lower[index]))}Z`];
   };
   return upper.flatMap(block).join("");
 }
