@@ -2,9 +2,9 @@
 import { absent, fitted, h, label, path, s, steered, tableOf } from "./dom.js";
 import { known, perSecond, rounded, seconds } from "./format.js";
 import { keys, sample } from "./marks.js";
-import { grid } from "./plot.js";
+import { grid, heightOf, LEFT } from "./plot.js";
 
-const LEFT = 64, RIGHT = 16, TOP = 24, BOTTOM = 220, HEIGHT = 260;
+const RIGHT = 16, TOP = 24, BOTTOM = 220, HEIGHT = 260;
 // a demand beyond this many times the fastest rate is only printed, to keep the rates apart
 const NEAR = 3;
 const KINDS = { supply: "loader only", steps: "delivered to training steps" };
@@ -38,8 +38,8 @@ function cross(x, y) {
   return path(`M${x - 4},${y - 4}l8,8m0,-8l-8,8`, "refused");
 }
 
-function ring(x, y, r, kind) {
-  return s("circle", { cx: x, cy: y, r, class: kind });
+function ring(x, y, r) {
+  return s("circle", { cx: x, cy: y, r, class: "ring" });
 }
 
 export function supplySection(tuning) {
@@ -53,7 +53,7 @@ export function supplySection(tuning) {
     [sample(dot(7, 7, "steps")), "delivered to steps"],
     [sample(cross(7, 7)), "refused"],
     [sample(path("M0,7h14", "demand")), "the step can take"],
-    [sample(ring(7, 7, 5.5, "ring")), "chosen"],
+    [sample(ring(7, 7, 5.5)), "chosen"],
     ...backendsOf(trials),
   ];
   const rows = () => trials.map((trial) =>
@@ -73,7 +73,7 @@ function scaleOf({ demand, settings }, trials, width) {
   const last = Math.max(1, settings.num_workers,
     ...trials.map((trial) => trial.settings.num_workers));
   const x = (workers) => LEFT + ((workers + 0.5) / (last + 1)) * (width - LEFT - RIGHT);
-  const y = (rate) => BOTTOM - (Math.max(0, Math.min(rate, end)) / end) * (BOTTOM - TOP);
+  const y = heightOf({ top: TOP }, BOTTOM, end);
   // a delivered rate is next to the supply of the same setting
   const beside = Math.min(7, 0.3 * (x(1) - x(0)));
   const at = ({ settings: { num_workers: workers }, kind, rate }) =>
@@ -116,7 +116,7 @@ function drawn(tuning, trials, width) {
     backdrop(scale, width),
     tuning.demand && demandLine(scale, tuning.demand, width),
     trials.map((trial) => trialMark(scale, trial)),
-    choice && ring(...scale.at(choice), 9, "ring"),
+    choice && ring(...scale.at(choice), 9),
     cursor);
   const distance = (trial, px) => Math.abs(scale.at(trial)[0] - px);
   return steered(svg, {
