@@ -15,24 +15,26 @@ export const MEANINGS = {
 };
 
 const SLANTED = "M-2,2 l4,-4 M0,8 l8,-8 M6,10 l4,-4";
-const dots = (...places) =>
+const lines = (d) => () => path(d, "stroke");
+const dots = (...places) => () =>
   places.map((at) => s("circle", { cx: at, cy: at, r: 1.4, class: "ink" }));
+const plain = () => [];
 
 const OTHERS = 6; // paints for things other than parts
 const PATTERNS = {
-  compute: () => [],
-  launch: () => path("M0,2 h8 M0,6 h8", "stroke"),
-  prepare: () => path("M0,4 h8 M4,0 v8", "stroke"),
-  starved: () => path(SLANTED, "stroke"),
-  exposed_copy: () => dots(2, 6),
-  host: () => path("M2,0 v8 M6,0 v8", "stroke"),
-  waiting: () => path(SLANTED, "stroke"),
-  other0: () => [],
-  other1: () => path("M0,4 h8", "stroke"),
-  other2: () => path("M-2,6 l4,4 M0,0 l8,8 M6,-2 l4,4", "stroke"),
-  other3: () => dots(4),
-  other4: () => path("M0,4 h8 M4,0 v8", "stroke"),
-  other5: () => path("M4,0 v4", "stroke"),
+  compute: plain,
+  launch: lines("M0,2 h8 M0,6 h8"),
+  prepare: lines("M0,4 h8 M4,0 v8"),
+  starved: lines(SLANTED),
+  exposed_copy: dots(2, 6),
+  host: lines("M2,0 v8 M6,0 v8"),
+  waiting: lines(SLANTED),
+  other0: plain,
+  other1: lines("M0,4 h8"),
+  other2: lines("M-2,6 l4,4 M0,0 l8,8 M6,-2 l4,4"),
+  other3: dots(4),
+  other4: lines("M0,4 h8 M4,0 v8"),
+  other5: lines("M4,0 v4"),
 };
 
 // The definitions behind `paint`, once in a document.
