@@ -1,5 +1,5 @@
 // The course of a run: charts above each other on one axis of steps, with one cursor.
-import { absent, fitted, h, label, note, path, s, steered, tableOf } from "./dom.js";
+import { absent, fitted, h, label, list, note, path, s, steered, tableOf } from "./dom.js";
 import { count, known, many, ms, ticks, unitOf, words } from "./format.js";
 import { keys, paint, partKeys, PARTS, stroke, swatch } from "./marks.js";
 import { areaPath, axis, epochLines, grid, heightOf, LEFT, linePath, TOP } from "./plot.js";
@@ -180,7 +180,7 @@ function spikeList(course, toggle) {
   return h("div", { class: "spikes" },
     h("p", {}, h("span", { class: "spike-key", "aria-hidden": "true" }, "▼ "),
       `${standOut(course)}${marked}${rest}: `, toggle),
-    h("ul", {}, listed.map((spike) => h("li", {}, told(spike)))));
+    list(listed.map(told)));
 }
 
 const WHY = { // by where a figure comes from

@@ -35,6 +35,12 @@ export function note(...children) {
   return h("p", { class: "note" }, ...children);
 }
 
+// A list of texts, if there are any.
+export function list(texts, kind, role) {
+  return texts.length > 0
+    && h("ul", { class: kind, role }, texts.map((text) => h("li", {}, text)));
+}
+
 // An unavailable figure, and why.
 export function absent(reason) {
   return h("p", { class: "absent" }, h("strong", {}, "not available"), ` ${reason}`);

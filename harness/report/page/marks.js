@@ -15,6 +15,7 @@ export const MEANINGS = {
 };
 
 const SLANTED = "M-2,2 l4,-4 M0,8 l8,-8 M6,10 l4,-4";
+// each returns a function, because elements cannot be shared
 const lines = (d) => () => path(d, "stroke");
 const dots = (...places) => () =>
   places.map((at) => s("circle", { cx: at, cy: at, r: 1.4, class: "ink" }));

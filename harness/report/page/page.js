@@ -1,5 +1,5 @@
 // The page: one run, or several with the selected one below.
-import { h } from "./dom.js";
+import { h, list } from "./dom.js";
 import { patterns } from "./marks.js";
 import { runView } from "./run.js";
 import { newest, sweepView } from "./sweep.js";
@@ -9,14 +9,12 @@ let opened = null; // the selected run, kept across reloads
 // Fills the document. `load(name)` returns one of `runs` in full; `reload`, if given, reads
 // everything again.
 export function start({ runs, notes = [], declared, load, reload }) {
-  const main = h("main", { id: "main", tabindex: "-1" });
   const again = reload && h("p", { class: "reload" },
     h("button", { type: "button", click: reload }, "Reload"));
+  const main = h("main", { id: "main", tabindex: "-1" }, again, list(notes, "notes"));
   const link = h("a", { class: "skip", href: "#main", click: skip }, "Skip to the run");
   document.querySelector(".page")?.remove();
   document.body.append(h("div", { class: "page" }, patterns(), link, main));
-  main.append(...[again, notes.length > 0
-    && h("ul", { class: "notes" }, notes.map((note) => h("li", {}, note)))].filter(Boolean));
   if (!runs.length) {
     main.append(h("h1", {}, "No run yet"),
       h("p", {}, "A run appears as soon as its folder has metrics.jsonl or report.json."));
@@ -28,8 +26,7 @@ export function start({ runs, notes = [], declared, load, reload }) {
     opened = name;
     const view = await load(name)
       .then((run) => runView(run, declared, runs.length > 1 ? "h2" : "h1"))
-      .catch((error) => h("ul", { class: "notes", role: "alert" },
-        h("li", {}, `run ${name}: ${error.message}`)));
+      .catch((error) => list([`run ${name}: ${error.message}`], "notes", "alert"));
     if (opened !== name) return; // another one was selected since
     detail.replaceChildren(view);
   };

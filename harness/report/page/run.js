@@ -1,7 +1,7 @@
 // One run: its bottleneck, step, wall time, course, workers, tuner and settings.
 import { wholeBar, stageBars } from "./bars.js";
 import { courseSection } from "./course.js";
-import { absent, h, note, scrolled, table, tableOf } from "./dom.js";
+import { absent, h, list, note, scrolled, table, tableOf } from "./dom.js";
 import { bytes, known, many, ms, perSecond, quoted, seconds } from "./format.js";
 import { share, times, together, unitOf, words } from "./format.js";
 import { MEANINGS, other, PARTS, SELDOM } from "./marks.js";
@@ -62,7 +62,7 @@ export function runView(run, declared, heading) {
   return h("article", { class: "run" },
     h("header", {}, h(heading, {}, "Run ", h("span", { class: "name" }, run.name)),
       note(facts(report, ended))),
-    run.notes.length > 0 && h("ul", { class: "notes" }, run.notes.map((text) => h("li", {}, text))),
+    list(run.notes, "notes"),
     verdictCard(report, ended),
     (report.expected ?? []).map((text) => note(`Expected: ${text}`)),
     figures(run, ended),
@@ -125,7 +125,7 @@ function verdictCard({ verdict }, ended) {
         && h("span", {}, h("strong", {}, times(ceiling)), " at most, if loading were free")),
     h("p", { class: "sentence" }, sentence),
     next && h("p", { class: "next" }, "Next: ", copyButton(next)),
-    evidence.length > 0 && h("ul", {}, evidence.map((fact) => h("li", {}, fact))));
+    list(evidence));
 }
 
 function figures(run, ended) {
