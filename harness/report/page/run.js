@@ -59,6 +59,7 @@ export function runView(run, declared, heading) {
     ...(report.ranks ? [["Ranks", ranksSection(report.ranks)]] : []),
     ["Settings and environment", settingsSection(run)],
   ];
+  const headings = sections.map(([title]) => h("h2", { tabindex: "-1" }, title));
   return h("article", { class: "run" },
     h("header", {}, h(heading, {}, "Run ", h("span", { class: "name" }, run.name)),
       note(facts(report, ended))),
@@ -66,20 +67,18 @@ export function runView(run, declared, heading) {
     verdictCard(report, ended),
     (report.expected ?? []).map((text) => note(`Expected: ${text}`)),
     figures(run, ended),
-    contents(sections.map(([title]) => title)),
-    sections.map(([title, body]) => h("section", {}, h("h2", { tabindex: "-1" }, title), body)));
+    contents(headings),
+    sections.map(([, body], index) => h("section", {}, headings[index], body)));
 }
 
 // Buttons, not links: the tab's address belongs to TensorBoard.
-function contents(titles) {
-  const go = (title) => (event) => {
-    const all = [...event.target.closest(".run").querySelectorAll("h2")];
-    const found = all.find((one) => one.textContent === title);
-    found.scrollIntoView();
-    found.focus({ preventScroll: true });
+function contents(headings) {
+  const go = (heading) => () => {
+    heading.scrollIntoView();
+    heading.focus({ preventScroll: true });
   };
-  return h("nav", { class: "contents", "aria-label": "Contents" },
-    titles.map((title) => h("button", { type: "button", click: go(title) }, title)));
+  return h("nav", { class: "contents", "aria-label": "Contents" }, headings.map((heading) =>
+    h("button", { type: "button", click: go(heading) }, heading.textContent)));
 }
 
 function facts({ status, steps, epochs, world_size: ranks, goodput, environment, error }, ended) {
