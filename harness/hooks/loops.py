@@ -11,8 +11,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from operator import length_hint
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -395,10 +396,7 @@ class LoopTracker:
     def made(self, loader: Any) -> WatchedLoader:
         """Returns the record of a new loader."""
         dataset = getattr(loader, "dataset", None)
-        length = 0
-        with suppress(TypeError):
-            length = len(dataset)  # type: ignore[arg-type]
-        known = id(dataset), length
+        known = id(dataset), length_hint(dataset)
         # others would stay in memory for nothing
         kept = any(map(is_composed, getattr(dataset, "__dict__", {}).values()))
         is_stream = isinstance(dataset, IterableDataset)
