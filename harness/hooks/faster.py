@@ -251,16 +251,15 @@ def _remade(kind: type, state: dict[str, Any]) -> Any:
     return found
 
 
-def _filter(step: Any) -> str | list[str]:
+def _filters(step: Any) -> list[str]:
     """Returns the antialiased filter of ``step``, or those from which it draws one.
 
     Empty if unsupported.
     """
     # version 2 keeps its argument
-    several = isinstance(step.interpolation, tuple)
     given = [getattr(each, "value", each) for each in np.atleast_1d(step.interpolation)]
     serve = getattr(step, "antialias", True) and {*given} <= {"bilinear", "bicubic"}
-    return (given if several else given[0]) if serve else ""
+    return given if serve else []
 
 
 def _side(step: Any) -> int:
@@ -275,7 +274,7 @@ class _Fast:
 
     Attributes:
         size: side of the square.
-        filter: for resizing; one of several is drawn.
+        filters: for resizing; one of several is drawn.
         random: draws the crop; None for a center crop.
         short: the shorter side before the center crop.
         flip: probability of a flip; None: never, and nothing is drawn.
@@ -284,7 +283,7 @@ class _Fast:
     """
 
     size: int
-    filter: str | list[str]
+    filters: list[str]
     random: Any = None
     short: int = 0
     flip: float | None = None
@@ -302,7 +301,7 @@ class _Fast:
             box = (left, top, w, h)
         else:
             new_size = CropTransform(self.size, resize=self.short).whole_size(width, height)
-        name = self.filter if isinstance(self.filter, str) else choice(self.filter)
+        name = choice(self.filters) if len(self.filters) > 1 else self.filters[0]
         mirrored = self.flip is not None and bool(torch.rand(1) < self.flip)
         if isinstance(image, _Jpeg):
             pixels, box = image.part(box, self.seen)
@@ -325,7 +324,7 @@ def _fast(transform: Any) -> _Fast:
     first = [step for step in steps[:1] if isinstance(step, _TO_TENSOR)]
     match steps[len(first) :]:
         case [crop, *rest] if _cuts(crop):
-            found = _Fast(_side(crop), _filter(crop), crop)
+            found = _Fast(_side(crop), _filters(crop), crop)
         case [
             transforms.Resize() | v2.Resize() as resize,
             transforms.CenterCrop() | v2.CenterCrop() as center,
@@ -333,8 +332,8 @@ def _fast(transform: Any) -> _Fast:
         ] if not getattr(resize, "max_size", None):
             short = np.ravel(resize.size)
             if len(short) == 1 and short[0] >= _side(center):
-                found = _Fast(_side(center), _filter(resize), short=int(short[0]))
-    if found is None or not found.size or not found.filter:
+                found = _Fast(_side(center), _filters(resize), short=int(short[0]))
+    if found is None or not found.size or not found.filters:
         raise ValueError(
             "the transform does not begin with RandomResizedCrop, or Resize and CenterCrop, "
             "to a square, bilinear or bicubic"
@@ -351,9 +350,7 @@ def _normalizing(steps: list[Any]) -> list[Any]:
     """Returns the transforms, with the steps from an array to normalized float32 fused into one."""
     image = v2.ToImage in map(type, steps[:1])
     match steps:
-        case [transforms.ToTensor(), *rest]:
-            pass
-        case [
+        case [transforms.ToTensor(), *rest] | [
             transforms.PILToTensor() | v2.PILToTensor() | v2.ToImage(),
             transforms.ConvertImageDtype(dtype=torch.float32)
             | v2.ToDtype(dtype=torch.float32, scale=True),
@@ -367,8 +364,8 @@ def _normalizing(steps: list[Any]) -> list[Any]:
     match rest:
         case [transforms.Normalize() | v2.Normalize() as normalize, *rest]:
             mean, std = normalize.mean, normalize.std
-    by_channel = [np.array(each, np.float32).reshape(-1, 1, 1) for each in (mean, std)]
-    return [ToFloat(by_channel[0], by_channel[1], image), *rest]
+    shift, scale = (np.array(each, np.float32).reshape(-1, 1, 1) for each in (mean, std))
+    return [ToFloat(shift, scale, image), *rest]
 
 
 @dataclass
