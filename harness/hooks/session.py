@@ -170,7 +170,7 @@ def _in_script(name: str, value: int | bool | str, followed: WatchedLoader) -> s
 _spawn: Any = import_module("torch.multiprocessing.spawn")
 _torchs_wrap = _spawn._wrap
 # for batches from no watched loader
-_NO_LOADER = FeedSettings(1, 0, False, None, False, 0.0, "")
+_NO_LOADER = WatchedLoader("", FeedSettings(1, 0, False, None, False, 0.0, ""))
 # wait for the other ranks' figures at the end
 _PATIENCE_S = 10.0
 _SAMPLE_S = 1.0
@@ -358,20 +358,20 @@ class Session(LoopTracker):
 
     def _evidence(self, total: Window) -> Evidence:
         """Returns the measurements of the steps so far."""
-        main = self.main
+        main = self.main or _NO_LOADER
         own = self.own
         return Evidence(
             window=total,
-            stages=main.meter.stages.read() if main and main.meter else None,
-            settings=main.settings if main else _NO_LOADER,
+            stages=main.meter.stages.read() if main.meter else None,
+            settings=main.settings,
             cores=limits.measure(_local_ranks(self.world_size)).cores,
             device=own.kind,
             half_precision=own.half_precision,
             sampled=self._sampler.means() if self._sampler else {},
-            autotuned=main is None,
+            autotuned=main is _NO_LOADER,
             trainer=TrainerConfig(num_threads=torch.get_num_threads()),
-            starts=main.starts if main else 0,
-            started_s=main.started_s if main else 0.0,
+            starts=main.starts,
+            started_s=main.started_s,
         )
 
     def _stated(self, verdict: Verdict) -> Statement:

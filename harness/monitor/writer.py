@@ -99,7 +99,7 @@ class RunWriter:
                     flat[f"{tag}/{name}"] = getattr(figure, name)
             elif figure is not None:
                 flat[str(tag)] = figure
-        if self._there and step == self._resumed_step:
+        if step == self._resumed_step:
             flat = {tag: figure for tag, figure in flat.items() if tag not in self._there}
             if not flat:
                 return
@@ -290,8 +290,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if is_dataclass(value):
-        known = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {name: plain(item) for name, item in known.items() if item is not None}
+        return {
+            field.name: plain(item)
+            for field in fields(value)
+            if (item := getattr(value, field.name)) is not None
+        }
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Path):
