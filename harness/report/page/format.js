@@ -48,16 +48,14 @@ export function together(values) {
     : `${rounded(factor * value)} ${unit}`);
 }
 
-const percent = (value) => `${Math.round(100 * value)}%`;
 export const perSecond = (value) => `${rounded(value)} images/s`;
 const bytesPerSecond = (value) => `${bytes(value)}/s`;
-const cores = (value) => `${rounded(value)} cores`;
 // How values of a unit are shown, in text and on an axis.
 const UNITS = {
   ms: { show: ms, tick: ms },
-  fraction: { show: share, tick: percent },
+  fraction: { show: share, tick: (value) => `${Math.round(100 * value)}%` },
   "images/s": { show: perSecond, tick: rounded },
-  cores: { show: cores, tick: rounded },
+  cores: { show: (value) => `${rounded(value)} cores`, tick: rounded },
   bytes: { show: bytes, tick: bytes },
   "bytes/s": { show: bytesPerSecond, tick: bytesPerSecond },
 };

@@ -233,13 +233,13 @@ function goodputSection({ goodput }, ended) {
   const rest = goodput.rest.filter((part) => part.s > 0);
   const others = rest.map((part) => part.name).filter((name) => !PARTS.includes(name));
   const fill = (name) => (PARTS.includes(name) ? name : other(others.indexOf(name)));
-  const segments = [{ name: "device busy", s: busy, fill: "compute", meaning: MEANINGS.compute },
+  const segments = [{ name: "device busy", value: busy, fill: "compute", meaning: MEANINGS.compute },
     ...rest.map((part) => (
-    { name: words(part.name), s: part.s, fill: fill(part.name), meaning: REST[part.name] }))];
+    { name: words(part.name), value: part.s, fill: fill(part.name), meaning: REST[part.name] }))];
   return [
     note(`${share(fraction)} of ${seconds(wall)}, from command to exit, went into steps.`),
     wholeBar({ title: "Wall time", columns: ["share", "time"], segments: segments.map((part) => (
-      { ...part, value: part.s, cells: [share(part.s / wall), seconds(part.s)] })) }),
+      { ...part, cells: [share(part.value / wall), seconds(part.value)] })) }),
   ];
 }
 

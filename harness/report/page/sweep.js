@@ -61,7 +61,7 @@ function differing(runs) {
 }
 
 const numeric = (value) =>
-  (value !== undefined && value !== "" && Number.isFinite(Number(value)) ? Number(value) : null);
+  (value !== "" && Number.isFinite(Number(value)) ? Number(value) : null);
 
 // Numbers before texts, and unavailable values last in either direction.
 function compare(a, b, falling) {
