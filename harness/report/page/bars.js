@@ -1,5 +1,5 @@
 // Bars: one whole in parts (a step, the wall time), and the cost of each worker stage.
-import { fitted, h, label, s, steered, table } from "./dom.js";
+import { fitted, h, label, s, showMark, steered, table } from "./dom.js";
 import { share, together } from "./format.js";
 import { paint, swatch } from "./marks.js";
 
@@ -38,6 +38,7 @@ function drawn({ spoken, segments, shares, columns }, width) {
     return [block, figure];
   });
   const chosen = s("rect", { y: 1, height: HEIGHT - 2, class: "chosen", hidden: true });
+  const inside = ([from, to]) => ({ x: from + 1, width: Math.max(1, to - from - 2) });
   return steered(s("svg", { class: "bar", width, height: HEIGHT }, blocks, chosen), {
     name: spoken,
     count: segments.length,
@@ -45,13 +46,7 @@ function drawn({ spoken, segments, shares, columns }, width) {
     place: (index) => (spans[index][0] + spans[index][1]) / 2,
     lines: (index) => [segments[index].name,
       ...columns.map((column, n) => [column, segments[index].cells[n]])],
-    choose: (index) => {
-      chosen.toggleAttribute("hidden", index === null);
-      if (index === null) return;
-      const [from, to] = spans[index];
-      chosen.setAttribute("x", from + 1);
-      chosen.setAttribute("width", Math.max(1, to - from - 2));
-    },
+    choose: (index) => showMark(chosen, index !== null && inside(spans[index])),
   });
 }
 

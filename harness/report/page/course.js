@@ -1,5 +1,6 @@
 // The course of a run: charts above each other on one axis of steps, with one cursor.
-import { absent, fitted, h, label, list, note, path, s, steered, tableOf } from "./dom.js";
+import { absent, fitted, h, label, list, note, path, s } from "./dom.js";
+import { showMark, steered, tableOf } from "./dom.js";
 import { count, known, many, ms, ticks, unitOf, words } from "./format.js";
 import { keys, paint, partKeys, PARTS, stroke, swatch } from "./marks.js";
 import { areaPath, axis, epochLines, grid, heightOf, LEFT, linePath, TOP } from "./plot.js";
@@ -79,8 +80,7 @@ function cursorOf(course) {
   const lines = new Set();
   const choose = (index) => {
     for (const [line, ax] of lines) {
-      line.toggleAttribute("hidden", index === null);
-      if (index !== null) line.setAttribute("transform", `translate(${ax.middle(index)},0)`);
+      showMark(line, index !== null && { transform: `translate(${ax.middle(index)},0)` });
     }
   };
   const title = (index) => {

@@ -106,6 +106,12 @@ function showTip([title, ...rows], x, y) {
   tip.style.transform = `translate(${Math.max(4, left)}px, ${Math.max(4, top)}px)`;
 }
 
+// Shows a mark with these attributes; hides it without any.
+export function showMark(mark, attributes) {
+  mark.toggleAttribute("hidden", !attributes);
+  filled(mark, attributes, []);
+}
+
 // Makes `frame` a slider over `count` points: the pointer and the arrow keys choose one, and
 // `choose(index)` marks it.
 // `nearest(x)` gives the point at a pixel from the frame's left edge, `place(index)` the inverse,

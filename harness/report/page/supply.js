@@ -1,5 +1,5 @@
 // The tuner's measurements: loader throughput by num_workers, and model throughput.
-import { absent, fitted, h, label, path, s, steered, tableOf } from "./dom.js";
+import { absent, fitted, h, label, path, s, showMark, steered, tableOf } from "./dom.js";
 import { known, perSecond, rounded, seconds } from "./format.js";
 import { keys, sample } from "./marks.js";
 import { grid, heightOf, LEFT } from "./plot.js";
@@ -118,6 +118,10 @@ function drawn(tuning, trials, width) {
     trials.map((trial) => trialMark(scale, trial)),
     choice && ring(...scale.at(choice), 9),
     cursor);
+  const center = (trial) => {
+    const [cx, cy] = scale.at(trial);
+    return { cx, cy };
+  };
   const distance = (trial, px) => Math.abs(scale.at(trial)[0] - px);
   return steered(svg, {
     name: `Supply by num_workers, ${trials.length} measurements; `
@@ -131,12 +135,6 @@ function drawn(tuning, trials, width) {
       return [setting(settings), [measured(trials[index]), known(rate, interval)],
         ...(refused ? [["refused", refused]] : [])];
     },
-    choose: (index) => {
-      cursor.toggleAttribute("hidden", index === null);
-      if (index === null) return;
-      const [x, height] = scale.at(trials[index]);
-      cursor.setAttribute("cx", x);
-      cursor.setAttribute("cy", height);
-    },
+    choose: (index) => showMark(cursor, index !== null && center(trials[index])),
   });
 }
