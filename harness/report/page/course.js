@@ -199,9 +199,8 @@ function companion(course, { title, unit, series: all }, join) {
     .filter(({ tag }) => mean(course, tag));
   if (!series.length) return null;
   const { show, tick } = unitOf(unit);
-  const top = unit === "fraction" ? 1
-    : ROOM * largest(series.flatMap(({ tag }) => most(course, tag)));
-  const end = top || 1;
+  const end = unit === "fraction" ? 1
+    : ROOM * largest(series.flatMap(({ tag }) => most(course, tag))) || 1;
   const height = 92;
   const ranges = series.map((one) => rangeOf(mean(course, one.tag), one.name, show));
   const name = `${title}: ${ranges.join("; ")}`;

@@ -58,8 +58,8 @@ export function other(n) {
 }
 
 // A sample of 14 by 14 pixels for a legend.
-export function sample(...marks) {
-  return s("svg", { class: "swatch", width: 14, height: 14, "aria-hidden": "true" }, ...marks);
+export function sample(mark) {
+  return s("svg", { class: "swatch", width: 14, height: 14, "aria-hidden": "true" }, mark);
 }
 
 export function swatch(name) {
@@ -71,9 +71,9 @@ export function stroke(kind) {
 }
 
 // A legend of [sample, name] pairs.
-export function keys(pairs, ...more) {
+export function keys(pairs, more) {
   return h("span", { class: "keys" }, pairs.map(([mark, name]) => h("span", {}, mark, name)),
-    ...more);
+    more);
 }
 
 export function partKeys(parts = PARTS) {

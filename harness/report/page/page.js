@@ -9,9 +9,10 @@ let opened = null; // the selected run, kept across reloads
 // Fills the document. `load(name)` returns one of `runs` in full; `reload`, if given, reads
 // everything again.
 export function start({ runs, notes = [], declared, load, reload }) {
-  const again = reload && h("p", { class: "reload" },
-    h("button", { type: "button", click: reload }, "Reload"));
-  const main = h("main", { id: "main", tabindex: "-1" }, again, list(notes, "notes"));
+  const main = h("main", { id: "main", tabindex: "-1" },
+    reload && h("p", { class: "reload" },
+      h("button", { type: "button", click: reload }, "Reload")),
+    list(notes, "notes"));
   const link = h("a", { class: "skip", href: "#main", click: skip }, "Skip to the run");
   document.querySelector(".page")?.remove();
   document.body.append(h("div", { class: "page" }, patterns(), link, main));

@@ -54,11 +54,11 @@ export function runView(run, declared, heading) {
       ["Tuner measurements", supplySection(run.tuning)]]),
     ["Course of the run", courseSection(run, declared.charts)],
     ["Loading time per sample", stagesSection(report)],
-    ...(run.first_batch ? [["First training batch", firstBatch(run.first_batch)]] : []),
-    ...(report.sizes ? [["Training sizes", report.sizes.map(sized)]] : []),
-    ...(report.ranks ? [["Ranks", ranksSection(report.ranks)]] : []),
+    run.first_batch && ["First training batch", firstBatch(run.first_batch)],
+    report.sizes && ["Training sizes", report.sizes.map(sized)],
+    report.ranks && ["Ranks", ranksSection(report.ranks)],
     ["Settings and environment", settingsSection(run)],
-  ];
+  ].filter(Boolean);
   const headings = sections.map(([title]) => h("h2", { tabindex: "-1" }, title));
   return h("article", { class: "run" },
     h("header", {}, h(heading, {}, "Run ", h("span", { class: "name" }, run.name)),

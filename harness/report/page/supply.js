@@ -81,8 +81,7 @@ function scaleOf({ demand, settings }, trials, width) {
   return { x, y, at, end, last, near };
 }
 
-function backdrop(scale, width) {
-  const { x, y, end, last } = scale;
+function backdrop({ x, y, end, last }, width) {
   const every = Math.ceil((last + 1) / Math.max(2, Math.floor(width / 48)));
   const workers = Array.from({ length: Math.floor(last / every) + 1 }, (_, n) => n * every);
   const lines = grid({ left: LEFT, right: width - RIGHT }, y, end, rounded);
