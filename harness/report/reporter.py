@@ -116,8 +116,8 @@ class Reporter:
         """Returns ``report.json`` as plain values, without those unavailable on this device."""
         total = engine.monitor.clock.total()
         world = engine.world
-        trainer = engine.config.trainer
-        loader = engine.config.loader
+        config = engine.config
+        trainer = config.trainer
         cache = self.splits.cache
         own = accelerator.get(world.device)
         by_size = [
@@ -130,7 +130,7 @@ class Reporter:
                 ranks=engine.ranks,
                 trainer=trainer,
                 half_precision=own.half_precision,
-                window_steps=engine.config.watch.window_steps,
+                window_steps=config.watch.window_steps,
             )
             for part in (*engine.parts, engine.part())
         ]
@@ -147,6 +147,7 @@ class Reporter:
             evaluated = {"val_images": result.pop("images"), **result}
             evaluated["evaluated"] = self.splits.val_name
             evaluated["best_top1"] = engine.state.best_top1
+        folds = {} if config.data.fold is None else {"folds": config.data.folds}
         return report(
             evidence,
             stated(verdict),
@@ -157,7 +158,7 @@ class Reporter:
             **_progress(engine),
             **as_report(total, world.size),
             sizes=[sized(each, world.size) for each in by_size] if evidence.size else None,
-            global_batch_size=loader.batch_size * world.size * trainer.accumulate_steps,
+            global_batch_size=config.loader.batch_size * world.size * trainer.accumulate_steps,
             gpu_memory=engine.memory.peaks,
             skipped_updates=engine.skipped,
             bad_samples=len(engine.replaced) or None,
@@ -168,14 +169,9 @@ class Reporter:
             copy_of=copied and asdict(copied),
             decoded_without_pillow=libraries.in_use(),
             store=self.splits.fetched,
-            run=self._run(engine),
+            run={"name": engine.folder.name, "overrides": list(self.overridden), **folds},
             **evaluated,
         )
-
-    def _run(self, engine: Engine) -> dict[str, Any]:
-        data = engine.config.data
-        folds = {} if data.fold is None else {"folds": data.folds}
-        return {"name": engine.folder.name, "overrides": list(self.overridden), **folds}
 
     def _close(self, engine: Engine, found: Mapping[str, Any]) -> None:
         """Prints the results of a completed run."""

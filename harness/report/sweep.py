@@ -46,9 +46,7 @@ def conclude(sweep: Any) -> None:
             differs = " ".join(each for each in overridden if each not in shared)
             rows.append((name, differs, *figures, job.get("error") or job.get("status", "-")))
         columns = ("job", "differs", "top-1", "images/s", "data wait", "status")
-        for line in ("", *aligned(columns, rows)):
-            say(line)
-        for line in repeats(find_runs(root)):
+        for line in ("", *aligned(columns, rows), *repeats(find_runs(root))):
             say(line)
         say(f"look at them   {os.path.relpath(write_sweep(root)[0])}")
     except Exception as error:
