@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("the following arguments are required: SCRIPT")
     sys.excepthook = _without_us
     try:
-        ours = [*arguments[: len(arguments) - len(typed.command)]]
+        ours = arguments[: len(arguments) - len(typed.command)]
         if launch := _launched(command, ours):
             os.execv(sys.executable, launch)
         module, code = _found(*command, is_module=typed.m)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _launched(command: Sequence[str], options: list[str]) -> list[str]:
+def _launched(command: Sequence[str], options: Sequence[str]) -> list[str]:
     """Returns the command to execute if ``command`` begins with this Python, else nothing.
 
     Args:

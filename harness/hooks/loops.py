@@ -429,9 +429,8 @@ def _settings(loader: Any) -> FeedSettings:
         value = getattr(loader, name, None)
         return other if value is None else value
 
-    batches = told("batch_sampler", None)
     return FeedSettings(
-        told("batch_size", getattr(batches, "batch_size", 0)),
+        told("batch_size", getattr(told("batch_sampler", None), "batch_size", 0)),
         told("num_workers", 0),
         told("pin_memory", False),
         told("prefetch_factor", None),
