@@ -56,9 +56,9 @@ function skip(event) {
 
 const embedded = document.getElementById("data");
 if (embedded) {
-  const { runs, notes, declared } = JSON.parse(embedded.textContent);
+  const content = JSON.parse(embedded.textContent);
   try {
-    start({ runs, notes, declared, load: async (name) => runs.find((run) => run.name === name) });
+    start({ ...content, load: async (name) => content.runs.find((run) => run.name === name) });
   } catch (error) {
     start({ runs: [], notes: [`the runs cannot be shown: ${error.message}`] });
   }

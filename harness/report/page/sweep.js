@@ -139,7 +139,7 @@ function rowOf(run, label, columns, chosen, open, redraw) {
 function small(runs, labels, chosen, open) {
   const shown = runs.filter((run) => chosen.has(run.name));
   const end = Math.max(1e-9, ...shown.filter((run) => run.course)
-    .map((run) => usualHeight(run.course, false)));
+    .map((run) => usualHeight(run.course)));
   return shown.map((run) => {
     const stall = known(run.report.stall_fraction, share);
     const bound = run.report.verdict?.bottleneck ?? run.report.status ?? "no report";

@@ -12,9 +12,8 @@ async function answer(path) {
 
 async function show() {
   try {
-    const { runs, notes, declared } = await answer("./runs");
-    start({ runs, notes, declared, load: (name) => answer(`./run?name=${encodeURIComponent(name)}`),
-      reload: show });
+    start({ ...await answer("./runs"), reload: show,
+      load: (name) => answer(`./run?name=${encodeURIComponent(name)}`) });
   } catch (error) {
     start({ runs: [], notes: [`the runs cannot be read: ${error.message}`], reload: show });
   }
