@@ -308,14 +308,15 @@ class TuningReport:
         after = self.after
         if not (self.ceiling and after.rate):
             return f"Chosen: {after.settings}. {self.reason}."
-        rates = f"The model takes {self.demand} images/s. {before.settings} delivers {before.rate}"
+        model = f"The model takes {self.demand} images/s"
+        rates = f"{model}. Training reaches {before.rate} with {before.settings}"
         if after.settings != before.settings:
-            return f"{rates}, {after.settings} {after.rate}. {self.reason}."
+            return f"{rates}, {after.rate} with {after.settings}. {self.reason}."
         if FED * self.ceiling <= 1:
             found = "possible" if self.others_cores is None else "found beside other programs"
             bound = f"upper bound {self.ceiling:.1f}x"
             return f"No speedup {found} ({bound}). {rates}. {self.reason}."
-        return f"{rates}, and is kept. {self.reason}."
+        return f"{rates}, which is kept. {self.reason}."
 
     @property
     def override(self) -> str:
@@ -369,7 +370,8 @@ class TuningReport:
 
     def lines(self) -> list[str]:
         """Returns the result: before and after, the reason, how to repeat it, and refusals."""
-        count = f"{len(self.trials)} loader measurement" + "s" * (len(self.trials) != 1)
+        number = len(self.trials) + (self.demand is not None)
+        count = f"{number} measurement" + "s" * (number != 1)
         title = f"tuner={self.search}: {count} in {self.seconds:.1f} s"
         if self.reused:
             title = f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"

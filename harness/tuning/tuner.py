@@ -265,7 +265,7 @@ class Tuned:
             return
         # either the step became faster or the loader slower
         why = (
-            f"The loader delivers {total.images_per_s or 0.0:.0f} images/s per rank, not "
+            f"Training reaches {total.images_per_s or 0.0:.0f} images/s per rank, not "
             f"{report.after.rate}. Possible causes are other programs, slower storage or costlier "
             "samples: see host/cpu_fraction and host/disk_read_bytes_per_s"
         )

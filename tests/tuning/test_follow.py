@@ -70,7 +70,7 @@ def test_a_stall_over_the_prediction_is_told_once(
 
 @pytest.mark.parametrize(
     ("compute_s", "cause"),
-    [(0.010, "A step takes 10.0 ms, not 20.0"), (0.020, "The loader delivers")],
+    [(0.010, "A step takes 10.0 ms, not 20.0"), (0.020, "Training reaches")],
     ids=["faster step", "slower loader"],
 )
 def test_what_changed_is_named(
