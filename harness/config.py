@@ -195,7 +195,8 @@ class DataConfig:
     )
     table: str | None = setting(
         None,
-        "Table of the images (data=table only), in root or from here: CSV, TSV, JSONL or Parquet.",
+        "Table of the images (data=table only), a path in root or in the current folder: CSV, "
+        "TSV, JSONL or Parquet.",
     )
     train: str | None = setting(
         None,
@@ -500,7 +501,7 @@ class TunerConfig:
         None,
         "Seconds for the search; a measurement that has started is completed. null: auto takes "
         "at most 5 s, or seven steps if these take longer, and never more than a tenth of the "
-        "rest of the run; grid has no limit.",
+        "rest of the run; grid has no limit (tuner=grid sets 1800).",
         _POSITIVE,
     )
     max_workers: int | None = setting(
@@ -512,7 +513,7 @@ class TunerConfig:
     live: bool | None = setting(
         None,
         "While training, adapt the number of loader threads if that helps; null: yes, except "
-        "on CUDA. For one rank, tuner=auto and threads.",
+        "on CUDA. Only with one rank, tuner=auto and threads.",
         no_effect_with="loader.autotune=false, tuner=grid",
     )
     fresh: bool = setting(False, "Ignore the stored tuning result of a similar run.")
@@ -633,7 +634,7 @@ class ScheduleConfig:
     )
     warmup_start: float = setting(
         0.0,
-        "Fraction of the peak rate at which the warm-up begins; 0: one of its equal steps.",
+        "Fraction of the peak rate at which the warm-up begins; 0: the first of its equal steps.",
         _SHARE,
     )
     warmup_overlaps: bool = setting(
