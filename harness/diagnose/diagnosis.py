@@ -1,10 +1,10 @@
-"""Runs ``mode=diagnose``: measures the bottleneck of the user's settings in a minute.
+"""Runs ``mode=diagnose``: finds the bottleneck with the user's settings within a minute.
 
-Each run omits a part of training: the step without loading, loading without the step, and reading
+Each run omits part of training: the step without loading, loading without the step, and reading
 cold files alone. The method is DS-Analyzer's (Mohan, Phanishayee, Raniwala and
-Chidambaram, VLDB 2021) on the user's own dataset, network and loader. Runs that do not fit into the
+Chidambaram, VLDB 2021) on the user's own dataset, network and loader. Runs that do not fit in the
 time are skipped, with a note. The tuner's ``Model`` estimates throughput with and without a change;
-the measured throughput is scaled by the ratio, so that errors of the model cancel.
+the measured throughput is scaled by the ratio, so that the model's errors cancel.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _LOADING_S = 1.5
 _DEMAND_S = 1.0
 _STEPS_S = 3.0
 _FETCH_S = 4.0
-# workers and their first files
+# for workers and their first files
 _START_S = 2.0
 _LATE = "no time was left"
 _UNREAD = "no whole batch was read before"
-# of ``Figures``
+# fields of ``Figures``
 _RUNS = (
     "demand", "in_bf16", "step_cpu_s", "loading", "warm", "delivered", "wait_fraction", "fetch",
     "copy_per_s",
 )  # fmt: skip
-# rows of the table
+# table rows
 _LOADING = "loader only, files as they are"
 _DEMAND = "training steps on one preloaded batch"
 _BF16 = "training steps in bf16"
@@ -71,7 +71,7 @@ _COLD = "reading cold files"
 
 
 def files_of(source: Source) -> list[str]:
-    """Returns the samples' files, at most 20,000 in random order, if each has its own."""
+    """Returns the samples' files, at most 20,000 in random order, if each has its own file."""
     if not isinstance(undivided(source), FileSource):
         return []
     count = len(source)
@@ -79,7 +79,7 @@ def files_of(source: Source) -> list[str]:
 
 
 def short_sides(source: Source) -> list[int]:
-    """Returns the shorter sides in pixels of up to 24 samples, within a second.
+    """Returns the shorter side lengths, in pixels, of up to 24 samples, within a second.
 
     Samples that are not image files are skipped.
     """
@@ -88,7 +88,7 @@ def short_sides(source: Source) -> list[int]:
     for i in evenly_spaced(len(source), 24):
         if time.perf_counter() > end:
             break
-        # other files raise something, and damaged bytes make Pillow raise anything
+        # other files raise errors, and damaged bytes may make Pillow raise anything
         with suppress(Exception):
             data: Any = source.read(i)[0]
             plugin: Any = reader(data)
@@ -99,16 +99,16 @@ def short_sides(source: Source) -> list[int]:
 def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
     """Returns files/s from cold storage, read ``readers`` at a time, or why that is unknown.
 
-    The files are dropped from the page cache, and nothing is decoded. Other caches stay: those of a
-    disk, of a virtual machine's host or of a file server.
+    The files are dropped from the page cache, and nothing is decoded. Other caches remain: those of
+    a disk, a virtual machine's host or a file server.
     """
     if not files:
-        return "the samples are no files of their own"
+        return "the samples are not files of their own"
     sizes: list[int] = []
     begin = time.perf_counter()
 
     def work(path: str) -> None:
-        # one file at least
+        # at least one file
         if sizes and time.perf_counter() >= begin + limit_s:
             return
         try:
@@ -116,7 +116,7 @@ def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 sizes.append(len(file.readall()))
         except OSError as error:
-            raise RuntimeError(f"{path}: cannot be read: {error.strerror or error}") from error
+            raise RuntimeError(f"{path} cannot be read: {error.strerror or error}") from error
 
     try:
         # bytes that this process has read from storage, not from the page cache
@@ -128,9 +128,9 @@ def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
         share = (psutil.Process().io_counters().read_bytes - before) / max(1, sum(sizes))
     except RuntimeError as error:
         return str(error)
-    # psutil raises all of these
+    # psutil raises any of these
     except (AttributeError, psutil.Error, OSError):
-        return "this system does not separate storage reads from page-cache hits"
+        return "this system does not distinguish storage reads from page-cache hits"
     if share < 0.9:
         came = f"{share:.0%} of the bytes came from storage"
         return f"the page cache could not be emptied of these files ({came})"
@@ -139,7 +139,7 @@ def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
 
 @dataclass(slots=True)
 class Session:
-    """One diagnosis: the runs in turn, while time is left.
+    """One diagnosis, which performs its runs in turn while time is left.
 
     Every rank makes the same calls.
     """
@@ -151,10 +151,10 @@ class Session:
     now: Callable[[], float] = time.perf_counter
     fetch: Callable[..., Rate | str] = cold_fetch
     notes: list[str] = field(default_factory=list)
-    has_seen: bool = False  # every rank has read a whole batch, for reading again
+    has_seen: bool = False  # whether every rank has a whole batch to read again
 
     def run(self, settings: FeedSettings) -> dict[str, Any]:
-        """Returns the results of all runs with ``settings``, by the names of ``Figures``.
+        """Returns the results of all runs with ``settings``, by their names in ``Figures``.
 
         Raises:
             BadSample: a sample cannot be read.
@@ -172,7 +172,7 @@ class Session:
         self.has_seen = lab.ranks.smallest(len(lab.probes.cursor.seen)) > 0
         stages = lab.meter.read() if lab.meter else None
         if not stages or not stages.samples:
-            # no whole batch came: only times of single samples are known
+            # no whole batch arrived; only the times of single samples are known
             stages = StageTotals(1, cost.wall_s, {SAMPLE: StageCost(cost.wall_s, cost.cpu_s)})
         found = {
             "settings": settings,
@@ -205,9 +205,9 @@ class Session:
         return rate
 
     def _rounds(self, settings: FeedSettings, sample_s: float) -> dict[str, Any]:
-        """Returns the rates of steps without and with loading, of three rounds if time allows.
+        """Returns the rates of steps without and with loading, from three rounds if time allows.
 
-        They alternate, to face the same contention. A sample took ``sample_s`` to load.
+        They alternate, so that both face the same contention. A sample took ``sample_s`` to load.
         """
         demands: list[tuple[Rate, float]] = []
         steps: list[tuple[Rate, float]] = []
@@ -215,7 +215,7 @@ class Session:
         after_s = 2 * _LOADING_S + _FETCH_S + _START_S
         for _ in range(_ROUNDS):
             began = self.now()
-            # by the mean, to be comparable with real steps
+            # the mean, to be comparable with real steps
             demands.append(self.lab.demand(_DEMAND_S, Rate.of))
             trial = self._steps(settings, sample_s, demands[-1][0])
             if trial.rate:
@@ -236,7 +236,7 @@ class Session:
         }
 
     def _steps(self, settings: FeedSettings, sample_s: float, demand: Rate) -> Trial:
-        """Returns real steps, refused if the first few would exceed the time left.
+        """Returns a trial of real steps, rejected if the first few would exceed the time left.
 
         Without workers, this process itself reads and cannot abandon a file that hangs, so it
         rereads earlier samples.
@@ -250,14 +250,14 @@ class Session:
             refused = _UNREAD
         elif need_s > (left_s := self._left_s()):
             refused = (
-                f"the first batches would take {need_s:.0f} s, {max(0.0, left_s):.0f} were left"
+                f"the first batches would take {need_s:.0f} s; {max(0.0, left_s):.0f} s were left"
             )
         else:
             return self.lab.attempt(settings, "steps", _STEPS_S)
         return Trial(settings, "steps", refused=refused)
 
     def _warm(self, settings: FeedSettings) -> Trial | None:
-        """Returns the rate of files already read; None if no time is left, or nothing was read."""
+        """Returns the rate for files already read; None if no time is left or nothing was read."""
         missing: str | None = _LATE
         if not self.has_seen:
             missing = _UNREAD
@@ -270,7 +270,7 @@ class Session:
         return None
 
     def _cold(self, readers: int) -> Rate | None:
-        """Returns the slowest rank's rate of cold files; None if a rank could not measure it."""
+        """Returns the slowest rank's rate for cold files; None if a rank could not measure it."""
         limit_s = min(_FETCH_S, self._left_s() - _START_S)
         found: Rate | str = _LATE
         if limit_s > 0:
@@ -284,25 +284,25 @@ class Session:
         return slowest
 
     def _left_s(self, less_s: float = 0.0) -> float:
-        """Returns the fewest seconds left to any rank, after ``less_s`` of its own."""
+        """Returns the fewest seconds left on any rank, after subtracting its own ``less_s``."""
         return self.lab.ranks.smallest(self.ends + self.lab.first_s - self.now() - less_s)
 
     def _supply(self, settings: FeedSettings) -> Trial:
-        """Returns loader-only throughput, with at least one worker, which can be ended."""
+        """Returns loader-only throughput, with at least one worker, which can be terminated."""
         working = replace(settings, num_workers=max(1, settings.num_workers))
         return self.lab.attempt(working, "supply", _LOADING_S)
 
     def _row(
         self, name: str, rate: Rate | None, remark: str = "", missing: str | None = None
     ) -> None:
-        """Adds a row to the table, and a note if a figure is missing."""
+        """Adds a row to the table, and a note if a value is missing."""
         if missing:
             self.notes.append(f"not measured: {name} ({missing})")
         self.add_row((name, str(rate or "-"), missing or remark))
 
 
 def _middle(rounds: list[tuple[Rate, float]]) -> tuple[Rate, float]:
-    """Returns the medians of rounds; the rate of a single round keeps its interval."""
+    """Returns the medians over rounds; the rate of a single round keeps its interval."""
     rates, others = zip(*rounds, strict=True)
     rate = rates[0]
     if len(rates) > 1:
@@ -316,28 +316,28 @@ _NO_CEILING = ("unknown", "neighbors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The measurements of a diagnosis, and derived figures; None: not measured.
+    """A diagnosis's measurements, and values derived from them; None if not measured.
 
     Attributes:
-        settings: the loader's.
+        settings: the loader's settings.
         demand: images/s of the step on a preloaded batch.
         in_bf16: the same in bfloat16.
         step_cpu_s: CPU seconds of the step per image.
-        loading: loader only, the files as they were.
-        stages: the workers' time in it, by stage.
-        model: of throughput, by the cost of a sample with the files as they are.
-        warm: loader only, the files read before.
-        delivered: images/s of real steps; without workers on samples read before.
-        wait_fraction: fraction of their time in which these waited for data.
-        fetch: reading cold files.
+        loading: the loader only, with the files as they were.
+        stages: the workers' time in ``loading``, by stage.
+        model: model of throughput, by the cost of a sample with the files as they are.
+        warm: the loader only, with files read before.
+        delivered: images/s of real steps; without workers, on samples read before.
+        wait_fraction: fraction of time in which these steps waited for data.
+        fetch: rate of reading cold files.
         copy_per_s: images/s of copies to a CUDA device, from the memory that the settings choose.
-        notes: skipped runs with reasons, a sentence each.
+        notes: skipped runs with reasons, one sentence each.
         device: cpu, cuda or mps.
         by_quota: whether a quota limits the cores.
-        image_size: side of the crop in pixels.
-        short_sides: of some stored images, in pixels.
-        fits: why settings do not fit into this machine, or None.
-        others: cores that other programs used meanwhile; None if harmless.
+        image_size: side length of the crop, in pixels.
+        short_sides: shorter side lengths of some stored images, in pixels.
+        fits: returns why settings do not fit this machine, or None.
+        others: cores that other programs used in the meantime; None if harmless.
     """
 
     settings: FeedSettings
@@ -362,7 +362,7 @@ class Figures:
 
     @property
     def estimated(self) -> float:
-        """Images/s of steps by the model."""
+        """Images/s of steps, as estimated by the model."""
         return self.model.delivered(self.settings.num_workers)
 
     @property
@@ -376,7 +376,7 @@ class Figures:
 
     @property
     def got(self) -> float:
-        """Images/s of steps: measured, else by the model."""
+        """Images/s of steps: measured if possible; otherwise, estimated by the model."""
         return self.measured or self.estimated
 
     @property
@@ -394,7 +394,7 @@ class Figures:
 
     @property
     def most_workers(self) -> int:
-        """The fewest workers, of those that fit, for the highest throughput."""
+        """The smallest number of workers that fits and gives the highest throughput."""
         own = self.settings
         model = self.model
         # no more than the tuner would try
@@ -407,13 +407,13 @@ class Figures:
 
 
 def judged(found: Figures, **network: Any) -> Verdict:
-    """Returns the verdict on a run with these figures.
+    """Returns the verdict on a run with these measurements.
 
     Args:
-        found: the figures.
+        found: the measurements.
         network: ``trainer`` and ``half_precision``, as ``Evidence`` has them.
     """
-    # batches that are made in time but late at the step wait for copies or transfers
+    # batches that are made in time but reach the step late wait for copies or transfers
     where = "make"
     if found.got < 0.8 * found.estimated:
         # copies are hardly faster than the steps, so they fill the time
@@ -451,7 +451,7 @@ def judged(found: Figures, **network: Any) -> Verdict:
 
 
 def what_ifs(found: Figures, bottleneck: str) -> dict[str, float]:
-    """Returns images/s under each change, the ceiling first; nothing if there is no ceiling."""
+    """Returns images/s with each change, the ceiling first; empty if there is no ceiling."""
     if bottleneck in _NO_CEILING:
         return {}
     got = found.got
@@ -473,7 +473,7 @@ def _changes(found: Figures) -> Iterator[tuple[str, Model, int]]:
     own = found.settings.num_workers
     if found.in_bf16:
         rate = found.in_bf16.images_per_s
-        # on a CPU the step's CPU time shrinks with its duration
+        # on a CPU, the step's CPU time shrinks with its duration
         step_s = model.step_cpu_s * (model.demand / rate if found.device == "cpu" else 1.0)
         yield "trainer.precision=bf16", replace(model, demand=rate, step_cpu_s=step_s), own
     if (workers := found.most_workers) > own:
@@ -494,7 +494,7 @@ def _changes(found: Figures) -> Iterator[tuple[str, Model, int]]:
     read, decode = (stages.get(name, StageCost(0.0, 0.0)) for name in ("read", "decode"))
     wall = (read.wall_s + decode.wall_s) / whole_s
     cpu = (read.cpu_s + decode.cpu_s) / max(whole_cpu_s, 1e-9)
-    # waiting of reads for anything but a core
+    # time that reads wait for anything but a core
     waits = (read.wall_s - sample.contention * read.cpu_s) / whole_s
     savings = {
         "a disk twice as fast": (waits / 2, 0.0),
@@ -522,15 +522,15 @@ def diagnose(
 ) -> dict[str, Any]:
     """Returns the bottleneck; the first rank prints it and writes ``diagnosis.json``.
 
-    Takes at most a minute, excluding torch.compile. State changed by steps and random states are
-    restored.
+    Takes at most a minute, excluding torch.compile. Random states and any state changed by steps
+    are restored.
 
     Args:
         feeds: makes the feeds to measure.
         trainee: the training step.
         limits: resources available to this rank.
         overridden: the command-line overrides.
-        writer: writes it, only on the first rank.
+        writer: writes the file; only on the first rank.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -576,7 +576,7 @@ def lines(diagnosis: Mapping[str, Any]) -> list[str]:
         *aligned(("stage", "kind", "ms", "CPU ms"), rows),
     ]
     if changes := diagnosis["what_ifs"]:
-        found.append("what if (arithmetic from the figures above)")
+        found.append("what if (calculated from the numbers above)")
         found += aligned(
             ("", "images/s", "speedup"),
             [
@@ -589,7 +589,7 @@ def lines(diagnosis: Mapping[str, Any]) -> list[str]:
 
 
 def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: float) -> Figures:
-    """Returns the figures of runs until about ``ends``; warns of other programs."""
+    """Returns the measurements from runs until about ``ends``; warns about other programs."""
     config = feeds.config
     world = feeds.world
     train = feeds.splits.train
@@ -641,28 +641,28 @@ def measure(feeds: Feeds, trainee: TrainingBenchmark, limits: Limits, ends: floa
 def fitting_batch(feeds: Feeds, trainee: TrainingBenchmark) -> tuple[int, list[str]]:
     """Returns the user's batch size, or one whose step takes 2 s, with a note.
 
-    A diagnosis would see too few longer steps, as on a CPU.
+    If steps took longer, as on a CPU, a diagnosis would see too few of them.
     """
     size = feeds.config.loader.batch_size
     if accelerator.get(trainee.device).has_streams:
         return size, []
     # batch normalization needs more than one image
     run = trainee.demand(feeds.noise(2), 0.0)
-    # of the slowest rank
+    # on the slowest rank
     fastest_s = min(s / n for s, n in zip(run.seconds, run.images, strict=True))
     image_s = feeds.world.largest(fastest_s)[0]
     fitting = max(2, int(2.0 / image_s))
     if fitting >= size:
         return size, []
-    why = f"a step on loader.batch_size={size} takes too long"
+    why = f"a step with loader.batch_size={size} takes too long"
     return fitting, [f"measured with batches of {fitting} images: {why}"]
 
 
 def command(config: Config, overridden: Sequence[str], verdict: Verdict, world: World) -> str:
-    """Returns the next command: the user's overrides, and the most helpful change."""
+    """Returns the next command, with the user's overrides and the most helpful change."""
     more = "loader.autotune=true"
     if verdict.kind in _NO_CEILING:
-        # fewer torch threads, beside other programs
+        # fewer torch threads, alongside other programs
         fewer = as_overrides(verdict.change) if verdict.kind == "neighbors" else ""
         more = f"{fewer} mode=diagnose"
     elif verdict.kind in ("compute", "balanced"):

@@ -27,8 +27,8 @@ def verify(
 ) -> None:
     """Reads all ``sets`` with ``settings`` and rewrites ``bad_samples.jsonl`` in ``folder``.
 
-    Every rank calls this and reads its share. Caches are bypassed. The list of a set is written
-    after the set is complete.
+    Every rank calls this and reads its share. Caches are bypassed. A set's list is written
+    once the set is complete.
 
     Raises:
         DataError: an image cannot be read.
@@ -40,7 +40,7 @@ def verify(
     total = 0
     is_main = feeds.world.is_main
     if is_main:
-        # of an earlier run
+        # from an earlier run
         (folder / FILE).unlink(missing_ok=True)
     with RunWriter(folder, tensorboard=False) if is_main else nullcontext() as writer:
         for name, dataset in sets.items():
@@ -58,7 +58,7 @@ def verify(
             )
     if bad:
         raise DataError(
-            f"{len(bad)} of {total} images cannot be read, the first is {bad[0].where}: "
+            f"{len(bad)} of {total} images cannot be read; the first is {bad[0].where}: "
             f"{bad[0].reason}; all are listed in {os.path.relpath(folder)}/{FILE}"
         )
 
@@ -66,7 +66,7 @@ def verify(
 def _unreadable(
     feeds: Feeds, dataset: AnyDataset, settings: FeedSettings, images: str
 ) -> list[Failure]:
-    """Returns the unreadable samples of ``dataset``, of all ranks."""
+    """Returns the unreadable samples in ``dataset``, from all ranks."""
     if isinstance(dataset, ImageDataset):
         dataset = replace(dataset, cache=None, skips=False, whole=None, own=None)
     elif isinstance(dataset, OwnDataset):

@@ -4,8 +4,8 @@
     wellfed watch -m package.train --epochs 3
     torchrun --nproc-per-node=2 -m wellfed watch train.py
 
-The script keeps its output, files, exit code and signals. At its end, also after Ctrl-C, an error
-or SIGTERM, a summary on stderr names the bottleneck, and a folder has the report.
+The script keeps its output, files, exit code and signals. When it ends, even after Ctrl-C, an
+error or SIGTERM, a summary on stderr names the bottleneck, and a folder contains the report.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launched(command: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Returns the command to execute if ``command`` begins with this Python, else nothing.
+    """Returns the command to execute if ``command`` begins with this Python, or an empty list.
 
     Args:
         command: the script or module, and its arguments.
         options: wellfed options before it.
 
     Raises:
-        ConfigError: it begins with another program; the message has the command to type.
+        ConfigError: it begins with another program; the message contains the command to type.
     """
     first = command[0]
     is_python = _PYTHON.fullmatch(first)
@@ -113,7 +113,7 @@ def _launched(command: Sequence[str], options: Sequence[str]) -> list[str]:
             own = os.path.realpath(shutil.which(first) or "")
             if is_python and own == os.path.realpath(sys.executable):
                 return [sys.executable, *found[1:]]
-            raise ConfigError(f"{first}: starts the script itself; type {shlex.join(found)}")
+            raise ConfigError(f"{first} starts the script itself; type {shlex.join(found)}")
     return []
 
 
@@ -132,7 +132,7 @@ def _found(name: str, *rest: str, is_module: bool) -> tuple[ModuleType, CodeType
         if name != dotted:
             raise ConfigError(f"{name}: -m takes a module; type -m {dotted}")
         try:
-            # as pdb finds it
+            # found in the same way as by pdb
             details = runpy._get_module_details  # type: ignore[attr-defined]
             _, spec, code = details(name, ConfigError)
         except ConfigError as error:
@@ -179,7 +179,7 @@ def _report_ends(session: Any) -> None:
 
     def stop(number: int, frame: FrameType | None) -> None:
         if signal.getsignal(number) is not stop:
-            # the script's own handler called this one, and decides
+            # the script's own handler called this one, and decides what to do
             session.interrupted = True
             return
         session.finish("interrupted")
@@ -194,7 +194,7 @@ def _report_ends(session: Any) -> None:
 def _without_us(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
-    """Prints a script's error without frames of this package and its callers."""
+    """Prints a script's traceback without the frames from this package and its callers."""
     each: BaseException | None = error
     seen: list[BaseException] = []
     while each is not None and each not in seen:
@@ -205,7 +205,7 @@ def _without_us(
 
 
 def _theirs(frames: TracebackType | None) -> TracebackType | None:
-    """Returns the frames of a traceback outside wellfed."""
+    """Returns a traceback's frames that are outside wellfed."""
     kept: list[TracebackType] = []
     while frames is not None:
         code = frames.tb_frame.f_code

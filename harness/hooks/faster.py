@@ -45,13 +45,13 @@ def faster(dataset: _Set) -> _Set:
 
     Args:
         dataset: a torchvision ``ImageFolder``, or a similar dataset, with its default loader; a
-            timm ``ImageDataset``, also before ``create_loader`` sets its transform; or only a
-            transform of PIL images. The transform is a ``Compose``, or an object that has one, and
-            begins with ``RandomResizedCrop`` or timm's, or with ``Resize`` and ``CenterCrop``, to a
-            square, bilinear or bicubic.
+            timm ``ImageDataset``, even before ``create_loader`` sets its transform; or just a
+            transform for PIL images. The transform is a ``Compose``, or an object that has one, and
+            begins with torchvision's or timm's ``RandomResizedCrop``, or with ``Resize`` and
+            ``CenterCrop``, with square output and bilinear or bicubic interpolation.
 
     Raises:
-        ValueError: the dataset is of another kind, or its transforms begin otherwise.
+        ValueError: the dataset is of another kind, or its transforms begin differently.
     """
     given: Any = dataset
     loader = getattr(given, "loader", None)
@@ -74,18 +74,18 @@ def faster(dataset: _Set) -> _Set:
 
 
 def load_image(path: str) -> Image.Image:
-    """Returns an image file in RGB, for the loader of your own dataset.
+    """Returns an image file in RGB, for your own dataset's loader.
 
     As with ``Image.open``, a JPEG is decoded lazily.
 
     Raises:
-        OSError: it cannot be read; as in Pillow, with the path.
+        OSError: it cannot be read; as in Pillow, but with the path in the message.
     """
     return _load(folder.pil_loader, path)
 
 
 def _inside(transform: Any) -> str | None:
-    """Returns the attribute with a transform's ``Compose``; "" if it is one itself."""
+    """Returns the attribute that has a transform's ``Compose``; "" if it is one itself."""
     if isinstance(transform, _COMPOSES):
         return ""
     parts = getattr(transform, "__dict__", {})
@@ -97,7 +97,7 @@ def _transform(transform: Any) -> Any:
     """Returns a faster transform.
 
     Raises:
-        ValueError: it has no ``Compose``, or begins otherwise.
+        ValueError: it has no ``Compose``, or begins differently.
     """
     name = _inside(transform)
     if not name:
@@ -108,7 +108,7 @@ def _transform(transform: Any) -> Any:
 
 
 def _steps(transform: Any) -> Iterator[Any]:
-    """Yields the transforms of a ``Compose``, including nested ones."""
+    """Yields the transforms in a ``Compose``, including nested ones."""
     for step in transform.transforms if isinstance(transform, _COMPOSES) else ():
         yield from _steps(step) if isinstance(step, _COMPOSES) else (step,)
 
@@ -166,7 +166,7 @@ class _Jpeg(ImageFile):
         return super().load()
 
     def part(self, box: Box, seen: Seen) -> tuple[np.ndarray, Box]:
-        """Returns pixels, uint8 ``[H, W, 3]``, and the place of ``box`` among them."""
+        """Returns pixels, uint8 ``[H, W, 3]``, and the position of ``box`` in them."""
         if self._held is None:
             return np.asarray(self), box
         data = self._held.data
@@ -194,7 +194,7 @@ def _whole(held: _Held) -> tuple[np.ndarray, bool]:
         raise
 
 
-# after all of Pillow's own, which come first
+# registered last, because Pillow's own formats come first
 Image.register_open("WELLFED", _Jpeg, lambda prefix: prefix == _Held.mark)
 
 
@@ -234,7 +234,7 @@ def _of_timm(dataset: Any) -> Any:
 
 
 def _remade(kind: type, state: dict[str, Any]) -> Any:
-    """Returns an object of a subclass of ``kind`` with these attributes."""
+    """Returns an instance of a subclass of ``kind`` with these attributes."""
 
     def assign(self: Any, name: str, value: Any) -> None:
         # assigned by timm's create_loader, or already faster
@@ -252,7 +252,7 @@ def _remade(kind: type, state: dict[str, Any]) -> Any:
 
 
 def _filters(step: Any) -> list[str]:
-    """Returns the antialiased filter of ``step``, or those from which it draws one.
+    """Returns the antialiased filter of ``step``, or the filters from which it draws one.
 
     Empty if unsupported.
     """
@@ -263,7 +263,7 @@ def _filters(step: Any) -> list[str]:
 
 
 def _side(step: Any) -> int:
-    """Returns the side of the square that ``step`` produces; 0 if none."""
+    """Returns the side length of the square that ``step`` produces; 0 if there is none."""
     sides = {int(side) for side in np.ravel(step.size)}
     return sides.pop() if len(sides) == 1 else 0
 
@@ -317,7 +317,7 @@ def _fast(transform: Any) -> _Fast:
     """Returns a transform that fuses the first steps of ``transform`` and applies the others.
 
     Raises:
-        ValueError: they begin otherwise.
+        ValueError: the first steps are of other kinds.
     """
     found = None
     steps = [*_steps(transform)]
@@ -336,7 +336,7 @@ def _fast(transform: Any) -> _Fast:
     if found is None or not found.size or not found.filters:
         raise ValueError(
             "the transform does not begin with RandomResizedCrop, or Resize and CenterCrop, "
-            "to a square, bilinear or bicubic"
+            "with square output and bilinear or bicubic interpolation"
         )
     match rest:
         case [transforms.RandomHorizontalFlip() | v2.RandomHorizontalFlip() as flip, *rest]:
@@ -373,8 +373,8 @@ class ToFloat:
     """Turns uint8 ``[H, W, 3]`` into a normalized float32 tensor ``[3, H, W]`` in one pass.
 
     Attributes:
-        mean: subtracted from each channel, 0..1.
-        std: divides the difference.
+        mean: value subtracted from each channel, 0..1.
+        std: value by which the difference is divided.
         image: whether to return version 2's ``Image``.
     """
 
@@ -393,6 +393,6 @@ class ToFloat:
 
 
 def _cuts(step: Any) -> bool:
-    """Whether ``step`` is a ``RandomResizedCrop`` of torchvision or timm."""
+    """Whether ``step`` is a ``RandomResizedCrop`` from torchvision or timm."""
     names = {kind.__name__ for kind in type(step).__mro__}
     return bool(names & {"RandomResizedCrop", "RandomResizedCropAndInterpolation"})

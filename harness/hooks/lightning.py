@@ -15,7 +15,7 @@ class WellfedCallback(Callback):
     """Watches ``trainer.fit`` as ``wellfed.watching(out)`` does.
 
     Args:
-        out: folder for the report; None: ``outputs/<date>/<time>``.
+        out: folder for the report; None for ``outputs/<date>/<time>``.
     """
 
     def __init__(self, out: str | Path | None = None) -> None:
@@ -23,7 +23,7 @@ class WellfedCallback(Callback):
         self._stack = ExitStack()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Begins before the first batch is requested."""
+        """Begins watching before the first batch is requested."""
         if stage == "fit":
             self._stack.enter_context(watching(self._out))
 

@@ -1,4 +1,4 @@
-"""Recognizes the steps, evaluations and copies of a watched loop.
+"""Recognizes the steps, evaluations and copies in a watched loop.
 
 Grouping is only possible in hindsight. A pass over a loader is training if an optimizer steps
 during it, else evaluation. A step lasts from a request for a batch to the first request after an
@@ -28,7 +28,7 @@ from ..feed.base import FeedSettings
 from ..runtime import accelerator
 from .workers import Meter, is_composed
 
-# minimum time between synchronizations at possible starts of evaluations
+# minimum time between synchronizations when evaluations may start
 _SETTLE_S = 1.0
 
 
@@ -38,20 +38,20 @@ class WatchedLoader:
 
     Attributes:
         where: the file and line that created it.
-        settings: with torch's names.
+        settings: its settings, under torch's names.
         dataset: identity and length of its dataset, which identify a loader that is remade for each
             epoch.
         images: its dataset, if that has a ``Compose``.
         streams: whether its dataset is iterable; each worker then iterates over all of it.
-        meter: times its workers; None before the first pass, and if they cannot be timed.
+        meter: times its workers; None before the first pass, or if they cannot be timed.
         trains: whether an optimizer has stepped during a pass over it.
-        passes: completed or abandoned.
-        batches: delivered.
+        passes: number of passes completed or abandoned.
+        batches: number of batches delivered.
         waited_s: the script's time in ``next()``.
-        starts: passes, except the first, that started their own workers.
-        started_s: from their beginning to their first batch.
+        starts: number of passes, except the first, that started their own workers.
+        started_s: time from the beginning of these passes to their first batch.
         remade: whether it was remade for later passes.
-        elsewhere: whether a thread other than the training one iterates over it.
+        elsewhere: whether a thread other than the training thread iterates over it.
     """
 
     where: str
@@ -78,10 +78,10 @@ class _Pass:
         told: whether the clock records its waits.
         wait: the recorded wait for a batch, while it lasts.
         asked_s: when a batch was requested.
-        updates: optimizers' steps since it began.
-        graded: it gave a batch with gradients enabled, and may train.
-        last_s: when it gave its last batch.
-        wraps: its batches come from another followed loader, which counts them.
+        updates: optimizer steps since it began.
+        graded: whether it delivered a batch with gradients enabled, and so may train.
+        last_s: when it delivered its last batch.
+        wraps: whether its batches come from another followed loader, which counts them.
     """
 
     loader: WatchedLoader
@@ -96,18 +96,18 @@ class _Pass:
 
 
 class LoopTracker:
-    """The loops of the thread that made this object.
+    """The loops of the thread that created this object.
 
     Attributes:
-        clock: of the training; None before the first update.
+        clock: the training clock; None before the first update.
         followed: the loaders, in order of first use.
-        updates: steps, however many optimizers step in one.
+        updates: number of steps, however many optimizers step in one.
         forward_s: host seconds from a batch to ``backward``, summed over ``forwards``.
         evaluated_s: duration of passes without an update.
         own: the device of the network's weights.
-        rank, world_size: of this process, from torch.distributed.
+        rank, world_size: this process's, from torch.distributed.
         fault: the internal error that ended watching, or empty.
-        thread: the watched thread; of others, only ``open`` is called.
+        thread: the watched thread; other threads call only ``open``.
     """
 
     window_s = 1.0
@@ -134,13 +134,13 @@ class LoopTracker:
         self._now: Callable[[], float] = time.perf_counter
         self._known = WeakKeyDictionary[Any, WatchedLoader]()
         self._passes = WeakKeyDictionary[Any, _Pass]()
-        # passes that gave a batch since the last recorded one did; possible evaluations
+        # passes that delivered a batch since the last recorded one did; possible evaluations
         self._undecided: list[_Pass] = []
         # the pass that is being opened or asked for a batch
         self._pending: _Pass | None = None
         # the optimizers that stepped since the last recorded request for a batch
         self._stepped = set[int]()
-        # the current block of computing
+        # the current ``computing`` block
         self._block = ExitStack()
 
     def on_start(self) -> None:
@@ -155,7 +155,7 @@ class LoopTracker:
     def open(self, loader: Any) -> _Pass | None:
         """Returns a new pass over ``loader``, which is about to create an iterator.
 
-        None in other threads.
+        Returns None in other threads.
         """
         own = _Pass(self._loader(loader), self._now())
         if get_ident() != self.thread:
@@ -168,13 +168,13 @@ class LoopTracker:
         if clock and own.told:
             self._left(graded=False)
             if self._main and self._main.loader is own.loader:
-                # by break
+                # the script left it by break
                 self._ended(self._main)
             if self._main is None:
                 clock.start_epoch()
             own.wait.enter_context(clock.waiting())
         elif clock and self._main and own.began_s - self._settled_s > _SETTLE_S:
-            # else the device's pending work would be missing from the steps
+            # otherwise, the device's pending work would be missing from the steps
             clock.settle()
             self._settled_s = self._now()
         return own
@@ -245,7 +245,7 @@ class LoopTracker:
             self._ended(own)
 
     def _begin_request(self, own: _Pass) -> None:
-        """Records a request to the loader of ``own``; a pending one to another wraps it."""
+        """Records a request to the loader of ``own``; a pending one to another loader wraps it."""
         outer, self._pending = self._pending, own
         if outer is not None and outer is not own:
             outer.wraps = True
@@ -254,14 +254,14 @@ class LoopTracker:
                 self.followed = [each for each in self.followed if each is not outer.loader]
 
     def _end_request(self, own: _Pass) -> bool:
-        """Ends a request; returns whether a loader inside counts its batch."""
+        """Ends a request; returns whether an inner loader counts its batch."""
         self._pending = None
         return own.wraps
 
     def _left(self, *, graded: bool) -> None:
         """Ends evaluations that were abandoned or continued without updates.
 
-        Includes ``graded`` passes if a step shows that they did not train.
+        If ``graded``, includes passes with gradients enabled, which did not train.
         """
         for own in [*self._undecided]:
             if not own.updates and (graded or not own.graded):
@@ -287,10 +287,10 @@ class LoopTracker:
                 clock.left_out("evaluate", own.began_s)
 
     def updated(self, optimizer: Any) -> None:
-        """Records an optimizer's step that was just made.
+        """Records an optimizer step that was just taken.
 
-        All steps for a batch count as one update, whether they are steps of several optimizers, of
-        several parameters within ``backward``, or of one optimizer around another.
+        All steps for a batch are counted as one update, whether they come from several optimizers,
+        from several parameters within ``backward``, or from one optimizer wrapped around another.
         """
         # without a loader, a step ends when an optimizer steps again
         if self._main is None and id(optimizer) in self._stepped:
@@ -309,7 +309,7 @@ class LoopTracker:
         clock.computed()
 
     def _start(self, optimizer: Any) -> StepClock:
-        """Makes and returns the clock, once the weights are known."""
+        """Creates and returns the clock, once the weights are known."""
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
         device = next(weights).device
         clock = self.clock = StepClock(device)
@@ -368,20 +368,20 @@ class LoopTracker:
             self._main = None
 
     def training(self) -> list[WatchedLoader]:
-        """Returns the loaders that fed updates, the one with most batches first."""
+        """Returns the loaders that fed updates, the one with the most batches first."""
         fed = [each for each in self.followed if each.trains]
         return sorted(fed, key=lambda each: -each.batches)
 
     @property
     def main(self) -> WatchedLoader | None:
-        """The loader that fed most updates."""
+        """The loader that fed the most updates."""
         return next(iter(self.training()), None)
 
     def _end_step(self) -> None:
         """Ends the running step, if an optimizer has stepped in it."""
         updated, self._stepped = self._stepped, set()
         clock = self.clock
-        # a loop that prefetches makes its last step after the end of the pass
+        # a loop that prefetches takes its last step after the end of the pass
         if not updated or clock is None or self._main is None:
             return
         self._block.close()
@@ -397,7 +397,7 @@ class LoopTracker:
         """Returns the record of a new loader."""
         dataset = getattr(loader, "dataset", None)
         known = id(dataset), length_hint(dataset)
-        # others would stay in memory for nothing
+        # other datasets would stay in memory for nothing
         kept = any(map(is_composed, getattr(dataset, "__dict__", {}).values()))
         is_stream = isinstance(dataset, IterableDataset)
         own = self._known[loader] = WatchedLoader(
@@ -412,7 +412,7 @@ class LoopTracker:
         for other in self.followed:
             if (other.where, other.settings) == (own.where, own.settings) and (
                 other.dataset[0] == own.dataset[0]
-                # with a dataset that is remade too
+                # the dataset may be remade too
                 or (other.dataset[1] == own.dataset[1] and id(other) not in alive)
             ):
                 self._known[loader] = other
@@ -423,7 +423,7 @@ class LoopTracker:
 
 
 def _settings(loader: Any) -> FeedSettings:
-    """Returns a loader's settings, with defaults for those a foreign loader lacks."""
+    """Returns a loader's settings, with defaults for those that a foreign loader lacks."""
 
     def told(name: str, other: Any) -> Any:
         value = getattr(loader, name, None)

@@ -31,8 +31,8 @@ def watching(
     not change. Within an outer watch, only the outer one reports.
 
     Args:
-        out: folder for the report; None: ``outputs/<date>/<time>``.
-        name: the run's name in the report; None: the script's.
+        out: folder for the report; None for ``outputs/<date>/<time>``.
+        name: the run's name in the report; None for the script's name.
         tensorboard: whether to write an event file.
     """
     _until_exit.close()

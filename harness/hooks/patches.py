@@ -1,7 +1,7 @@
 """Installs the hooks in torch, and removes them.
 
 Each wraps a torch function and calls it once with the same arguments: no random numbers are drawn,
-no ``iter()`` is added. Forked processes have no hooks.
+and no ``iter()`` is added. Forked processes have no hooks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from . import workers
 from .loops import LoopTracker, WatchedLoader, caller
 
 _worker: Any = _torch_worker
-# of this process
+# this process's tracker
 _loops: LoopTracker | None = None
 # changes a loader's arguments in a trial
 change: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
@@ -34,7 +34,7 @@ _hooks = ExitStack()
 
 @contextmanager
 def installed(loops: LoopTracker) -> Iterator[None]:
-    """Reports torch's calls in the block to ``loops``."""
+    """Reports calls to torch in the block to ``loops``."""
     global _loops, _hooks
     with ExitStack() as stack:
         _hooks = stack

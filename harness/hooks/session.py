@@ -1,4 +1,4 @@
-"""Collects the figures of one watched process, and writes its report.
+"""Collects metrics from one watched process, and writes its report.
 
 Suggestions are phrased as changes to the loop.
 """
@@ -40,7 +40,7 @@ from . import patches
 from .loops import LoopTracker, WatchedLoader
 from .trial import FASTER
 
-# settings, some with their value, and their counterparts in a user's loop
+# settings, some with their values, and their counterparts in a user's loop
 _WORDS: Mapping[str, str] = {
     "loader.num_workers": "num_workers={}",
     "loader.prefetch_factor": "prefetch_factor={}",
@@ -63,9 +63,9 @@ class LoaderCall:
     """New arguments of a loader, and the expected speedup.
 
     Attributes:
-        where: the file and line that made the loader.
-        arguments: the new ones by name.
-        gain: expected over current samples/s.
+        where: the file and line that created the loader.
+        arguments: the new arguments by name.
+        gain: ratio of expected to current samples/s.
         note: other effects; empty if none.
     """
 
@@ -83,7 +83,7 @@ class LoaderCall:
 def better(verdict: Verdict, followed: WatchedLoader) -> LoaderCall | None:
     """Returns the loader arguments that ``verdict`` suggests.
 
-    None if it suggests neither more nor persistent workers.
+    None if it suggests neither more workers nor persistent ones.
     """
     found = verdict.shares
     own = followed.settings
@@ -107,7 +107,7 @@ def better(verdict: Verdict, followed: WatchedLoader) -> LoaderCall | None:
         note = f"The {_SHARED}"
     elif any(cost.wall_s and name not in GROUPS for name, cost in stages.items()):
         note = (
-            "Random transforms draw other numbers: torch seeds the global generators in each "
+            "Random transforms draw different numbers: torch seeds the global generators in each "
             "worker. An object's own generator is copied and repeats: seed it in worker_init_fn"
         )
     return LoaderCall(followed.where, arguments, gain, note)
@@ -116,7 +116,7 @@ def better(verdict: Verdict, followed: WatchedLoader) -> LoaderCall | None:
 def offered(images: Any, cost: WorkerCost | None) -> list[str]:
     """Returns the change that adds wellfed's decoder, if it supports the dataset ``images``.
 
-    ``cost`` is that of its samples.
+    ``cost`` is the cost of its samples.
     """
     if images is None:
         return []
@@ -162,34 +162,34 @@ def _in_script(name: str, value: int | bool | str, followed: WatchedLoader) -> s
     if followed.streams and argument == "num_workers" and int(value) > now:
         condition = f"; the {_SHARED}"
     if followed.remade and argument == "persistent_workers":
-        condition = "; make it once, before the epochs"
+        condition = "; create it once, before the epochs"
     return f"{text} in the DataLoader at {followed.where} (now {now}{condition})"
 
 
 # the function of that name hides the module
 _spawn: Any = import_module("torch.multiprocessing.spawn")
 _torchs_wrap = _spawn._wrap
-# for batches from no watched loader
+# for batches that come from no watched loader
 _NO_LOADER = WatchedLoader("", FeedSettings(1, 0, False, None, False, 0.0, ""))
-# wait for the other ranks' figures at the end
+# wait for the other ranks' metrics at the end
 _PATIENCE_S = 10.0
 _SAMPLE_S = 1.0
-# between progress lines
+# time between progress lines
 _TELL_S = 30.0
-# of a loader, in addition to its settings
+# reported for a loader, in addition to its settings
 _TOLD = ("where", "trains", "passes", "batches", "waited_s", "started_s")
 
 
 class Session(LoopTracker):
-    """Records and reports the training of this process.
+    """Records and reports training in this process.
 
     Args:
         name: the script's name, for display.
-        place: the folder for the report; None: ``outputs/<date>/<time>``.
+        place: the folder for the report; None for ``outputs/<date>/<time>``.
         tensorboard: whether to write an event file.
-        base: the folder of relative paths, even if the script changes directory; None: the current
-            one.
-        began_s: when the command began, on ``time.perf_counter``; None: now.
+        base: the base for relative paths, even if the script changes directory; None for the
+            current folder.
+        began_s: when the command began, on ``time.perf_counter``; None for now.
 
     Attributes:
         running: the session of this process, until it is finished.
@@ -219,7 +219,7 @@ class Session(LoopTracker):
         self._has_children = False
         # print the speed at the end of each pass
         self.tells_passes = False
-        # by a signal that the script handles
+        # set by a signal that the script handles
         self.interrupted = False
         # print progress every _TELL_S seconds
         self.tells = False
@@ -248,7 +248,7 @@ class Session(LoopTracker):
         new = f"; {change}" if change and str(change) != self._told[1] else ""
         self._told = time.perf_counter(), str(change or self._told[1])
         waits = total.data_wait_fraction or 0.0
-        step = f"{total.step_ms.median:.1f} ms a step, " if total.step_ms else ""
+        step = f"{total.step_ms.median:.1f} ms per step, " if total.step_ms else ""
         say(f"so far         {step}data wait {waits:.0%}, {verdict.kind}{new}")
 
     def on_start(self) -> None:
@@ -263,7 +263,7 @@ class Session(LoopTracker):
             self._place = folder.new_folder(self._base / "outputs")
         wanted = self._place
         numbers = count(1)
-        # the report of an earlier run stays
+        # keep the report of an earlier run
         while (self._place / "report.json").exists():
             self._place = wanted.with_name(f"{wanted.name}-{next(numbers)}")
         if self._place != wanted:
@@ -300,7 +300,7 @@ class Session(LoopTracker):
             self.finish("interrupted" if self.interrupted else status)
 
     def verdict(self) -> Statement:
-        """Returns the bottleneck of the steps so far, in the terms of the loop."""
+        """Returns the bottleneck of the steps so far, in terms of the loop."""
         clock = self.clock
         if clock is None:
             return Statement("unknown", None, f"Unknown. {self._why_not()}.")
@@ -319,11 +319,11 @@ class Session(LoopTracker):
 
     def _finish(self, status: str) -> None:
         if self.fault:
-            say(f"watching stopped before the end of the training: {self.fault}")
+            say(f"watching stopped before the end of training: {self.fault}")
         self.end(completed=status == "completed")
         clock = self.clock
         if clock is None:
-            # its child processes report theirs
+            # its child processes report their own
             if not self._has_children:
                 say(f"no training was detected: {self._why_not()}")
             return
@@ -349,9 +349,9 @@ class Session(LoopTracker):
             say(line)
 
     def _why_not(self) -> str:
-        loader = "" if self.followed else "no torch DataLoader was made, and "
+        loader = "" if self.followed else "no torch DataLoader was created, and "
         return (
-            f"{loader}no torch optimizer stepped in the thread that began the script. "
+            f"{loader}no torch optimizer stepped in the thread that started the script. "
             "wellfed.StepClock times other loops; in another process, put `with "
             "wellfed.watching():` around the loop"
         )
@@ -375,7 +375,7 @@ class Session(LoopTracker):
         )
 
     def _stated(self, verdict: Verdict) -> Statement:
-        """Returns ``verdict`` in the terms of the loop."""
+        """Returns ``verdict`` in terms of the loop."""
         main = self.main
         if main is None:
             others = [f"; the one at {it.where} gave {it.batches} batches" for it in self.followed]
@@ -426,7 +426,7 @@ class Session(LoopTracker):
         )
 
     def _other_ranks(self) -> Iterator[RankFigures]:
-        """Yields the other ranks' figures, if they arrive in time."""
+        """Yields the other ranks' metrics, if they arrive in time."""
         place = _ranks(self._base)
         until_s = time.perf_counter() + _PATIENCE_S
         for rank in range(1, self.world_size):
@@ -458,13 +458,13 @@ class Session(LoopTracker):
             yield f"not used       {idle[0]} is idle; {how}"
         yield from closing(found, "samples")
         yield f"verdict        {found['verdict'].sentence}"
-        # a verdict on other programs has another one
+        # a verdict about other programs has a suggestion of its own
         label = "also helps" if found["verdict"].bottleneck == "neighbors" else "suggestion"
         for text in found["expected"]:
             yield f"{label:14} {text}"
         for each in self.followed:
             if each.elsewhere:
-                yield f"not measured   the DataLoader at {each.where} is iterated in another thread"
+                yield f"not measured   the DataLoader at {each.where} is used in another thread"
         yield f"look at it     {os.path.relpath(self._place / 'report.html', self._base)}"
 
 
@@ -474,7 +474,7 @@ os.register_at_fork(after_in_child=lambda: setattr(Session, "running", None))
 class _Started:
     """Runs a watched process of ``torch.multiprocessing.spawn``; pickled to that process.
 
-    ``is_sent``: it was pickled.
+    ``is_sent`` is set once it has been pickled.
     """
 
     is_sent = False
@@ -495,12 +495,12 @@ class _Started:
 
 def _local_ranks(world_size: int) -> int:
     """Returns the number of ranks that share this process's cores."""
-    # cores of srun tasks are measured
+    # with srun, each task's own cores are measured
     alone = 1 if "SLURM_STEP_TASKS_PER_NODE" in os.environ else world_size
     return int(os.environ.get("LOCAL_WORLD_SIZE", alone))
 
 
 def _ranks(base: Path) -> Path:
-    """Returns the folder for the figures of this job's ranks."""
+    """Returns the folder for the metrics from this job's ranks."""
     job = "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return base / "outputs" / f".ranks-{job}"

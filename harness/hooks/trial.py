@@ -1,4 +1,4 @@
-"""Tries changes of a watched script: a minute without them, and a minute with each."""
+"""Tries changes to a watched script: a minute without them, and a minute with each one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..runtime.files import read_json
 
 # the change that wraps a loader's dataset
 FASTER = "dataset = wellfed.faster(dataset)"
-# of training, each time
+# training time in each run
 _LIMIT_S = 60.0
-# for scripts that handle SIGTERM
+# grace period for scripts that handle SIGTERM
 _GRACE_S = 20.0
-# gives the script of a trial its time limit and change
+# passes a trial's time limit and change to its script
 _VARIABLE = "WELLFED_TRY"
 
 
@@ -32,7 +32,7 @@ def run(words: Sequence[str], out: Path) -> int:
     """Runs the script without and with each change; returns the exit code.
 
     Args:
-        words: the script, as for ``wellfed watch``.
+        words: the script and its arguments, as for ``wellfed watch``.
         out: the folder for the reports.
     """
     say(
@@ -45,7 +45,7 @@ def run(words: Sequence[str], out: Path) -> int:
     tried = [text for text in before["expected"] if text.startswith(("DataLoader(", FASTER))]
     if not tried:
         found = before["expected"] or [before["verdict"]["sentence"]]
-        say(f"no change to try from outside the script: {found[0]}")
+        say(f"there is no change to try from outside the script: {found[0]}")
         return 0
     change = before.get("change") or {}
     where = change.get("where") or before["loaders"][0]["where"]
@@ -81,7 +81,7 @@ def _measured(words: Sequence[str], out: Path, change: Mapping[str, Any]) -> dic
     try:
         return dict(read_json(out / "report.json"))
     except (OSError, ValueError):
-        say(f"the script left no report; its exit code is {ended}")
+        say(f"the script left no report; it exited with code {ended}")
         return None
 
 
@@ -102,7 +102,7 @@ def begin() -> Callable[[], None] | None:
 
 
 def _end_after(limit_s: float) -> None:
-    """Ends this process by SIGTERM after ``limit_s`` seconds."""
+    """Ends this process with SIGTERM after ``limit_s`` seconds."""
 
     def end() -> None:
         time.sleep(limit_s)

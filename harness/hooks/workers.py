@@ -43,11 +43,11 @@ _lap: Lap | None = None
 
 
 class Meter:
-    """Timings of a loader's workers, in shared memory.
+    """Timings for a loader's workers, in shared memory.
 
     Args:
-        dataset: the loader's.
-        workers: their number.
+        dataset: the loader's dataset.
+        workers: the number of workers.
     """
 
     def __init__(self, dataset: Any, workers: int) -> None:
@@ -65,7 +65,7 @@ class Meter:
 
     @contextmanager
     def timed(self, slot: int) -> Iterator[None]:
-        """Times the fetchers made in the block, as worker ``slot``."""
+        """Times the fetchers created in the block, as worker ``slot``."""
         _kinds.create_fetcher = staticmethod(functools.partial(_fetcher, self, slot))
         try:
             yield
@@ -73,7 +73,7 @@ class Meter:
             _kinds.create_fetcher = staticmethod(_create_fetcher)
 
     def stamps(self, batch: int) -> Stamps | None:
-        """Returns the times at which ``batch`` of the running pass was made and arrived: now."""
+        """Returns when ``batch`` of the current pass was made and when it arrived (now)."""
         if not self.workers:
             return None
         # torch assigns batches to workers in turn
@@ -83,7 +83,7 @@ class Meter:
 
 
 def stages_of(dataset: Any) -> tuple[str, ...]:
-    """Returns the names of the visible stages of making a sample of ``dataset``."""
+    """Returns the names of the visible stages in making a sample from ``dataset``."""
     names = [READ, DECODE]
     while dataset is not None:
         for own in filter(is_composed, getattr(dataset, "__dict__", {}).values()):
@@ -96,7 +96,7 @@ def stages_of(dataset: Any) -> tuple[str, ...]:
 
 def is_composed(transform: Any) -> bool:
     """Returns whether ``transform`` has a sequence of transforms, as ``Compose`` does."""
-    # calls no code of the script
+    # does not call the script's code
     return isinstance(getattr(transform, "__dict__", {}).get("transforms"), Sequence)
 
 
@@ -129,14 +129,14 @@ def _fetcher(
     timer = StageTimer(meter.stages, slot)
     made_s = cells(meter.made, slot)
     turns = count()
-    # else a batch is timed as one sample
+    # otherwise, a batch is timed as one sample
     one_by_one = (
         kind == _kinds.Map and auto_collation and not getattr(dataset, "__getitems__", None)
     )
     known = {START, *meter.stages.stages}
 
     def lap(stage: str) -> None:
-        # hidden transforms count for the sample
+        # the time of hidden transforms is attributed to the sample
         if stage in known:
             timer.mark(stage)
 
@@ -183,7 +183,7 @@ def hook_libraries() -> None:
 
 
 def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Replaces a method by ``around(method)``, once."""
+    """Replaces a method with ``around(method)``, once."""
     method = getattr(owner, name)
     if not hasattr(method, "__wrapped__"):
         setattr(owner, name, functools.wraps(method)(around(method)))
@@ -194,7 +194,7 @@ def _loading(load: Any) -> Any:
         # loaded images have no tiles left
         if _lap is None or not getattr(image, "tile", None):
             return load(image)
-        # the file is open and the image header read
+        # the file is open, and the image header has been read
         _lap(READ)
         file = image.fp
         image.fp = reads = _Reads(file, _lap)

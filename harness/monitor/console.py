@@ -1,6 +1,6 @@
 """Prints a run's lines, tables, warnings and progress bars.
 
-Everything goes to standard output and, except progress bars, also to the log. Warnings arrive
+Everything goes to standard output and, except for progress bars, also to the log. Warnings arrive
 through logging: ``logging.getLogger("wellfed").warning`` is printed and logged once. Control
 characters are escaped.
 """
@@ -24,7 +24,7 @@ from ..runtime.folder import log
 # carriage return, and clear the line
 _ERASE = "\r\x1b[K"
 _quiet = False
-# a progress() is open
+# whether a progress() block is open
 _busy = False
 Item = TypeVar("Item")
 # adds a row with one cell per column to a table
@@ -43,7 +43,7 @@ def speaking(speaks: bool) -> Iterator[None]:
 
 
 def say(text: str, *, stands_out: bool = False) -> None:
-    """Print and log one line, in bold on a terminal if it ``stands_out``."""
+    """Print and log one line, in bold on a terminal if ``stands_out`` is set."""
     line = printable(text)
     log.info("%s", line)
     _print(line, "\x1b[1m" if stands_out else "")
@@ -57,7 +57,7 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def live_table(title: str, columns: Sequence[str]) -> AddRow:
-    """Start a table that grows line by line; returns a function that adds a row.
+    """Start a table that grows line by line; return a function that adds a row.
 
     Columns are as wide as their headings, padded with spaces if needed, because later rows are not
     known.
@@ -73,12 +73,12 @@ def live_table(title: str, columns: Sequence[str]) -> AddRow:
 
 @dataclass(slots=True)
 class Bar:
-    """Progress of long work: a line that changes on a terminal, else a few lines."""
+    """Progress of long work: a line that changes on a terminal; otherwise, a few lines."""
 
     description: str
     total: int | None
     unit: str
-    # seconds from the start to the next line; infinite: nothing is shown
+    # seconds from the start to the next line; infinite to show nothing
     due_s: float = math.inf
     done: int = 0
     began_s: float = 0.0
@@ -98,7 +98,7 @@ class Bar:
         if not live:
             self.due_s = 2 * took_s
             _print(text)
-            # the next line has figures of its own, or none
+            # the next line has its own numbers, or none
             self._note = ""
             return
         self.due_s = took_s + 0.1
@@ -107,7 +107,7 @@ class Bar:
         _write(_ERASE + text[: shutil.get_terminal_size().columns - 1])
 
     def note(self, text: str) -> None:
-        """Show ``text`` after the counts from the next ``advance``; empty: nothing."""
+        """Show ``text`` after the counts from the next ``advance`` on; empty to show nothing."""
         self._note = printable(text)
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
@@ -127,9 +127,9 @@ class Bar:
 
 @contextmanager
 def progress(description: str, total: int | None, unit: str) -> Iterator[Bar]:
-    """Show the block's progress: a line that changes on a terminal, else a few lines.
+    """Show the block's progress: a line that changes on a terminal; otherwise, a few lines.
 
-    Lines appear after 5, 10, 20, 40 s and so on, and at the end; none for work under a second.
+    Lines appear after 5, 10, 20, 40 s and so on, and at the end; none if it takes under a second.
     Nothing is shown inside another ``progress``. ``total`` is None if unknown; ``unit`` is a plural
     noun, or B for bytes, shown in millions.
     """
@@ -157,7 +157,7 @@ def _print(line: str, style: str = "") -> None:
     if _quiet:
         return
     if draws(sys.stdout):
-        # on a possible bar, which is redrawn
+        # overwrite a possible bar, which is redrawn
         line = f"{_ERASE}{style}{line}\x1b[0m"
     _write(f"{line}\n")
 

@@ -1,6 +1,6 @@
 """Reads GPU metrics through NVML, and peak memory.
 
-Metrics that a GPU, a MIG instance or a driver does not support are absent, never 0.
+Metrics that a GPU, a MIG instance or a driver does not support are omitted, not reported as 0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sensor:
                 log.log(self._level, "%s disabled: %r", ", ".join(tags), error)
                 continue
             for tag, figure in zip(tags, figures, strict=False):
-                # NVML counters return this if they could not measure
+                # NVML counters return NaN if they could not be read
                 if figure is not None and not isnan(figure):
                     # two counters are not read at exactly the same time
                     found[tag] = min(1.0, figure) if tag.figure.unit == "fraction" else figure
@@ -58,15 +58,15 @@ class GpuSensor(Sensor):
     """Utilization, memory and power of one GPU or MIG instance.
 
     ``gpu/utilization`` is the fraction of NVML's last sample period (1/6 to 1 s) in which any
-    kernel of any program ran, however small; a MIG instance has none. ``gpu/sm_utilization`` is the
-    mean fraction of active multiprocessors since the previous sample, available on Hopper and
-    later, also per MIG instance.
+    kernel of any program ran, however small; it is not available for a MIG instance.
+    ``gpu/sm_utilization`` is the mean fraction of active multiprocessors since the previous sample,
+    available on Hopper and later, including per MIG instance.
     """
 
     _level = logging.WARNING
 
     def __init__(self, uuid: str) -> None:
-        """``uuid`` is from torch."""
+        """``uuid`` is the UUID from torch."""
         super().__init__()
         try:
             nvml = gpus.start_nvml()
@@ -95,10 +95,10 @@ class MemoryPeaks:
     """Peak memory of a run, in bytes.
 
     Attributes:
-        total_bytes: device memory.
-        reserved_bytes: reserved by torch, allocated or cached.
-        training_bytes: allocated in training steps.
-        evaluation_bytes: allocated in evaluations.
+        total_bytes: total device memory.
+        reserved_bytes: memory reserved by torch, allocated or cached.
+        training_bytes: memory allocated in training steps.
+        evaluation_bytes: memory allocated in evaluations.
     """
 
     total_bytes: int
@@ -120,8 +120,8 @@ class MemoryWatch:
     """Reads peak device memory, which takes the host up to a millisecond.
 
     Attributes:
-        peaks: of the run so far; None if the device has no memory of its own, or before the first
-            read.
+        peaks: the run's peaks so far; None if the device has no memory of its own, or before the
+            first read.
     """
 
     def __init__(self, own: Accelerator) -> None:
@@ -151,11 +151,11 @@ class MemoryWatch:
 def _sm_utilization(nvml: Any, handle: Any, is_mig: bool) -> Callable[[], Figures]:
     """Returns a reader of the mean fraction of active multiprocessors (NVML's GPM counters).
 
-    Each read covers the time since the previous one, at least 0.1 s for NVML. A profiler may run at
-    the same time.
+    Each read covers the time since the previous one; NVML requires at least 0.1 s. A profiler may
+    run at the same time.
 
     Raises:
-        NVMLError: this GPU or its driver has no counters.
+        NVMLError: this GPU or its driver has no such counters.
     """
     device = handle
     take = partial(nvml.nvmlGpmSampleGet, handle)

@@ -1,4 +1,4 @@
-"""Divides the wall time of a run into training and everything else."""
+"""Divides a run's wall time into training and everything else."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class GoodputTimer:
     _spent_s: dict[str, float] = field(default_factory=dict)
 
     def mark(self, name: str) -> None:
-        """Book the time since the last mark, or since the start, under ``name``."""
+        """Record the time since the last mark, or since the start, under ``name``."""
         unmarked_s = time.perf_counter() - self.began_s - sum(self._spent_s.values())
         self._spent_s[name] = self._spent_s.get(name, 0.0) + unmarked_s
 
     def goodput(self, figures: Window) -> dict[str, Any] | None:
         """Returns the fraction of wall time in which the device ran training steps.
 
-        ``busy_s`` are the device's (on a CPU, the host's) seconds within ``computing()``, without
+        ``busy_s`` is the device's (on a CPU, the host's) time within ``computing()``, excluding
         the first step of each epoch; ``wall_s`` is the time since the command started, and
-        ``fraction`` their ratio. ``rest`` has the other activities, largest first. None if device
-        time is unknown.
+        ``fraction`` is their ratio. ``rest`` contains the other activities, largest first. Returns
+        None if device time is unknown.
         """
         spent = {name: share * figures.elapsed_s for name, share in figures.shares.items()}
         wall_s = time.perf_counter() - self.began_s
@@ -36,7 +36,7 @@ class GoodputTimer:
         busy_s = min(spent.pop("compute"), wall_s)
         first_s = figures.first_step_s or 0.0
         spent = {**self._spent_s, **spent, "first_steps": first_s, **figures.pauses_s}
-        # making feeds, printing, closing
+        # creating feeds, printing, closing
         spent["other"] = wall_s - busy_s - sum(spent.values())
         largest = sorted(spent.items(), key=lambda part: -part[1])
         rest = [{"name": name, "s": s} for name, s in largest if s > 0]

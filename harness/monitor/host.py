@@ -1,4 +1,4 @@
-"""Reads host metrics, hardware, and the load of other programs."""
+"""Reads host metrics, hardware details, and the load from other programs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .tree import Tree
 
 
 class HostSensor(Sensor):
-    """Resource use of the machine, and of this process with its descendants.
+    """Resource use of the machine, and of this process and its descendants.
 
-    Machine metrics cover all cores, memory (neither free nor cache) and local disks, for all users;
+    Machine metrics cover all cores, memory (not free or cached) and local disks, for all users;
     the page cache and network file systems are not disks. Rates are means since the previous
     sample.
     """
 
     def __init__(self, root: Path = Path("/"), cores: float | None = None) -> None:
-        """``cores`` are available to these processes; None: other programs are not measured."""
+        """``cores`` are available to these processes; if None, other programs are not measured."""
         super().__init__()
         self._cores = cores
         tree = Tree(proc=root / "proc")
@@ -67,7 +67,7 @@ class HostSensor(Sensor):
     def _machine(self) -> Figures:
         times = psutil.cpu_times()
         total = sum(times)
-        # waiting for I/O is not busy
+        # waiting for I/O is not counted as busy
         busy = total - times.idle - getattr(times, "iowait", 0.0)
         return self._growth("share", total, busy), self._growth("busy", time.monotonic(), busy)
 
@@ -78,7 +78,7 @@ class HostSensor(Sensor):
     def _short_of_memory(self, groups: Sequence[Path], root: Path) -> Figures:
         # the root group, without a type, is the whole machine, where others wait too
         own = [group / "memory.pressure" for group in groups if (group / "cgroup.type").exists()]
-        # v1 groups have no pressure; at the run's own limit the machine's is the run's
+        # v1 groups have no pressure file; at the run's own limit, the machine's is the run's
         hits = [int(n) for group in groups for n in limits.words(group / "memory.failcnt")]
         is_short = self._growth("limits", time.monotonic(), sum(hits))
         stalled = self._rates("memory", memory_stalled([*own, root / "proc/pressure/memory"]))
@@ -135,7 +135,7 @@ class Sampler:
         self._thread.join(5.0)
 
     def look(self) -> None:
-        """Take one sample of every sensor."""
+        """Take one sample from every sensor."""
         if self._is_over and not self._aside:
             self._is_over = False
             self._whole = {}
@@ -148,7 +148,7 @@ class Sampler:
                         sums[tag] = total + value, count + 1
 
     def read(self) -> dict[str, float]:
-        """Returns the mean of each metric since the last call; absent without a sample."""
+        """Returns the mean of each metric since the last call, if it has a sample."""
         with self._lock:
             recent = self._recent
             self._recent = {}
@@ -170,7 +170,7 @@ class Sampler:
     def means(self) -> dict[str, float]:
         """Returns the mean of each metric since the last ``restart``.
 
-        Uses earlier samples if there are none since.
+        Uses earlier samples if there have been none since then.
         """
         with self._lock:
             return _means(self._whole)
@@ -183,7 +183,7 @@ def _means(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
 def throttled(group: Path) -> tuple[int, int] | None:
     """Returns a control group's scheduling periods, and the number of throttled ones.
 
-    Only periods in which the group could run count.
+    Only periods in which the group could run are counted.
     """
     stat = limits.words(group / "cpu.stat")
     # v2 omits periods if the group has no CPU controller
@@ -204,7 +204,7 @@ def memory_stalled(paths: Sequence[Path]) -> tuple[float, ...]:
 
 
 def environment(device_name: str | None = None) -> dict[str, object]:
-    """Returns versions and hardware, without names of hosts, users or folders."""
+    """Returns versions and hardware, without host, user or folder names."""
     import torch
 
     named = None
@@ -231,7 +231,7 @@ def environment(device_name: str | None = None) -> dict[str, object]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-# twice the threshold of harm, because kernel threads working for the run count as others
+# twice the harm threshold, because kernel threads working for the run are counted as others
 SPOILT = 0.2
 
 
@@ -239,8 +239,8 @@ def taken(sampled: Mapping[str, float]) -> float | None:
     """Returns the run's cores used by other programs; None if harmless or unknown.
 
     Contention requires both that others used the cores and that as many threads of the run waited.
-    A run that fills its own cores has waiting threads but no others; a run that needs no more cores
-    has others but no waiting threads.
+    A run that fills its own cores has waiting threads but no other programs; a run that needs no
+    more cores has other programs but no waiting threads.
     """
     if not {Tag.OTHERS_CPU_CORES, Tag.QUEUED_THREADS, Tag.CPU_CORES} <= sampled.keys():
         return None
@@ -253,10 +253,10 @@ def taken(sampled: Mapping[str, float]) -> float | None:
 
 
 class Neighbors:
-    """Measures the load of other programs during a measurement."""
+    """Measures the load from other programs during a measurement."""
 
     def __init__(self, cores: float | None) -> None:
-        """``cores`` are available; None, for example if ranks share the machine: unknown."""
+        """``cores`` are available; None if unknown, for example if ranks share the machine."""
         self._cores = cores
         self._sensor = HostSensor(cores=cores)
         self._sensor.sample()
@@ -280,7 +280,7 @@ class Neighbors:
         return taken(sampled)
 
     def warned(self, advice: str = "") -> float | None:
-        """As ``look``; warns the user of other programs, with an ``advice``."""
+        """Like ``look``, but warns the user about other programs, with ``advice``."""
         others = self.look()
         if others is not None:
             log.warning(

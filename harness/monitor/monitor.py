@@ -1,4 +1,4 @@
-"""Opens and closes all monitoring of a run together."""
+"""Opens and closes all of a run's monitoring together."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .writer import RunWriter
 
 @dataclass(slots=True)
 class Monitor:
-    """The monitoring of a run; only the first rank has writer and sampler.
+    """The monitoring of a run; only the first rank has a writer and a sampler.
 
-    ``timer`` divides the wall time; ``on_window`` are called with clock and window at each window's
-    end.
+    ``timer`` divides the wall time; the functions in ``on_window`` are called with the clock and
+    the window at the end of each window.
     """
 
     clock: StepClock
@@ -42,10 +42,10 @@ class Monitor:
 def watched(
     config: Config, world: World, folder: Path, began_s: float, resumed_step: int | None = None
 ) -> Iterator[Monitor]:
-    """Yields the ``Watch`` of a run in ``folder``; closes its files and threads after the block.
+    """Yields the ``Monitor`` of a run in ``folder``; closes its files and threads after the block.
 
     The command started at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the
-    checkpoint's if the run resumes.
+    checkpoint's step if the run resumes.
     """
     monitor = Monitor(StepClock(world.device), GoodputTimer(began_s))
     monitor.timer.mark("start")
@@ -66,8 +66,8 @@ def watched(
 
 
 def sampling(own: Accelerator, ranks: int, interval_s: float) -> Sampler:
-    """Returns the sensors of the machine, shared by ``ranks``, and of this rank's GPU."""
-    # other ranks on this machine would count as other programs
+    """Returns a sampler for the machine, shared by ``ranks``, and for this rank's GPU."""
+    # other ranks on this machine would be counted as other programs
     sensors: list[Sensor] = [HostSensor(cores=limits.measure().cores if ranks == 1 else None)]
     if uuid := own.uuid:
         sensors.append(GpuSensor(uuid))
@@ -78,7 +78,7 @@ def refuse_hidden_gpu(config: Config) -> None:
     """Raises an error if the driver sees a GPU that torch does not.
 
     Raises:
-        ConfigError: with the driver, the GPU, the torch build and a fix.
+        ConfigError: it does; the message gives the driver, the GPU, the torch build and a fix.
     """
     if config.device != "auto" or accelerator.count() or are_hidden():
         return

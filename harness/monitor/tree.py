@@ -13,10 +13,10 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Tree:
-    """Sums over a process and its descendants, workers of a fork server among them.
+    """Sums over a process and its descendants, including a fork server's workers.
 
-    The kernel adds a child's counters to its parent's when the parent reaps it. So the sums count
-    each process once and never decrease. An orphan's part is lost when it ends.
+    The kernel adds a child's counters to its parent's when the parent reaps it, so the sums count
+    each process once and never decrease. An orphan's counters are lost when it ends.
     """
 
     def __init__(self, pid: int | None = None, proc: Path = Path("/proc")) -> None:
@@ -29,10 +29,10 @@ class Tree:
         self._queued_s = 0.0
 
     def processor(self) -> tuple[float, int] | None:
-        """Returns CPU seconds, and major page faults.
+        """Returns the CPU seconds and the number of major page faults.
 
-        Major faults wait for storage, for example in memory-mapped files. None if processes end
-        faster than they can be read.
+        Major faults wait for storage, for example in memory-mapped files. Returns None if
+        processes end faster than they can be read.
         """
         stats = self._read_all("stat")
         if stats is None:
@@ -45,12 +45,12 @@ class Tree:
         return ticks / _TICKS_PER_S, faults
 
     def read_bytes(self) -> tuple[int, int] | None:
-        """Returns bytes returned by read calls, and bytes fetched from storage.
+        """Returns the bytes returned by read calls and the bytes fetched from storage.
 
         The former include cached files, pipes and sockets, but not memory-mapped files. The latter
         are reads from block devices and NFS, including read-ahead; reads by another process on its
-        behalf, such as a FUSE daemon, count for the other. None if processes end faster than they
-        can be read.
+        behalf, such as a FUSE daemon, are counted for that process. Returns None if processes end
+        faster than they can be read.
         """
         read = self._read_all("io")
         if read is None:
@@ -68,7 +68,7 @@ class Tree:
         Includes the time before the first call.
 
         Raises:
-            FileNotFoundError: not supported by the kernel.
+            FileNotFoundError: the kernel does not support this.
         """
         found: dict[str, int] = {}
         ended = suppress(FileNotFoundError, ProcessLookupError)
@@ -86,7 +86,7 @@ class Tree:
         return self._queued_s
 
     def pids(self) -> set[int]:
-        """Returns all live processes."""
+        """Returns the IDs of all live processes."""
         self._look_round()
         return set(self._members)
 
@@ -94,7 +94,7 @@ class Tree:
         """Returns ``/proc/<pid>/<name>`` of all members; None if they end too fast to read.
 
         Parents are read before their children: a readable child is not yet in its parent's
-        counters, and an unreadable one causes another read of all.
+        counters, and an unreadable one causes all of them to be read again.
         """
         for _ in range(5):
             self._look_round()
@@ -132,8 +132,9 @@ class Tree:
 
 
 def _after_name(stat: bytes) -> list[bytes]:
-    """Returns the fields of a ``stat`` from the third.
+    """Returns the fields of a ``stat`` file from the third one on.
 
-    The second is a name in brackets that may contain anything.
+    The second is a name in parentheses that may contain anything.
+
     """
     return stat[stat.rindex(b")") + 2 :].split()

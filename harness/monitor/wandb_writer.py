@@ -14,7 +14,7 @@ from ..config import Config, Wandb, to_plain
 from ..runtime.folder import log
 from .console import say
 
-# timeouts for the service at the start and at the end
+# timeouts for contacting the service at the start and at the end
 _BEGIN_S = 30.0
 _END_S = 15.0
 
@@ -35,7 +35,7 @@ class WandbWriter:
         """Send values by tag after ``step`` optimizer steps.
 
         A value is a number, possibly not finite, or a list of images, uint8 ``[H, W, 3]``, with
-        texts.
+        their texts.
         """
         self._tasks.put(lambda run: step < run.step or run.log(_shown(values), step=step))
 
@@ -49,7 +49,7 @@ class WandbWriter:
         self._tasks.put(None)
         self._thread.join(_BEGIN_S + _END_S)
         if self._thread.is_alive():
-            log.warning("watch.wandb: no response for %.0f s, giving up", _BEGIN_S + _END_S)
+            log.warning("watch.wandb: no response for %.0f s; giving up", _BEGIN_S + _END_S)
 
     def _work(self, folder: Path, config: Config, goes_on: bool) -> None:
         try:

@@ -36,10 +36,10 @@ Value = float | Spread | None
 class RunWriter:
     """Writes a run's metrics to its folder; a context manager.
 
-    A failed write (a full disk) loses only its own record: it warns once and is counted in
-    ``dropped``, files keep only whole records, and later writes succeed once there is room. A
-    killed process loses no record. If the run resumes from a checkpoint, records after
-    ``resumed_step`` are removed, also from TensorBoard. ``wandb`` receives the same metrics.
+    A failed write (such as on a full disk) loses only its own record: it causes one warning and is
+    counted in ``dropped``, files contain only whole records, and later writes succeed once there
+    is space. A killed process loses no records. If the run resumes from a checkpoint, records after
+    ``resumed_step`` are removed, including from TensorBoard. ``wandb`` receives the same metrics.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RunWriter:
     def images(self, tag: str, tiles: np.ndarray, texts: Sequence[str]) -> None:
         """Log ``tiles``, uint8 ``[N, 3, S, S]``, to TensorBoard as one image.
 
-        In Weights & Biases each tile has its own text.
+        In Weights & Biases, each tile has its own text.
         """
         if self._events:
             # eight per row
@@ -146,7 +146,7 @@ class RunWriter:
                 name: value if type(value) in (int, float, str) else json.dumps(value)
                 for name, value in plain(settings).items()
             }
-            # of the experiment, the session's start and end
+            # the experiment, and the session's start and end
             for part in self._summary.hparams(cells, dict(metrics)):
                 self._event(summary=part)
             values = [
@@ -157,19 +157,19 @@ class RunWriter:
             self._event(step=self._step, summary={"value": values})
 
     def bad_sample(self, name: str, sample: int, where: str, reason: str) -> None:
-        """Write a line of ``bad_samples.jsonl`` for a ``sample`` of the set ``name``."""
+        """Write a line to ``bad_samples.jsonl`` for a ``sample`` in the set ``name``."""
         line = {"set": name, "index": sample, "where": where, "reason": reason}
         self._append(BAD_SAMPLES, f"{json.dumps(line)}\n".encode())
 
     def report(self, report: Mapping[str, Any]) -> None:
-        """Write ``report.json`` atomically, in the form of ``plain``."""
+        """Write ``report.json`` atomically, as converted by ``plain``."""
         found = plain(report)
         self.write("report.json", json.dumps(found, indent=2, allow_nan=False))
         if self._wandb:
             self._wandb.summary(found)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the run atomically, with a final newline."""
+        """Write one of the run's files atomically, with a final newline."""
         path = self._folder / name
         try:
             write_whole(path, f"{text}\n".encode())
@@ -207,9 +207,10 @@ class RunWriter:
     def _event(self, **content: Any) -> None:
         """Append an event with the current time, if there is an event file.
 
-        A TensorBoard record is length and data, each with a CRC-32C masked as in TensorFlow. The
-        CRC is linear, so a block's is the sum of its bytes' contributions by position. The previous
-        state, initially 32 ones, is added to the first four bytes; leading zeros add nothing.
+        A TensorBoard record is a length and data, each with a CRC-32C masked as in TensorFlow. The
+        CRC is linear, so a block's CRC is the sum of its bytes' contributions by position. The
+        previous state, initially 32 ones, is added to the first four bytes; leading zeros add
+        nothing.
         """
         if not self._events:
             return
@@ -260,7 +261,7 @@ class RunWriter:
 
 @functools.cache
 def _table() -> np.ndarray:
-    """Returns each byte's contribution, uint32 ``[positions, 256]``; the last ends a block."""
+    """Returns each byte's contribution, uint32 ``[positions, 256]``; the last one ends a block."""
     byte: np.ndarray = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         # the Castagnoli polynomial, bit-reversed
@@ -283,7 +284,7 @@ def publish(name: str, lines: Sequence[str], value: Any, writer: RunWriter | Non
 def plain(value: Any) -> Any:
     """Returns ``value`` in JSON types.
 
-    NaN and infinities become None, dataclasses become objects without None fields.
+    NaN and infinities become None; dataclasses become objects without None fields.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

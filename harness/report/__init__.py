@@ -1,1 +1,1 @@
-"""Turns a run's figures into a verdict, ``report.json``, an HTML page and a table of runs."""
+"""Turns a run's metrics into a verdict, ``report.json``, an HTML page and a table of runs."""

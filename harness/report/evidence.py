@@ -1,4 +1,4 @@
-"""Holds the figures behind a verdict and derives fractions of time from them."""
+"""Holds the metrics behind a verdict and derives fractions of time from them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Bottleneck = Literal[
 ]  # fmt: skip
 
 
-# of the time: MLPerf Storage requires an accelerator utilization of 0.90
+# fraction of the time: MLPerf Storage requires an accelerator utilization of 0.90
 HARM = 0.10
 
 
-# of the scheduling periods: the threshold of kubernetes-mixin's CPUThrottlingHigh
+# fraction of the scheduling periods: the threshold in kubernetes-mixin's CPUThrottlingHigh
 THROTTLED = 0.25
 
 
-# of the time: the gain from removing a smaller stall is within noise
+# fraction of the time: the gain from removing a smaller stall is within noise
 FED = 0.02
 
 
@@ -61,8 +61,8 @@ def worker_cost(
 ) -> WorkerCost | None:
     """Returns the cost of a sample; None if the workers' ``totals`` are empty.
 
-    ``full``: all cores are busy, so a stage that computes may have waited for one. ``cached``: and
-    nothing came from storage, so reading waited for a core or for the interpreter.
+    ``full``: all cores are busy, so a stage that computes may have waited for one. If also
+    ``cached``, nothing came from storage, so reading waited for a core or for the interpreter.
     """
     stages = totals.stages if totals else {}
     wall_s, cpu_s = total(stages.values())
@@ -86,7 +86,7 @@ def worker_cost(
     for name, cost in stages.items():
         kind = GROUPS.get(name, AUGMENT)
         if kind == SAMPLE:
-            # without named stages, waiting counts as reading and computing as decoding
+            # without named stages, waiting is treated as reading and computing as decoding
             kind = "storage" if waits(cost) else "decode"
         kinds.setdefault(kind, {})[name] = cost
     costs = {kind: total(named.values()) for kind, named in kinds.items()}
@@ -127,7 +127,7 @@ class Straggler(NamedTuple):
         if len(ranks) < 2:
             return None
         ms = np.array([[rank.stalled_ms, rank.host_ms, rank.forward_ms] for rank in ranks], float)
-        # a figure that one rank lacks is ignored for all
+        # a metric that one rank lacks is ignored for all
         ms[:, np.isnan(ms).any(axis=0)] = 0.0
         slowest = int(ms.sum(axis=1).argmax())
         others_ms = np.delete(ms, slowest, axis=0)
@@ -146,20 +146,20 @@ class Evidence:
     """The measurements behind a verdict, and the fractions of time (0..1) derived from them.
 
     Attributes:
-        window: figures of the steps, usually of the whole run.
+        window: metrics for the steps, usually from the whole run.
         stages: the workers' time by stage; None if the loader does not report it.
-        settings: the loader's, with torch's names; ``backend`` is "processes", "threads", or
-            "arrays", which never has workers.
+        settings: the loader's settings, under torch's names; ``backend`` is "processes",
+            "threads", or "arrays", which never has workers.
         cores: cores available to this rank.
-        device: its kind.
-        sampled: the machine's figures by tag, means over the run.
+        device: the kind of device.
+        sampled: the machine's metrics by tag, as means over the run.
         autotuned: whether the loader was tuned.
-        ranks: every rank's figures, if there are several.
+        ranks: every rank's metrics, if there are several ranks.
         trainer: the trainer's settings.
         half_precision: the faster of bf16 and fp16 on the device; None if unknown.
         window_steps: steps per logged window.
         by_quota: whether a quota limits the cores.
-        most_workers: most workers that fit and are worth trying; default: max(8, 4 per core).
+        most_workers: the most workers that fit and are worth trying; default: max(8, 4 per core).
         others: cores used by other programs; None derives it from ``sampled``.
         ceiling: measured speedup if loading were free; None derives it from the stall.
         starts: passes that started their own workers.
@@ -171,20 +171,20 @@ class Evidence:
         copy: of that, the loop waited for a batch's copy.
         host: the device waited for Python; on a CPU, also for garbage collection within steps.
         launch: the device waited for the next kernel's launch; 0 if not measured.
-        lost: ``starved``, ``copy``, ``host`` and ``launch`` together.
+        lost: the sum of ``starved``, ``copy``, ``host`` and ``launch``.
         prepare: batches were augmented and normalized.
         compute: the network ran; None if unknown.
         made: fraction of ``starved`` until the batch was made; 1 if unknown.
         handed: fraction of ``starved`` until it was in this process, in pinned memory.
         moved: fraction of ``starved`` until it was on the device and normalized.
         host_parts: ``host`` by cause.
-        workers: of the loader.
+        workers: number of loader workers.
         rate: images/s; 0 if unknown.
         throttled: fraction of the scheduling periods in which a quota throttled this run.
         cost: a sample's cost to the workers; None if unknown.
         memory: this run waited for memory.
         late: the rank that the others wait for, if there is one.
-        speedup: if loading were free, at most 1000.
+        speedup: speedup if loading were free, at most 1000.
         starting: workers were starting, excluding the making of first batches.
     """
 
@@ -252,7 +252,7 @@ class Evidence:
         self.starting = max(0.0, self.started_s - made_s) / max(whole_s, 1e-9)
 
     def unmade(self) -> float:
-        """Returns the fraction of time waited for batches if transfers took no time."""
+        """Returns the fraction of time spent waiting for batches if transfers took no time."""
         if self.cost is None or not self.workers:
             return self.starved
         wanted = self.cost.wall_s * self.rate * self.speedup

@@ -17,11 +17,11 @@ from ..runtime.errors import BadSample, printable
 from ..runtime.files import sheet
 from ..training.pictures import PredictionLog, coded
 
-# pictures of mistakes
+# maximum number of pictures of mistakes
 _MOST = 24
 
 
-# confused class pairs on the page, some 300 kB
+# maximum number of confused class pairs on the page, about 300 kB
 _MOST_KINDS = 20_000
 
 
@@ -29,9 +29,9 @@ _MOST_KINDS = 20_000
 _MOST_CLASSES = 2_000
 
 
-# classes are imbalanced if one has this many times the images of another
+# classes are imbalanced if one has this many times as many images as another
 _UNEVEN = 5
-# batches per epoch: fewer learn little, and as many as are suggested instead
+# batches per epoch: with fewer, little is learned, and the number suggested instead
 _FEW_STEPS, _STEPS = 5, 10
 
 
@@ -66,7 +66,7 @@ def show(
         matrix[kinds[:, 0], kinds[:, 1]] = kinds[:, 2]
         rows = ([name, *row] for name, row in zip(names, matrix.tolist(), strict=True))
         _table(writer, "confusion.csv", ["", *names], rows)
-        # by fraction of the true class; the root makes rare mistakes visible
+        # by fraction of the true class; the square root makes rare mistakes visible
         shares = np.sqrt(matrix / np.maximum(1, images[:, None]))
         gray = (255 - 255 * shares).astype(np.uint8)
         writer.images("val/confusion", np.broadcast_to(gray, (1, 3, *gray.shape)), [""])
@@ -89,7 +89,7 @@ def _mistakes(
     dataset = splits.val
     # the location of the data may be private
     root = f"{os.path.abspath(os.path.expanduser(splits.root))}/"
-    # datasets made on the device lack ``fill``, the user's may lack ``source``
+    # datasets made on the device lack ``fill``; the user's may lack ``source``
     fill = getattr(dataset, "fill", None)
     source = getattr(dataset, "source", None)
     for place in answers.surest(_MOST):
@@ -116,7 +116,7 @@ def _mistakes(
 
 
 def missed(answers: PredictionLog | None, classes: Sequence[str]) -> list[str]:
-    """Returns the classes that have images, none of which was classified correctly."""
+    """Returns the classes that have images, none of which were classified correctly."""
     if answers is None:
         return []
     right = answers.labels[answers.labels == answers.given]
@@ -124,7 +124,7 @@ def missed(answers: PredictionLog | None, classes: Sequence[str]) -> list[str]:
 
 
 def class_counts(splits: Splits, config: Config) -> str | None:
-    """Returns a sentence on the training images per class, with a remedy for imbalance."""
+    """Returns a sentence about the training images per class, with a remedy for imbalance."""
     if splits.labels is None:
         return None
     counts = np.bincount(splits.labels, minlength=len(splits.classes))

@@ -37,9 +37,9 @@ class Reporter:
     Attributes:
         overridden: overrides such as ``loader.num_workers=2``; each is a column of the HParams
             page.
-        tuning: returns a summary of tuning as plain values, called at the end; None without tuning.
+        tuning: called at the end; returns a summary of tuning as plain values; None without tuning.
         cores: cores available to this rank.
-        splits: the dataset, of which the most confident mistakes are shown.
+        splits: the dataset whose most confident mistakes are shown.
     """
 
     overridden: tuple[str, ...]
@@ -66,7 +66,7 @@ class Reporter:
 
     def _report(self, engine: Engine, ending: Mapping[str, str]) -> None:
         writer = engine.monitor.writer
-        # an earlier report stays
+        # an earlier report is kept
         if writer is None or engine.status == "idle":
             return
         # first without the device, which may have failed
@@ -84,7 +84,7 @@ class Reporter:
         verdict: Statement = found["verdict"]
         writer.text("verdict", [verdict.sentence, *verdict.evidence])
 
-        # few: the page opens with five columns
+        # only a few, because the page opens with five columns
         columns = ["loader.batch_size", "model.name", "optim.lr", "trainer.precision"]
         columns += map(launch.setting, self.overridden)
         values = {
@@ -153,7 +153,7 @@ class Reporter:
             stated(verdict),
             world.size,
             None if own.is_host else own.name,
-            # it covers the feeds of all sizes
+            # it covers the feeds for all sizes
             0.0 if engine.parts else engine.worker_s,
             **_progress(engine),
             **as_report(total, world.size),
@@ -219,11 +219,12 @@ class Reporter:
         within = ""
         if state.samples:
             images = engine.order.taken(state.epoch)
-            within = f", and {state.samples} of {images} images of the next"
+            within = f", and {state.samples} of {images} images in the next"
         epochs = config.trainer.epochs
         say(f"stopped after step {state.step}; epochs done: {state.epoch} of {epochs}{within}")
         if not saved:
-            why = "no step has finished, one was under way, or writing failed"
+            why = "no step has finished, one was underway, or writing failed"
+
             if not config.checkpoint.enabled:
                 why = "checkpoint.enabled=false"
             say(f"nothing was saved: {why}")
@@ -246,7 +247,7 @@ def _progress(engine: Engine) -> dict[str, Any]:
 
 
 def _root(folder: Path) -> str:
-    """Returns the folder of this run and its siblings, whose names TensorBoard then shows."""
+    """Returns the folder of this run and its siblings; TensorBoard then shows their names."""
     path = os.path.relpath(folder)
     parts = Path(path).parts
     # the current folder has no parts

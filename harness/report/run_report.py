@@ -1,4 +1,4 @@
-"""Computes ``report.json`` of a run or a watched script, and the lines on its speed."""
+"""Computes ``report.json`` for a run or a watched script, and the lines about its speed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def report(
     worker_s: float = 0.0,
     **own: Any,
 ) -> dict[str, Any]:
-    """Returns the figures of a whole run by key, without unknown ones.
+    """Returns a whole run's metrics by key, without unknown ones.
 
     Args:
-        evidence: of the whole run.
-        verdict: on it.
+        evidence: measurements from the whole run.
+        verdict: the verdict on it.
         world_size: number of ranks.
-        gpu: its name; None for other devices.
-        worker_s: seconds of all workers together, busy and idle; 0 if unknown.
-        own: additional figures of this kind of run, which come first or replace others.
+        gpu: the GPU's name; None for other devices.
+        worker_s: seconds across all workers, busy and idle; 0 if unknown.
+        own: additional metrics for this kind of run, which come first or replace others.
     """
     sampled = evidence.sampled
     found: dict[str, Any] = {
@@ -51,7 +51,7 @@ def report(
 
 
 def sized(evidence: Evidence, ranks: int) -> dict[str, Any]:
-    """Returns the figures of ``ranks`` ranks' steps at one training image size."""
+    """Returns the metrics for ``ranks`` ranks' steps at one training image size."""
     window = evidence.window
     return {
         "size": evidence.size,
@@ -63,12 +63,12 @@ def sized(evidence: Evidence, ranks: int) -> dict[str, Any]:
 
 def used(settings: Any) -> dict[str, Any]:
     """Returns a loader's settings as in ``report.json``."""
-    # without workers there are none to keep
+    # without workers, there are none to keep
     return {"persistent_workers": False, **plain(settings)}
 
 
 def closing(report: Mapping[str, Any], unit: str) -> Iterator[str]:
-    """Yields the lines on a run's speed; ``unit`` names the samples, such as images."""
+    """Yields the lines about a run's speed; ``unit`` names the samples, such as images."""
     if step := report.get("step_ms"):
         yield (
             f"speed          {report['images_per_s']:.0f} {unit}/s while training, "

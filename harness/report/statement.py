@@ -1,6 +1,6 @@
 """Phrases a verdict for ``report.json`` and the console.
 
-The sentences give the bottleneck, the figures behind it, the ceiling and the settings to try.
+The sentences give the bottleneck, the numbers behind it, the ceiling and the settings to try.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..runtime.errors import rounded
 from .evidence import FED, HARM, Bottleneck, Evidence, WorkerCost
 from .verdict import Change, Verdict
 
-# of the time: smaller causes are not mentioned
+# fraction of the time: smaller causes are not mentioned
 _WORTH = 0.01
-# others read KIND-bound
+# others are written as KIND-bound
 _HEADLINES: Mapping[Bottleneck, str] = {
     "augment": "Augmentation-bound",
     "workers": "Too few workers",
@@ -62,8 +62,8 @@ _WAYS: Mapping[str, str] = {
 }
 _UNKNOWN: Mapping[str, str] = {
     "no stall": "This device does not report whether it waits for data",
-    "no stages": "The loader reports no stage times",
-    "no compute": "This device does not separate the network's time from Python's",
+    "no stages": "The loader does not report stage times",
+    "no compute": "This device does not report network time and Python time separately",
     "uneven": "The measurement is too noisy to find the bottleneck",
 }
 
@@ -75,9 +75,9 @@ class Statement:
     Attributes:
         bottleneck: its kind.
         ceiling: speedup if loading were free; None if the stall is unknown.
-        sentence: short sentences with the bottleneck, its figures, the ceiling and remedies.
+        sentence: short sentences with the bottleneck, its numbers, the ceiling and remedies.
         next_step: settings to try; None if no setting helps.
-        evidence: the underlying figures.
+        evidence: the underlying measurements.
     """
 
     bottleneck: Bottleneck
@@ -88,7 +88,7 @@ class Statement:
 
 
 def as_overrides(change: Change) -> str:
-    """Returns settings as typed on the command line."""
+    """Returns settings as they are typed on the command line."""
     return " ".join(f"{name}={str(value).lower()}" for name, value in change.items())
 
 
@@ -116,7 +116,7 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> S
 
 
 def _facts(verdict: Verdict) -> Iterator[str]:
-    """Yields the facts behind the kind, with their figures."""
+    """Yields the facts behind the kind, with their numbers."""
     r = verdict.shares
     cost = r.cost
     if verdict.ceiling and r.stall >= FED:
@@ -143,7 +143,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
             if r.prepare >= FED:
                 yield f"Preparing batches takes {r.prepare:.0%}"
         case "transport" if verdict.why:
-            yield f"For {r.handed:.0%} of that, batches were made but still in transfer"
+            yield f"For {r.handed:.0%} of that, batches were made but were still in transfer"
         case "copy" if r.moved * r.starved > r.copy:
             yield f"Moving and normalizing batches took {r.moved:.0%} of that"
         case "copy":
@@ -209,7 +209,7 @@ def _origin(r: Evidence) -> Iterator[str]:
     if not read or stored is None:
         return
     if stored < 0.05 * read:
-        yield "Hardly a byte came from a disk: opening files, or network storage, is slow"
+        yield "Hardly any bytes came from a disk: opening files, or network storage, is slow"
         return
     # pages of mapped files also come from the disk, but are not read
     yield f"Of {max(read, stored) / 1e6:.3g} MB/s, {stored / 1e6:.3g} came from a disk or NFS"
@@ -232,7 +232,7 @@ def _gain(verdict: Verdict) -> Iterator[str]:
 
 
 def _evidence(r: Evidence) -> Iterator[str]:
-    """Yields the underlying figures, a clause each."""
+    """Yields the underlying measurements, one clause each."""
     window = r.window
     shares = _listed(window.shares).replace("_", " ")
     yield f"time on the {window.stall_basis} clock: {shares}"
@@ -241,7 +241,7 @@ def _evidence(r: Evidence) -> Iterator[str]:
     if cost := r.cost:
         yield (
             f"a sample takes {1e3 * cost.wall_s:.3g} ms, of which {1e3 * cost.cpu_s:.3g} ms "
-            f"CPU time: {_listed(cost.parts)}"
+            f"is CPU time: {_listed(cost.parts)}"
         )
     if r.host >= _WORTH:
         yield f"work between steps: {_listed(r.host_parts)}"

@@ -19,7 +19,7 @@ _FIGURES = {"top1": ".4f", "images_per_s": ".0f", "data_wait_fraction": ".1%"}
 
 
 def report_failure(folder: Path, error: str, overridden: Sequence[str]) -> None:
-    """Writes the report of a job that ended with ``error``, unless there is one with steps."""
+    """Writes a report for a job that ended with ``error``, unless there is one with steps."""
     path = folder / REPORT_JSON
     run = {"name": folder.name, "overrides": overridden}
     with suppress(OSError, ValueError):
@@ -29,11 +29,11 @@ def report_failure(folder: Path, error: str, overridden: Sequence[str]) -> None:
 
 
 def conclude(sweep: Any) -> None:
-    """Prints a table of the jobs in the folder ``sweep.dir``, and writes a page for them."""
+    """Prints a table of the jobs in the folder ``sweep.dir`` and writes a page for them."""
     try:
         root = Path(sweep.dir)
         jobs = {name: read_run(at, name)["report"] for name, at in find_runs(root).items()}
-        # no job began
+        # no job started
         if not jobs:
             return
         typed = [*map(overrides, jobs.values())]

@@ -1,4 +1,4 @@
-"""Decides the bottleneck and the settings to change, from figures, in pure functions.
+"""Decides the bottleneck and the settings to change, based on metrics, in pure functions.
 
 ``judge`` classifies runs and the measurements of ``mode=diagnose``; ``statement`` phrases the
 verdict.
@@ -29,9 +29,9 @@ class Verdict:
     """The bottleneck of a run.
 
     Attributes:
-        kind: of bottleneck; balanced if less than a tenth of the time is lost.
-        shares: the underlying figures.
-        change: new values of settings that should help; empty if none does.
+        kind: the kind of bottleneck; balanced if less than a tenth of the time is lost.
+        shares: the underlying measurements.
+        change: new values for settings that should help; empty if none would.
         why: the reason, if ``kind`` and ``shares`` leave it open.
         ceiling: speedup if loading were free, 1 / (1 - stall_fraction); None if the stall is
             unknown.
@@ -75,7 +75,7 @@ def judge(r: Evidence) -> Verdict:
 
 
 def searched(r: Evidence) -> Change:
-    """Returns the setting that tunes the loader, unless it was tuned."""
+    """Returns the setting that tunes the loader, unless it has been tuned."""
     return {} if r.autotuned else {"loader.autotune": True}
 
 
@@ -130,7 +130,7 @@ def more_in_flight(r: Evidence) -> Change:
     if cost is None or r.autotuned or r.could() < (1 + HARM) * r.rate:
         return {}
     if r.workers and r.unmade() == 0:
-        # prefetching over 8 batches per process, or 32 over all threads, has not helped
+        # prefetching more than 8 batches per process, or 32 across all threads, has not helped
         deepest = max(1, 32 // r.workers) if r.settings.backend == "threads" else 8
         ahead = r.settings.batches_ahead
         depth = min(math.ceil(2 * ahead / r.workers), deepest)
@@ -166,15 +166,15 @@ def explain_launch_bound(r: Evidence) -> Verdict:
 
 
 def fewer_threads(r: Evidence) -> Change:
-    """Returns as many torch threads as cores are free; empty for an accelerator."""
-    # one that is preempted delays all others, which spin
+    """Returns a setting for as many torch threads as free cores; empty for an accelerator."""
+    # a preempted thread delays all others, which spin
     threads = max(1, int(r.cores - (r.others or 0.0)))
     is_fewer = threads < (r.trainer.num_threads or int(r.cores))
     return {"trainer.num_threads": threads} if r.device == "cpu" and is_fewer else {}
 
 
 def explain_shortage(r: Evidence, kind: Bottleneck) -> Verdict | None:
-    """Returns the shortage of a resource that may have caused ``kind``, if any."""
+    """Returns the resource shortage that may have caused ``kind``, if any."""
     # slow cores do not harm an accelerator that stays busy
     if r.device == "cpu" or r.lost >= HARM:
         # reading mapped files causes page faults

@@ -1,7 +1,7 @@
 """Wraps the devices that a network can run on; no other file uses ``torch.cuda``.
 
-On CUDA the host runs ahead: work is queued on streams, and events record its completion. Other
-``torch.accelerator`` types are treated the same if a trial succeeds. On all other devices the
+On CUDA, the host runs ahead: work is queued on streams, and events record its completion. Other
+``torch.accelerator`` types are treated the same if a trial succeeds. On all other devices, the
 stream methods do nothing, because no queued work can be timed. Tests replace ``get`` with an
 emulated device.
 """
@@ -25,7 +25,7 @@ from . import gpus
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of memory: this process's in torch's allocator, and the whole device's.
+    """Memory in bytes, for this process (in torch's allocator) and for the whole device.
 
     ``peak_*`` are maxima since the last ``reset_peaks``. ``reserved`` is memory that the allocator
     obtained from the driver.
@@ -40,19 +40,19 @@ class MemoryUse(NamedTuple):
 
 
 class Accelerator:
-    """A device without streams, such as a CPU, whose work is done when a call returns.
+    """A device without streams, such as a CPU; its work is finished when a call returns.
 
     Attributes:
         kind: cpu, cuda, mps, or another torch device type.
         tells: whether the device's busy time is measurable.
         has_events: whether the host runs ahead, and events record the end of work.
-        has_streams: whether copies from pinned memory overlap with the network, and events time
-            both.
+        has_streams: whether copies from pinned memory overlap with the network, and events can
+            time both.
         has_float64: whether it supports float64.
         skips_updates: whether torch's fused optimizers support ``found_inf`` on it.
         collective: the process group's backend.
         device: the torch device.
-        place: the device for process groups; None: the host.
+        place: the device for process groups; None for the host.
     """
 
     tells = True
@@ -63,7 +63,7 @@ class Accelerator:
     collective = "gloo"
     # seconds, monotonic
     now: Callable[[], float] = staticmethod(time.perf_counter)
-    # between a thread of ``start`` and its consumer
+    # between a thread started by ``start`` and its consumer
     queue: Callable[[], Any] = staticmethod(queue.SimpleQueue)
 
     def __init__(self, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class Accelerator:
             done.synchronize()
 
     def event(self, *, timed: bool = False) -> Any:
-        """Returns an event on which the host sleeps; ``timed`` events measure ms."""
+        """Returns an event that lets the host sleep while it waits; ``timed`` events measure ms."""
         return torch.Event(self.device, enable_timing=timed)
 
     def stream(self) -> Any:
@@ -130,14 +130,14 @@ class Accelerator:
     def side_stream(self) -> Any:
         """Returns the stream for copies.
 
-        There is one per process, because memory of one stream is not reused on another.
+        There is one per process, because one stream's memory is not reused on another.
         """
 
     def idle_stream(self) -> Any:
         """Returns an idle stream, whose events complete immediately."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """A block that uses ``stream``; None: the current stream."""
+        """A block that uses ``stream``; None means the current stream."""
         return contextlib.nullcontext()
 
     def delay(self, seconds: float) -> None:
@@ -159,11 +159,11 @@ class Accelerator:
         """Keeps the memory of ``tensor`` until ``stream`` has finished the work queued so far."""
 
     def memory(self) -> MemoryUse | None:
-        """Returns the device's memory statistics; None if it has no own memory."""
+        """Returns the device's memory statistics; None if it has no memory of its own."""
         return None
 
     def reset_peaks(self) -> None:
-        """Resets the peaks of ``memory``."""
+        """Resets the peaks in ``memory``."""
 
     def release(self) -> None:
         """Releases unused device memory and pinned memory."""
@@ -179,12 +179,13 @@ class Accelerator:
 class Mps(Accelerator):
     """An Apple GPU. Untested.
 
-    Its events record completion but no time, for which torch would wait for all queued work.
+    Its events record completion but not time, because torch would wait for all queued work to
+    measure it.
     """
 
     has_events = True
     has_float64 = False
-    # by torch 2.13 and older
+    # not supported in torch 2.13 and older
     skips_updates = False
 
 
@@ -209,12 +210,12 @@ class Generic(Accelerator):
         return _stream(self.new_stream, self.device, 0)
 
     def idle_stream(self) -> Any:
-        # with a priority, or the stream might share a queue with other work
+        # needs a priority; otherwise, the stream might share a queue with other work
         return _stream(self.new_stream, self.device, -1)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Any:
-        # as a context manager, a stream stores the previous one in itself, which threads share
+        # as a context manager, a stream stores the previous one in itself, and threads share it
         before = self.stream()
         torch.accelerator.set_stream(stream or before)
         try:
@@ -259,7 +260,7 @@ class Cuda(Generic):
         for arch in torch.cuda.get_arch_list():
             code, number = arch.rstrip("af").split("_")
             version = divmod(int(number), 10)
-            # compute_90 compiles for any later GPU, sm_80 runs on 8.0 to 8.9
+            # compute_90 compiles for any later GPU; sm_80 runs on 8.0 to 8.9
             if version <= own and (code == "compute" or version[0] == own[0]):
                 return False
         return True
@@ -284,7 +285,7 @@ class Cuda(Generic):
 
     def delay(self, seconds: float) -> None:
         with torch.cuda.device(self.device):
-            # GPU clock cycles, within a third
+            # in GPU clock cycles, accurate to within a third
             torch.cuda._sleep(int(seconds * 1.8e9))
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -323,7 +324,7 @@ def _stream(new: Callable[..., Any], device: torch.device, priority: int) -> Any
 
 
 def get(device: torch.device | str | Accelerator) -> Accelerator:
-    """Returns the accelerator behind ``device``; without an index, the current one of its type."""
+    """Returns the accelerator for ``device``; without an index, the current one of its type."""
     if isinstance(device, Accelerator):
         return device
     device = torch.device(device)
@@ -331,7 +332,7 @@ def get(device: torch.device | str | Accelerator) -> Accelerator:
         if device.index is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         return Cuda(device)
-    # torch 2.5 has none
+    # missing in torch 2.5
     own = getattr(torch, "accelerator", None)
     # the available one, if any
     if device.type != "cpu" and own and device == own.current_accelerator(True):
@@ -356,7 +357,7 @@ def tried(device: torch.device) -> Accelerator:
             end.record(side)
         end.synchronize()
         most_ms = 1e3 * (own.now() - began_s)
-        # the clock also measures backwards
+        # the clock must also measure backward
         if end.query() and end.elapsed_time(start) < 0 < start.elapsed_time(end) <= most_ms:
             return own
     unknown = Accelerator(device)
@@ -366,7 +367,7 @@ def tried(device: torch.device) -> Accelerator:
 
 @functools.cache
 def use() -> list[gpus.Use | None]:
-    """Returns other processes' use of each visible GPU, before this process uses any."""
+    """Returns other processes' use of each visible GPU, measured before this process uses any."""
     found: list[gpus.Use | None] = [None] * count()
     # no such package or driver, or an unsupported query
     with contextlib.suppress(Exception):

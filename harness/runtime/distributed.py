@@ -1,4 +1,4 @@
-"""Starts and coordinates the ranks of a run, and selects their devices."""
+"""Starts and coordinates a run's ranks, and selects their devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from . import accelerator, limits, signals
 from .errors import CheckpointError, listed, say
 from .launch import command, run_processes, setting
 
-# before missing ranks are reported
+# delay before missing ranks are reported
 _PATIENCE_S = 30.0
 
 
@@ -50,11 +50,11 @@ class World:
     """A rank and its position among all ranks.
 
     Attributes:
-        rank: 0 to size - 1 over all nodes; 0 prints, logs and saves.
+        rank: 0 to size - 1 across all nodes; rank 0 prints, logs and saves.
         size: number of ranks.
         local_rank: 0 to local_size - 1 on this node.
         local_size: number of ranks on this node.
-        device: the device of this rank's network.
+        device: the device for this rank's network.
     """
 
     rank: int
@@ -100,14 +100,14 @@ class World:
         return list(box.tolist())
 
     def smallest(self, value: float) -> float:
-        """Returns the smallest ``value`` of all ranks."""
+        """Returns the minimum of ``value`` over all ranks."""
         return -self.largest(-value)[0]
 
     @_together()
     def copy_from(self, source: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Gives every rank the ``tensors`` of the rank ``source``, in place."""
+        """Gives every rank the ``tensors`` from the rank ``source``, in place."""
         for tensor in tensors if self.size > 1 else ():
-            # in the order of the indices, and where the backend can send it
+            # in index order, and on a device from which the backend can send it
             sent = tensor.to(self.device).contiguous()
             # gloo and NCCL do not know every type
             dist.broadcast(sent.view(-1).view(torch.uint8), src=source)
@@ -116,11 +116,11 @@ class World:
     def shared(self, source: int, read: Callable[[], Any]) -> Any:
         """Returns on every rank what ``read`` returns on the rank ``source``.
 
-        It consists of containers of CPU tensors, which are sent one at a time so that no rank holds
-        two copies.
+        The result consists of containers of CPU tensors, which are sent one at a time so that no
+        rank holds two copies.
 
         Raises:
-            CheckpointError: ``read`` raised it; on every rank.
+            CheckpointError: ``read`` raised it; it is then raised on every rank.
         """
         if self.size == 1:
             return read()
@@ -142,7 +142,7 @@ class World:
 def _blank(tree: Any, device: str) -> Any:
     """Returns a copy of ``tree`` with uninitialized tensors on ``device``."""
     tensors = filter(torch.is_tensor, tree_leaves(tree))
-    # tree_map would lose attributes, such as _metadata of a module's state
+    # tree_map would lose attributes, such as the _metadata of a module's state
     return copy.deepcopy(
         tree, {id(each): torch.empty_like(each, device=device) for each in tensors}
     )
@@ -151,7 +151,7 @@ def _blank(tree: Any, device: str) -> Any:
 def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
     """Runs ``worker(local_rank, job)`` in every process that ``dist=`` starts on this node."""
     if config.dist.name is DistName.spawn:
-        # the peers of a lost rank would print C++ stacks
+        # the peers of a lost rank would print C++ stack traces
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         os.environ["MASTER_PORT"] = str(get_free_port())
@@ -169,8 +169,8 @@ def resume_command(
         config: the run's settings.
         world: one of its ranks.
         overridden: its command-line settings, including flags such as ``--config-name=x``.
-        more: settings of the new command.
-        without: names of omitted settings.
+        more: settings for the new command.
+        without: names of settings to omit.
     """
     ranks = None
     if config.dist.name is DistName.torchrun:
@@ -199,7 +199,7 @@ def spawn_size(config: Config) -> int:
 
 
 def _store(prefix: str, hosts: bool, timeout_s: float) -> Any:
-    """Returns the store of all ranks, on the one that ``hosts``; with torchrun, its agent's."""
+    """Returns the store for all ranks, on the rank that ``hosts`` it or in torchrun's agent."""
     environ = os.environ
     store = TCPStore(
         environ["MASTER_ADDR"],
@@ -212,7 +212,7 @@ def _store(prefix: str, hosts: bool, timeout_s: float) -> Any:
 
 
 def _name_absent(prefix: str, rank: int, size: int) -> None:
-    """Prints which ranks are missing; other ranks only report the first one."""
+    """Prints which ranks are missing; ranks other than 0 report only rank 0."""
     absent = []
     try:
         store = _store(prefix, hosts=False, timeout_s=5.0)
@@ -230,7 +230,7 @@ def _name_absent(prefix: str, rank: int, size: int) -> None:
 
 @contextmanager
 def _rendezvous(config: Config, place: Path, rank: int, size: int) -> Iterator[Any]:
-    """A block in which this rank prepares to meet the others; yields their store."""
+    """A block in which this rank prepares to meet the others; yields the shared store."""
     # restarts and sweep jobs under torchrun share its store; nodes may start in different folders
     inside = str(place).removeprefix(os.getcwd())
     prefix = f"{inside}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
@@ -243,14 +243,14 @@ def _rendezvous(config: Config, place: Path, rank: int, size: int) -> Iterator[A
         yield store
     finally:
         late.cancel()
-        # a thread that waits in torch's store would abort a process that ends
+        # a thread waiting in torch's store would abort a process that exits
         late.join()
 
 
 def gpus_for(local_size: int) -> list[int]:
     """Returns the visible GPUs, idle ones first, then by free memory.
 
-    Logs GPUs of the ``local_size`` ranks of this node that other processes use.
+    Logs which GPUs for this node's ``local_size`` ranks are used by other processes.
     """
     order = [*range(accelerator.count())]
     # a launcher may have bound each rank to its GPU's cores
@@ -268,7 +268,7 @@ def gpus_for(local_size: int) -> list[int]:
 
 
 def _agreed_gpus(store: Any, rank: int, local_rank: int, local_size: int) -> Sequence[int]:
-    """Returns this node's GPUs as seen by its first rank; empty: torch's order."""
+    """Returns this node's GPUs as seen by its first rank; empty for torch's order."""
     found = gpus_for(local_size) if local_rank == 0 else []
     if accelerator.count() <= local_size:
         return found
@@ -302,7 +302,7 @@ def _prepared(
 def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[World]:
     """A block in which this rank has a ``World`` and its process group.
 
-    Ranks rendezvous by the run folder ``place``.
+    The run folder ``place`` identifies the rendezvous.
 
     Raises:
         ConfigError: the device or the backend is unavailable.
@@ -353,7 +353,7 @@ def choose_device(
         name: auto, cpu, cuda, cuda:N or mps.
         local_rank: 0 to ``local_size`` - 1.
         local_size: number of ranks on this node.
-        gpus: of this node's ranks, by local rank; empty: torch's order.
+        gpus: GPUs for this node's ranks, by local rank; empty for torch's order.
 
     Raises:
         ConfigError: the name is unknown, or the device is missing or unusable.
@@ -377,7 +377,7 @@ def choose_device(
         if device.index is not None:
             index = device.index
         if index >= count:
-            raise ConfigError(f"device={name}: no device {index}; torch sees {count}")
+            raise ConfigError(f"device={name}: there is no device {index}; torch sees {count}")
         own = accelerator.get(torch.device("cuda", index))
         if own.lacks_kernels:
             raise ConfigError(

@@ -16,29 +16,29 @@ from typing import TextIO
 from ..config import ConfigError
 from ..suggestions import explain
 
-_TOO_SMALL = "data.image_size: too small for the layers of the network; raise it"
-# by messages of torch and Python
+_TOO_SMALL = "data.image_size: too small for the network's layers; raise it"
+# by message from torch or Python
 _ANSWERS = {
     "Output size is too small": (_TOO_SMALL, 2),
     "Kernel size can't be greater than actual input size": (_TOO_SMALL, 2),
     "Expected more than 1 value per channel when training": (
         "loader.batch_size: batch normalization needs more than one value per channel; raise it or "
-        "data.image_size, or drop a last batch of one image with loader.drop_last=true",
+        "data.image_size, or drop a final batch of one image with loader.drop_last=true",
         2,
     ),
     "AF_UNIX path too long": (
-        "TMPDIR: path too long for the sockets of worker processes; set a shorter one",
+        "TMPDIR: the path is too long for worker process sockets; set a shorter one",
         2,
     ),
     "Duplicate GPU detected": (
-        "device: two ranks share a GPU; start one rank per GPU of a node, or make a different "
+        "device: two ranks share a GPU; start one rank per GPU on a node, or make a different "
         "GPU visible to each rank",
         2,
     ),
-    "can't start new thread": ("thread limit reached; raise it (ulimit -u)", 6),
-    "Too many open files": ("open-file limit reached; raise it (ulimit -n)", 6),
+    "can't start new thread": ("the thread limit was reached; raise it (ulimit -u)", 6),
+    "Too many open files": ("the open-file limit was reached; raise it (ulimit -n)", 6),
     "failed to map segment": (
-        "a library cannot be loaded: not enough memory (ulimit -v), or a folder mounted noexec",
+        "a library cannot be loaded: not enough memory (ulimit -v), or a folder is mounted noexec",
         8,
     ),
 }
@@ -64,7 +64,7 @@ class BadSample(DataError):
 
     Args:
         where: the file, or the array and the row.
-        reason: why, as text.
+        reason: why it is unreadable, as text.
     """
 
     def __init__(self, where: str, reason: str) -> None:
@@ -129,10 +129,10 @@ _LOST = re.compile(
 
 
 def described(error: BaseException) -> tuple[str, int] | None:
-    """Returns the user's line and the exit code; None for an unexpected error."""
+    """Returns the line for the user and the exit code; None for an unexpected error."""
     cause: BaseException | None = error
     seen: list[BaseException] = []
-    # libraries wrap errors of our callbacks; an error may be its own cause
+    # libraries wrap errors from our callbacks; an error may be its own cause
     while cause is not None and cause not in seen:
         if isinstance(cause, RunError | ConfigError):
             is_bad = isinstance(cause, BadSample)
@@ -155,7 +155,7 @@ def described(error: BaseException) -> tuple[str, int] | None:
         )
     # from gloo or NCCL, in a collective call or inside the network
     if isinstance(error, RuntimeError) and _LOST.search(words(error)):
-        return "another rank ended or does not respond; see its output", LOST_RANK
+        return "another rank exited or is not responding; see its output", LOST_RANK
     for said, answer in _ANSWERS.items():
         if said in words(error):
             return answer
@@ -186,7 +186,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message(error: BaseException) -> tuple[str, int]:
-    """Returns the line and the exit code; prints the traceback of an unexpected error."""
+    """Returns the line and the exit code; prints a traceback if the error is unexpected."""
     if known := described(error):
         return known
     traceback.print_exception(error)
@@ -194,7 +194,7 @@ def message(error: BaseException) -> tuple[str, int]:
 
 
 def tell(failures: Sequence[BaseException]) -> int:
-    """Prints a line per failure; returns the first exit code, 0 without failures."""
+    """Prints a line per failure; returns the first exit code, or 0 if there are no failures."""
     lines = [message(failure) for failure in failures]
     name = "\x1b[1;31merror:\x1b[0m" if draws(sys.stderr) else "error:"
     with contextlib.suppress(OSError):
@@ -205,14 +205,14 @@ def tell(failures: Sequence[BaseException]) -> int:
 
 
 def say(line: str) -> None:
-    """Prints a wellfed line among the output of a watched script."""
+    """Prints a line from wellfed amid a watched script's output."""
     with contextlib.suppress(OSError, ValueError):
         print(f"wellfed: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def tell_crashes() -> None:
     """Makes native crashes print the stack of each thread of this process."""
-    # in a notebook, stderr has no file
+    # in a notebook, stderr has no file descriptor
     with contextlib.suppress(OSError, RuntimeError):
         faulthandler.enable()
 
@@ -233,6 +233,6 @@ def rounded(value: float) -> str:
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Returns the first five ``names``, and the number of others."""
+    """Returns the first five ``names`` and the number of remaining ones."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return between.join(names[:5]) + more

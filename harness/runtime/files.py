@@ -1,4 +1,4 @@
-"""Writes files atomically, and validates files on reading."""
+"""Writes files atomically, and validates files when reading them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ import xxhash
 
 AnyPath = str | bytes | os.PathLike[str]
 
-# limit of a text, which usually has kilobytes
+# size limit for a text file, which usually takes kilobytes
 _MOST_BYTES = 16 << 20
 # larger than any stored number; a JSON integer may overflow a float
 _LARGEST = 1e18
-# a spreadsheet would evaluate it
+# a spreadsheet would evaluate such a cell
 _FORMULA = re.compile(r"[=+@-](?![\d.]*$)")
 
 # the run's logger, whose module is too heavy for the report to import
@@ -36,9 +36,9 @@ _log = logging.getLogger("wellfed")
 
 
 def open_regular(path: AnyPath, flags: int = os.O_RDONLY, *, makes_way: bool = False) -> int:
-    """Returns a descriptor of the regular file at ``path``; never blocks, even on a FIFO.
+    """Returns a descriptor for the regular file at ``path``; never blocks, even on a FIFO.
 
-    Anything else is moved aside if it ``makes_way``, with a warning.
+    Anything else is moved aside, with a warning, if ``makes_way`` is set.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
@@ -46,7 +46,7 @@ def open_regular(path: AnyPath, flags: int = os.O_RDONLY, *, makes_way: bool = F
     if makes_way:
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(path).st_mode):
-                _log.warning("%s: not a regular file, rebuilding", path)
+                _log.warning("%s is not a regular file; rebuilding it", path)
                 quarantine(Path(os.fsdecode(path)))
     file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISREG(os.fstat(file).st_mode):
@@ -59,14 +59,14 @@ def read_regular(path: AnyPath, most_bytes: int = sys.maxsize, flags: int = os.O
     """Returns the content of the regular file at ``path``.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or has more than ``most_bytes``.
+        OSError: it cannot be read, is not a regular file, or is larger than ``most_bytes``.
     """
     file = open_regular(path, flags)
     try:
         size = os.fstat(file).st_size
         if size > most_bytes:
             raise OSError(f"more than {most_bytes >> 20} MiB")
-        # usually all of it, because each call reacquires the GIL
+        # usually reads all of it, because each call reacquires the GIL
         data = os.read(file, size + 1)
         if len(data) != size:
             # the file has changed size, or is read in pieces
@@ -81,7 +81,7 @@ def read_inside(folder: Path, name: str) -> bytes:
     """Returns the content of the file ``name`` in ``folder``, without following links.
 
     Raises:
-        OSError: it cannot be read, is elsewhere, or is not a regular file of at most 16 MiB.
+        OSError: it cannot be read, links elsewhere, or is not a regular file of at most 16 MiB.
     """
     path = os.path.realpath(folder / name)
     if path != os.path.join(os.path.realpath(folder), name):
@@ -93,7 +93,7 @@ def read_json(path: Path) -> Any:
     """Returns the value in the JSON file at ``path``.
 
     Raises:
-        OSError: it cannot be read, or is a link or not a regular file of at most 16 MiB.
+        OSError: it cannot be read, is a link, or is not a regular file of at most 16 MiB.
         ValueError: it is corrupt.
     """
     try:
@@ -116,7 +116,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """Yields the lines of the file at ``path``, until the first one longer than 1 MiB.
 
     Raises:
-        OSError: it cannot be read, or is a link or not a regular file.
+        OSError: it cannot be read, is a link, or is not a regular file.
     """
     with open(open_regular(path, os.O_NOFOLLOW), "rb") as file:
         while 0 < len(line := file.readline(1 << 20)) < 1 << 20:
@@ -124,12 +124,12 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def read_written(path: Path, kind: type = dict) -> Any:
-    """Returns the JSON value that a run wrote to ``path``: an object, or another ``kind``.
+    """Returns the JSON value that a run wrote to ``path``: an object, or a value of type ``kind``.
 
-    Drops null values of objects, and invalid numbers.
+    Drops null values in objects, and invalid numbers.
 
     Raises:
-        OSError: it cannot be read, or is no regular file of at most 16 MiB.
+        OSError: it cannot be read, or is not a regular file of at most 16 MiB.
         ValueError: it is corrupt, or of another kind.
     """
     try:
@@ -152,7 +152,7 @@ def known(value: Any) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """Returns ``value``, parsed from JSON, if it is a finite number, else None."""
+    """Returns ``value``, parsed from JSON, if it is a finite number; otherwise, None."""
     # values beyond 1e300 are invalid; a JSON integer may overflow a float
     if type(value) in (int, float) and abs(value) < 1e300:
         return value  # type: ignore[no-any-return]
@@ -167,12 +167,12 @@ def natural(name: str) -> list[str | int]:
 def from_json(kind: Any, value: Any) -> Any:
     """Returns ``value``, parsed from JSON, as a ``kind``, including dataclasses and tuples.
 
-    Null leaves the default of a dataclass's float. Strings must be printable, numbers finite and
-    not negative.
+    Null keeps the default of a dataclass's float field. Strings must be printable; numbers must be
+    finite and not negative.
 
     Raises:
         ValueError: the value is of another kind.
-        TypeError: null for a float without a default.
+        TypeError: the value is null for a float field without a default.
     """
     origin = get_origin(kind)
     inner = get_args(kind)
@@ -208,7 +208,7 @@ def write_kept(path: Path, key: bytes, content: bytes) -> None:
 
 
 def read_kept(path: Path, key: bytes) -> bytes | None:
-    """Returns the content from ``write_kept`` with this ``key``, or None.
+    """Returns the content that ``write_kept`` wrote with this ``key``, or None.
 
     Corrupt or foreign files are moved aside with a warning.
     """
@@ -222,7 +222,7 @@ def read_kept(path: Path, key: bytes) -> bytes | None:
         return None
     except OSError as error:
         why = error
-    _log.warning("%s: corrupt (%s), rebuilding", path, why)
+    _log.warning("%s is corrupt (%s); rebuilding it", path, why)
     with suppress(OSError):
         quarantine(path)
     return None
@@ -257,9 +257,9 @@ def remove(path: Path) -> None:
 def write_whole(path: Path, data: bytes | memoryview, *, links: bool = False) -> None:
     """Writes the file ``path`` atomically; syncs its content, then its name.
 
-    If it ``links``, creates a link to the file named ``data`` if links are supported.
+    If ``links`` is set and links are supported, creates a link to the file named ``data``.
     """
-    # not only the process ID, which machines that share the folder may have in common
+    # a process ID is not enough: machines that share the folder may have the same one
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         if links:

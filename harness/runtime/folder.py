@@ -21,7 +21,7 @@ from .errors import DataError, DiskError, LockedError, RunError, described
 from .files import open_regular, write_whole
 
 LOGGER = "wellfed"
-# of all rooms
+# shared by all packages
 log = logging.getLogger(LOGGER)
 
 # output files that a second run would overwrite
@@ -32,7 +32,7 @@ _owned: dict[Path, ExitStack] = {}
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the first rank, also without torchrun."""
+    """Whether this process is the first rank, even without torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -41,7 +41,7 @@ def unusable(folder: Path, error: OSError) -> ConfigError | DiskError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskError(f"{folder}: {error.strerror}; free some disk space")
     return ConfigError(
-        f"{folder}: cannot be used as run folder: {error.strerror or error}; start in a folder "
+        f"{folder} cannot be used as the run folder: {error.strerror or error}; start in a folder "
         "that you can write to, or set hydra.run.dir (for a sweep: hydra.sweep.dir)"
     )
 
@@ -64,7 +64,7 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     """Returns the folder of a single run, shared by all ranks under torchrun.
 
     A run without a name continues in the folder ``resume`` or, with ``resume=auto``, in the folder
-    that it had before torchrun restarted it. The name of a new folder is shared through torchrun's
+    that it used before torchrun restarted it. The name of a new folder is shared through torchrun's
     store, with a new key for each restart of the workers.
 
     Raises:
@@ -84,7 +84,7 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
         return str(new_folder(outputs))
     if not has_store:
         raise ConfigError(
-            "run.name=null: ranks of this launcher cannot agree on a folder; set run.name"
+            "run.name=null: this launcher's ranks cannot agree on a folder; set run.name"
         )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -99,10 +99,10 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
 
 
 def refuse_auto(resume: str | None) -> None:
-    """Rejects ``resume=auto`` for a run with a new folder at each start.
+    """Rejects ``resume=auto`` for a run that gets a new folder at each start.
 
     Raises:
-        ConfigError: with the ways out.
+        ConfigError: the setting is rejected; the message gives the alternatives.
     """
     if resume == "auto":
         raise ConfigError(
@@ -111,7 +111,7 @@ def refuse_auto(resume: str | None) -> None:
 
 
 def new_folder(base: Path) -> Path:
-    """Returns a new folder ``base/<date>/<time>``, with a suffix if two start in one second."""
+    """Returns a new folder ``base/<date>/<time>``, with a suffix if two start within a second."""
     stamp = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
     with using(base / stamp):
         for attempt in itertools.count():
@@ -123,10 +123,10 @@ def new_folder(base: Path) -> Path:
 
 
 def check_folder(path: str) -> None:
-    """Raises DataError if ``data.root`` is no folder."""
+    """Raises DataError if ``data.root`` is not a folder."""
     if not os.path.isdir(path):
         raise DataError(
-            f"data.root={path}: no such folder; set it to the folder that holds the data set"
+            f"data.root={path}: no such folder; set it to the folder that contains the dataset"
         )
 
 
@@ -156,7 +156,8 @@ def own(folder: Path) -> Path:
                 raise
             except OSError as error:
                 text = (
-                    "%s: no file locks (%s): only runs on this machine are kept out of the folder"
+                    "%s does not support file locks (%s), so only other runs on this machine are "
+                    "prevented from using the folder"
                 )
                 log.warning(text, path, error.strerror)
                 name = held.enter_context(socket.socket(socket.AF_UNIX))
@@ -164,7 +165,7 @@ def own(folder: Path) -> Path:
         except OSError:
             owner = handle.read().strip() or "another process"
             raise LockedError(
-                f"{folder}: in use by {owner}; wait for it or set another run.name"
+                f"{folder} is in use by {owner}; wait for it to finish or set another run.name"
             ) from None
         handle.truncate(0)
         print(f"process {os.getpid()} on {os.uname().nodename}", file=handle, flush=True)
@@ -181,29 +182,29 @@ def release(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Removes ``folder`` if a run that was refused left only its settings and its log there."""
+    """Removes ``folder`` if a rejected run left only its settings and its log there."""
     with suppress(OSError):
         if {*os.listdir(folder)} <= {".hydra", ".lock", "train.log"}:
             shutil.rmtree(folder)
-            # of the day
+            # the day's folder
             folder.parent.rmdir()
 
 
 def refuse_used(folder: Path, trains: bool = True) -> None:
-    """Rejects a folder that already contains a run, because a second run would mix with it.
+    """Rejects a folder that already contains a run, because a second run's files would mix with it.
 
     Raises:
-        ConfigError: with the ways out.
+        ConfigError: the folder is rejected; the message gives the alternatives.
     """
     if any((folder / name).exists() for name in _LEFT):
         raise ConfigError(
-            f"{os.path.relpath(folder)}: contains a run; "
+            f"{os.path.relpath(folder)} contains a run; "
             f"{'continue with resume=auto, or ' * trains}set another run.name"
         )
 
 
 def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
-    """Writes ``.hydra/`` of the run in ``folder``; ``settings`` are its files by name.
+    """Writes ``.hydra/`` for the run in ``folder``; ``settings`` contains its files by name.
 
     Hydra would write them before any check, overwriting those of an existing run.
 
@@ -214,7 +215,7 @@ def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
     place = folder / ".hydra"
     with using(folder):
         if place.is_symlink():
-            # another run's may exist
+            # it may link to another run's folder
             place.unlink()
         place.mkdir(exist_ok=True)
         for name, text in settings.items():
@@ -250,7 +251,7 @@ def logging_to(folder: Path, rank: int = 0, logger_name: str = LOGGER) -> Iterat
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
         os.close(open_regular(folder / name, flags, makes_way=True))
         handler = logging.FileHandler(folder / name, encoding="utf-8")
-    # on a full disk lines are lost without a traceback; the console has them too
+    # on a full disk, lines are lost without a traceback; the console also shows them
     handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     former = logger.level, logger.propagate

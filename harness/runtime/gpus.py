@@ -1,4 +1,4 @@
-"""Queries NVML, the NVIDIA driver library, for GPUs and their use by others."""
+"""Queries NVML, the NVIDIA driver library, for GPUs and their use by other processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Use(NamedTuple):
     Attributes:
         has_tenants: whether other processes use it.
         used_gib: whole GiB of its memory in use.
-        text: as in ``30.1 of 80.0 GB``.
+        text: used and total memory, as in ``30.1 of 80.0 GB``.
     """
 
     has_tenants: bool
@@ -23,12 +23,12 @@ class Use(NamedTuple):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is unused; a desktop takes less than 1 GiB."""
+        """Whether it is unused; a desktop uses less than 1 GiB."""
         return not self.has_tenants and not self.used_gib
 
 
 def start_nvml() -> Any:
-    """Returns the initialized NVML module; raises its error without a driver."""
+    """Returns the initialized NVML module; raises NVML's error if there is no driver."""
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
     return nvml
@@ -37,7 +37,7 @@ def start_nvml() -> Any:
 def handle_of(nvml: Any, uuid: str) -> tuple[Any, bool]:
     """Returns the handle of the GPU or MIG instance with torch's ``uuid``, and whether it is MIG.
 
-    Indices count only GPUs in CUDA_VISIBLE_DEVICES.
+    Torch's indices count only the GPUs in CUDA_VISIBLE_DEVICES.
     """
     try:
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), False
@@ -46,7 +46,7 @@ def handle_of(nvml: Any, uuid: str) -> tuple[Any, bool]:
 
 
 def _handles(nvml: Any) -> list[Any]:
-    """Returns the handles of all GPUs of this machine."""
+    """Returns the handles of all GPUs in this machine."""
     return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
 
 
@@ -56,7 +56,7 @@ def are_hidden() -> bool:
 
 
 def nvml_sees_gpu() -> tuple[str, list[str]] | None:
-    """Returns the driver's version and the GPUs' names by NVML; None without a GPU.
+    """Returns the driver version and the GPU names from NVML; None if there is no GPU.
 
     Does not import torch.
     """
@@ -69,8 +69,8 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
 
 
 def use(nvml: Any, handle: Any) -> Use:
-    """Returns the use of a GPU; raises NVML's error if it is unsupported."""
-    # in a container, processes may be hidden but not their memory
+    """Returns a GPU's use; raises NVML's error if the query is unsupported."""
+    # in a container, processes may be hidden, but their memory is not
     pids = {each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     text = f"{memory.used / 1e9:.1f} of {memory.total / 1e9:.1f} GB"

@@ -20,14 +20,14 @@ from typing import Any
 from . import signals, workers
 from .errors import LOST_RANK, RunError, message, tell_crashes
 
-# of the others, after a process has failed
+# grace period for the others after a process has failed
 _GRACE_S = 5.0
 
 
 class ProcessError(RunError):
     """A process of the run failed; the text is its own message, or the signal that killed it."""
 
-    # no code during unpickling, which then sets the attribute
+    # unpickling passes no code, but then sets the attribute
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
         self.exit_code = exit_code
@@ -53,21 +53,22 @@ def command(ranks: str | None = None) -> list[str]:
 
 
 def setting(override: str) -> str:
-    """Returns the setting of an override, without Hydra's prefixes for adding and deleting."""
+    """Returns an override's setting name, without Hydra's prefixes for adding and deleting."""
     return override.partition("=")[0].lstrip("+~")
 
 
 def run_processes(
     work: Callable[[int, Any], Any], job: Any, count: int, grace_s: float = 25.0
 ) -> None:
-    """Runs ``work(i, job)`` in ``count`` fresh processes, i from 0, and waits for all.
+    """Runs ``work(i, job)`` in ``count`` fresh processes, i from 0, and waits for all of them.
 
-    A signal to this process is forwarded; all then have ``grace_s`` seconds. After a failure the
-    others have five seconds, or ``grace_s`` if they may be saving, before they are terminated.
+    A signal to this process is forwarded; all processes then have ``grace_s`` seconds. After a
+    failure, the others have five seconds, or ``grace_s`` if they may be saving, before they are
+    terminated.
 
     Raises:
-        ProcessError: with text and exit code of the first process that failed; after a signal, of
-            the first that failed for another reason.
+        ProcessError: with the text and exit code of the first process that failed; after a signal,
+            those of the first that failed for another reason.
     """
     if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
         # joblib's start method, which new processes would use but do not know
@@ -81,7 +82,7 @@ def run_processes(
         for i in range(count):
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_enter, args=(work, i, job, there), name=f"rank{i}")
-            # until the process handles signals to the group without a traceback; SIGTERM ends it
+            # until the process can handle group signals without a traceback; SIGTERM ends it
             with signals.unheard(signal.SIGTERM):
                 process.start()
             there.close()
@@ -90,7 +91,7 @@ def run_processes(
     finally:
         for process in started:
             process.terminate()
-        # for cleanup at the end of a process
+        # time for cleanup at process exit
         deadline_s = time.monotonic() + 1.0
         for process in started:
             process.join(max(0.0, deadline_s - time.monotonic()))
@@ -110,13 +111,13 @@ def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection
             code = 0
         except BaseException as error:
             text, code = message(error)
-            # an unread pipe takes 64 KiB
+            # an unread pipe holds up to 64 KiB
             errors.send((text[:4000], code))
         signals.leave(code)
 
 
 def _watch(started: Mapping[SpawnProcess, Connection], grace_s: float) -> ProcessError | None:
-    """Waits until all have ended, or for the grace period after a failure; returns it."""
+    """Waits until all have ended, or for the grace period after a failure; returns the failure."""
     failure: ProcessError | None = None
     passed_on = False
     deadline_s = math.inf
@@ -133,7 +134,7 @@ def _watch(started: Mapping[SpawnProcess, Connection], grace_s: float) -> Proces
             if (found := _failure(process, started[process])) is None:
                 continue
             if signals.received():
-                # others fail too after one has ended
+                # others also fail after one has ended
                 if not 1 < found.exit_code < 128 or found.exit_code == LOST_RANK:
                     found = ProcessError(*message(signals.interrupted()))
                 # a failure is more informative than the signal
@@ -141,7 +142,7 @@ def _watch(started: Mapping[SpawnProcess, Connection], grace_s: float) -> Proces
                     failure = found
             elif failure is None or failure.exit_code == LOST_RANK:
                 failure = found
-                # with these exit codes the first rank saves
+                # with these exit codes, the first rank saves
                 rest_s = max(_GRACE_S, grace_s) if found.exit_code in (3, 6) else _GRACE_S
                 deadline_s = time.monotonic() + rest_s
     return failure
@@ -157,6 +158,6 @@ def _failure(process: SpawnProcess, pipe: Connection) -> ProcessError | None:
         if pipe.poll():
             return ProcessError(*pipe.recv())
     if code > 0:
-        return ProcessError(f"{process.name} ended with exit code {code}", code)
+        return ProcessError(f"{process.name} exited with code {code}", code)
     name = signal.Signals(-code).name
     return ProcessError(f"{process.name} was killed by signal {-code} ({name})", 128 - code)

@@ -1,4 +1,4 @@
-"""Measures the limits of this process: cores, memory, shared memory, open files."""
+"""Measures the limits on this process: cores, memory, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Limits:
         cores: number of cores by affinity, cgroup quota and Slurm, divided among the ranks that
             share them.
         memory_bytes: memory that can be allocated before a process is killed, divided among the
-            ranks of this node.
-        shm_bytes: free shared memory, divided among the ranks of this node; None without /dev/shm.
-        open_files: file descriptor limit of a process.
-        files_open: open file descriptors of this process; 0 if unknown.
+            ranks on this node.
+        shm_bytes: free shared memory, divided among the ranks on this node; None without /dev/shm.
+        open_files: file descriptor limit per process.
+        files_open: open file descriptors in this process; 0 if unknown.
         by_quota: whether a quota limits ``cores``.
     """
 
@@ -39,12 +39,12 @@ class Limits:
 
 
 def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 0) -> Limits:
-    """Returns the limits of one of ``local_ranks`` equal ranks of this node.
+    """Returns the limits for one of ``local_ranks`` equal ranks on this node.
 
     Args:
         local_ranks: ranks that share the node.
-        root: of the file system, or of a test.
-        reserved_bytes: free memory that is reserved for all ranks together.
+        root: root of the file system, or a test's folder.
+        reserved_bytes: free memory reserved across all ranks.
     """
     groups = control_groups(root)
     # under torchrun or in a batch script, outside srun, ranks share a task
@@ -66,7 +66,7 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
 def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[tuple[float, bool]]:
     """Yields one rank's part of each limit, and whether the limit is a quota.
 
-    Limits are of a task with ``together`` ranks, or of the node.
+    A limit applies to a task with ``together`` ranks, or to the node.
     """
     affinity = os.cpu_count() or 1
     shared = together
@@ -81,7 +81,7 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[tuple[floa
     if node := _slurm("CPUS_ON_NODE"):
         yield node / ranks, False
     for folder in groups:
-        # cgroup v2 has quota and period in one file
+        # cgroup v2 has the quota and the period in one file
         quota = words(folder / "cpu.max") or [
             *words(folder / "cpu.cfs_quota_us"),
             *words(folder / "cpu.cfs_period_us"),
@@ -91,19 +91,19 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[tuple[floa
 
 
 def _launched_on() -> set[int]:
-    """Returns the cores of the parent process."""
+    """Returns the cores available to the parent process."""
     return os.sched_getaffinity(os.getppid())
 
 
 def bind(gpus: Sequence[str], local_rank: int, root: Path = Path("/")) -> None:
-    """Binds this rank to the cores of its GPU's NUMA node, so memory is allocated near it.
+    """Binds this rank to the cores of its GPU's NUMA node, so that memory is allocated near it.
 
     Does nothing if the rank is already bound, or would get less than an equal share of the cores.
 
     Args:
         gpus: PCI bus address of each local rank's GPU.
-        local_rank: this rank among them.
-        root: of the file system, or of a test.
+        local_rank: this rank's index among them.
+        root: root of the file system, or a test's folder.
     """
     if not hasattr(os, "sched_getaffinity"):
         return
@@ -126,7 +126,7 @@ def bind(gpus: Sequence[str], local_rank: int, root: Path = Path("/")) -> None:
 
 
 def _memory(groups: list[Path]) -> Iterator[int]:
-    """Yields the bytes that each limit still allows to all ranks."""
+    """Yields the bytes that each limit still allows all ranks to allocate."""
     try:
         yield psutil.virtual_memory().available
     except (psutil.Error, OSError, RuntimeError):
@@ -147,7 +147,7 @@ def _memory(groups: list[Path]) -> Iterator[int]:
 
 
 def _slurm(name: str) -> int:
-    """Returns the number in ``SLURM_<name>``, such as 4 in ``4(x2)``; 0 for none or a list."""
+    """Returns the number in ``SLURM_<name>``, such as 4 in ``4(x2)``; 0 if unset or a list."""
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(f"SLURM_{name}", ""))
     return int(match[1]) if match else 0
 
@@ -155,8 +155,8 @@ def _slurm(name: str) -> int:
 def control_groups(root: Path = Path("/")) -> list[Path]:
     """Returns the folders of this process's control groups (v1 and v2) and their ancestors.
 
-    Each group precedes its parent. In a container the names may be the host's and not exist below
-    the mount; the container's group is then the mount itself.
+    Each group precedes its parent. In a container, the names may be the host's and may not exist
+    below the mount; the container's group is then the mount itself.
     """
     try:
         # names are arbitrary bytes

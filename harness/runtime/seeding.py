@@ -1,6 +1,6 @@
-"""Derives random numbers from seed, epoch and sample, never from worker or time.
+"""Derives random numbers from the seed, epoch and sample, never from the worker or time.
 
-All randomness of a sample comes from ``SampleRng(seed, epoch, index)``, so workers, their timing
+All randomness in a sample comes from ``SampleRng(seed, epoch, index)``, so workers, their timing
 and tuning cannot change the training data. Torch's global RNGs are only used by the network
 (initialization, dropout).
 """
@@ -31,9 +31,9 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 class SampleRng:
-    """The random numbers of one sample in one epoch: a seed, epoch < 2**32 and index < 2**48.
+    """The random numbers for one sample in one epoch: a seed, epoch < 2**32 and index < 2**48.
 
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from a keyed start.
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) with a keyed initial state.
 
     A draw is a few integer operations, so ``uniforms`` computes the same numbers for a whole batch;
     seeding ``random.Random`` takes longer than copying a small image.
@@ -72,7 +72,7 @@ def uniforms(
 
 
 def instead_of(index: int, length: int) -> list[int]:
-    """Returns the samples to try, of ``length``, instead of an unreadable one.
+    """Returns which of the ``length`` samples to try instead of an unreadable one.
 
     The samples depend on nothing else, so every worker, rank and epoch tries the same ones.
     """
@@ -87,14 +87,14 @@ def _start(seed: int, epoch: int, stream: int) -> int:
 
 
 def _mixed(z: Any) -> Any:
-    """Mixes the bits of an int or of each of a uint64 array."""
+    """Mixes the bits of an int, or of each element of a uint64 array."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
 
 
 def order_rng(seed: int, epoch: int, part: int = 0, stream: int = 1) -> np.random.Generator:
-    """Returns the generator of an epoch's order (Philox: the same numbers on every platform).
+    """Returns the generator for an epoch's order (Philox: the same numbers on every platform).
 
     Each ``part`` of an order and each use of the epoch (``stream``) draws its own random numbers.
     """
@@ -106,8 +106,8 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 
     Args:
         seed: the run's seed.
-        deterministic: use only deterministic kernels; else cuDNN benchmarks kernels and chooses the
-            fastest.
+        deterministic: use only deterministic kernels; otherwise, cuDNN benchmarks kernels and
+            chooses the fastest.
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -121,7 +121,8 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 
 @contextmanager
 def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """A block in which the host's global RNGs are seeded by a sample's key.
+    """A block in which the host's global RNGs are seeded from a sample's key.
+
 
     For code that uses the global RNGs, such as torchvision transforms. No other thread may use them
     in the meantime.

@@ -28,9 +28,9 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 _UNHEARD = {*_HANDLED, signal.SIGQUIT}
 # except signals ignored by nohup or for background jobs
 _FREE = (signal.SIG_DFL, signal.default_int_handler, None)
-# repeats of a signal
+# within this time, a repeated signal is ignored
 _SAME_S = 1.0
-# shutdown time of a process without a grace period, and its message
+# shutdown time for a process without a grace period, and its message
 _START_S = 4.0
 _STARTING = " during startup; nothing is lost"
 # written to the guard's pipe at the end of the block
@@ -42,7 +42,7 @@ _rescue: Callable[[], str] | None = None
 
 
 def check() -> None:
-    """Raises ``Interrupted`` after a signal."""
+    """Raises ``Interrupted`` if a signal was received."""
     if _received:
         raise interrupted()
 
@@ -94,9 +94,9 @@ def set_rescue(rescue: Callable[[], str] | None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process like Python, but without finalizing the interpreter.
+    """Ends this process as Python does, but without finalizing the interpreter.
 
-    Gloo threads of torch may still need it, and rarely abort a finished process (pytorch#190489).
+    Torch's Gloo threads may still need it, and rarely abort a finished process (pytorch#190489).
     Signals have no effect after this.
     """
     global _at_once
@@ -113,10 +113,10 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def handle_signals(grace_s: float = 25.0) -> Iterator[None]:
-    """A block of the main thread in which signals set a flag; restores the handlers.
+    """A block in the main thread in which signals set a flag; restores the handlers afterward.
 
     Existing handlers, such as a launcher's, and ignored signals are kept. ``grace_s`` is as in
-    ``set_grace``. Call ``leave`` inside the block, because after it a repeated signal would
+    ``set_grace``. Call ``leave`` inside the block, because a repeated signal after the block would
     interrupt the cleanup.
     """
     _received.clear()
@@ -125,7 +125,7 @@ def handle_signals(grace_s: float = 25.0) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     former = {number: signal.signal(number, _note) for number in own}
-    # the C-level handler writes there, even while this thread is in C code
+    # the C-level handler writes to the pipe, even while this thread is in C code
     former_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_guard, args=(reader, own), name="signals", daemon=True).start()
     try:
@@ -140,7 +140,7 @@ def handle_signals(grace_s: float = 25.0) -> Iterator[None]:
 
 @contextmanager
 def unheard(*but: signal.Signals) -> Iterator[None]:
-    """A block that masks all signals except ``but``, also in processes started in it."""
+    """A block that masks all signals except ``but``, including in processes started in it."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, _UNHEARD - {*but})
     try:
         yield
@@ -197,7 +197,7 @@ def _guard(reader: int, own: list[signal.Signals]) -> None:
             first = number[0]
             first_s = time.monotonic()
         elif time.monotonic() - first_s > _SAME_S:
-            _end(number[0], ", the second one; not saving")
+            _end(number[0], ", the second signal; not saving")
 
 
 def _end(number: int, why: str) -> None:

@@ -34,10 +34,10 @@ def is_own(name: str | None) -> bool:
 
 
 def check(setting: str, name: str) -> None:
-    """Rejects a function of a missing module, without importing any module.
+    """Rejects a function from a missing module, without importing any module.
 
     Raises:
-        ConfigError: with the ``setting``.
+        ConfigError: the module is missing; the message names the ``setting``.
     """
     if not is_own(name):
         return
@@ -55,10 +55,10 @@ def call(
     args: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
 ) -> Any:
-    """Calls the user function ``name`` with ``given``, ``args``, and accepted names of ``more``.
+    """Calls the user function ``name`` with ``given``, ``args``, and what it accepts of ``more``.
 
     Raises:
-        ConfigError: there is no such function, or it failed; with the ``setting``.
+        ConfigError: there is no such function, or it failed; the message names the ``setting``.
     """
     function = found(setting, name)
     taken: dict[str, Any] = {}
@@ -75,13 +75,13 @@ def call(
 def explained(
     begin: str, end: str = "", kind: type[Exception] = ConfigError, called: Any = None
 ) -> Iterator[None]:
-    """A block whose errors are reported in one line, between ``begin`` and ``end``.
+    """A block whose errors are reported on one line, between ``begin`` and ``end``.
 
     Errors with their own line and exit code are not changed. ``called`` is the user's function or
     class.
 
     Raises:
-        ConfigError: the block failed; or an error of another ``kind``.
+        ConfigError: the block failed; raises ``kind`` instead if it is given.
     """
     try:
         yield
@@ -101,9 +101,9 @@ def digest(name: str) -> str:
 
 
 def message(error: Exception, called: Any = None) -> str:
-    """Returns ``error`` in one line, with the last place in the user's own code.
+    """Returns ``error`` on one line, with the last location in the user's own code.
 
-    If no frame is the user's, as with wrong arguments, the place is that of ``called``.
+    If no frame is in the user's code, as with wrong arguments, uses the location of ``called``.
     """
     where = _place(traceback.extract_tb(error.__traceback__))
     if called is not None and not where:
@@ -115,9 +115,9 @@ def message(error: Exception, called: Any = None) -> str:
 
 
 def current_place(only: int | None = None) -> str:
-    """Returns the place in the user's code that a thread is executing, or an empty string.
+    """Returns the location in the user's code that a thread is executing, or an empty string.
 
-    ``only`` is the identifier of a thread; None: any thread of this process.
+    ``only`` is a thread's identifier; None means any thread in this process.
     """
     for ident, frame in sys._current_frames().items():
         stack = traceback.extract_stack(frame)
@@ -129,7 +129,7 @@ def current_place(only: int | None = None) -> str:
 
 
 def _place(frames: Iterable[traceback.FrameSummary]) -> str:
-    """Returns the last of ``frames`` that is in the user's own code, in brackets."""
+    """Returns the last of ``frames`` that is in the user's own code, in parentheses."""
     libraries = (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
     return f" ({os.path.relpath(own[-1].filename)}:{own[-1].lineno})" if own else ""
@@ -139,7 +139,7 @@ def found(setting: str, name: str) -> Any:
     """Returns the function ``name``, from the environment or the current folder.
 
     Raises:
-        ConfigError: it does not exist; with the ``setting``.
+        ConfigError: it does not exist; the message names the ``setting``.
     """
     module, _, path = name.partition(":")
     begin = f"{setting}={name}:"
@@ -158,7 +158,7 @@ def found(setting: str, name: str) -> Any:
     except AttributeError:
         public = [each for each in vars(holder) if not each.startswith("_")]
         hint = suggestions.nearest(path, public) or f"; write {module}:FUNCTION"
-        text = f"{begin} no {path or 'function'} in {where}{hint}"
+        text = f"{begin} there is no {path or 'function'} in {where}{hint}"
         raise ConfigError(text) from None
     if not callable(function):
         kind = type(function).__name__
@@ -175,5 +175,5 @@ def _look_here() -> None:
 
 def _missing(setting: str, name: str, module: str) -> ConfigError:
     return ConfigError(
-        f"{setting}={name}: no module {module} in the current folder or the environment"
+        f"{setting}={name}: there is no module {module} in the current folder or the environment"
     )

@@ -17,21 +17,21 @@ import psutil
 
 from . import signals
 
-# polling interval of a watchdog
+# a watchdog's polling interval
 _LOOK_S = 0.5
 
 
 def start_server(preload: Sequence[str] = ()) -> None:
-    """Starts the fork server, which imports ``preload``, unless it is running.
+    """Starts the fork server, which imports ``preload``, unless it is already running.
 
     Workers are then forked from a process that has these modules and no threads. The first batch
     takes 0.1 s instead of seconds, and no locks of the main process's threads are inherited.
 
-    The server's imports use a core for some seconds, so start it only for workers and not during a
+    The server's imports use a core for a few seconds, so start it only for workers and not during a
     measurement.
 
     Args:
-        preload: module names; empty: those passed to ``forkserver.set_forkserver_preload``.
+        preload: module names; empty for those passed to ``forkserver.set_forkserver_preload``.
     """
     if preload:
         forkserver.set_forkserver_preload(list(preload))
@@ -49,7 +49,7 @@ def start_tracker() -> None:
     if ignored not in sys.warnoptions:
         # inherited at its start
         sys.warnoptions.append(ignored)
-    # a separate block, because this ends by unblocking SIGINT and SIGTERM
+    # a separate block, because the call ends by unblocking SIGINT and SIGTERM
     with signals.unheard():
         resource_tracker.ensure_running()
 
@@ -57,7 +57,7 @@ def start_tracker() -> None:
 def kill_starting() -> None:
     """Kills the fork server's children that are still starting."""
     known = {child.pid for child in multiprocessing.active_children()}
-    # private in Python; without it a start has no timeout
+    # private in Python; without it, a start has no timeout
     server = getattr(forkserver._forkserver, "_forkserver_pid", None)
     with suppress(psutil.Error):
         for child in psutil.Process(server).children() if server else ():
@@ -78,19 +78,19 @@ def lower_priority() -> None:
     cores, and every core while the step waits for data.
     """
     with suppress(OSError):
-        # per thread in Linux; a ninth of the normal weight
+        # per thread on Linux; a ninth of the normal weight
         os.nice(10)
 
 
 def die_with_parent() -> None:
-    """Ends this process as soon as its parent has ended, in any way."""
+    """Ends this process as soon as its parent has ended, however it ended."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
     def leave() -> None:
         connection.wait([parent.sentinel])
-        # in a worker, left by a killed main process
+        # in a worker; a killed main process leaves it behind
         own: Any = multiprocessing.current_process()
         if folder := own._config.get("tempdir"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -106,10 +106,10 @@ class Watchdog:
 
     Args:
         limit_s: 0 for no limit.
-        free: called repeatedly in the watchdog's thread, until the wait is over.
+        free: called repeatedly in the watchdog's thread until the wait is over.
 
     Attributes:
-        wait: a unique number per wait; None otherwise.
+        wait: a unique number for the current wait; None if there is none.
         fired: whether ``free`` was called.
     """
 
@@ -123,7 +123,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         def look() -> None:
             look_s = min(_LOOK_S, self._limit_s)
-            # counted in polls, because time in which a scheduler suspended the process is no wait
+            # counted in polls, because time during which the process was suspended is not a wait
             seen = None
             waited_s = 0.0
             while not self._over.wait(look_s):

@@ -1,14 +1,14 @@
-"""Compares the figures of several runs, and lists the settings that differ.
+"""Compares the metrics of several runs, and lists the settings that differ.
 
-The first run is the reference. A sweep folder stands for its jobs, any other folder for the runs in
-it. Interrupted and failed runs are listed but not compared.
+The first run is the reference. A sweep folder stands for its jobs; any other folder, for the runs
+in it. Interrupted and failed runs are listed but not compared.
 
     wellfed compare outputs/before outputs/after
     wellfed compare multirun/2026-05-04/10-20-30 --json
     wellfed compare outputs/main outputs/change --fail-beyond speed=0.95 stall=+0.05 top1=-0.01
 
 Limits apply to speed (images/s), step (ms, median), p95 (ms, of steps), stall, goodput and top1.
-Exit codes: 0: success; 1: a run exceeds a limit; 2: a folder or figure is missing or damaged.
+Exit codes: 0: success; 1: a run exceeds a limit; 2: a folder or metric is missing or damaged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...config import ConfigError
 from ...runtime.errors import printable, tell
 from .folders import FIGURES, Run, find, settings_that_differ, text
 
-# the text typed, the figure's key, and the allowed change from the first run's
+# the text typed, the metric's key, and the allowed change from the first run's value
 Limit = tuple[str, str, float]
 
 
@@ -49,7 +49,7 @@ def limit(typed: str) -> Limit:
 
 
 def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list[str]]:
-    """Returns the exceeded limits and those that cannot be judged, a line each."""
+    """Returns the exceeded limits and those that cannot be judged, one line each."""
     first, *others = runs
     beyond = []
     untold = []
@@ -60,7 +60,7 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
         for typed, key, bound in limits:
             figure = FIGURES[key]
             if key not in changes:
-                needs = "both must be completed and have the figure, by the same clock"
+                needs = "both must be completed and have the metric, by the same clock"
                 untold.append(f"{run.run}: {typed} cannot be judged against {first.run}: {needs}")
                 continue
             excess = (changes[key] - bound) * (-1 if figure.higher_is_better else 1)
@@ -68,14 +68,14 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
             if excess > 1e-9:
                 beyond.append(
                     f"{run.run}: {figure.title} {figure.shown(run.figures[key])} against "
-                    f"{figure.shown(first.figures[key])} of {first.run}: "
+                    f"{figure.shown(first.figures[key])} in {first.run}: "
                     f"{figure.shown_change(changes[key])}, beyond {typed}"
                 )
     return beyond, untold
 
 
 def rows(runs: Sequence[Run]) -> Iterator[dict[str, str]]:
-    """Yields the rows of the table: a run's figures with their changes."""
+    """Yields the rows of the table: a run's metrics with their changes."""
     for run in runs:
         row = {"run": run.run, "status": run.status, "steps": run.steps}
         changes = run.changes(runs[0]) if run is not runs[0] else {}
@@ -110,7 +110,7 @@ def show(runs: Sequence[Run], told: Sequence[str]) -> str:
 def as_json(
     runs: Sequence[Run], told: Sequence[str], beyond: Sequence[str], untold: Sequence[str]
 ) -> str:
-    """Returns the comparison as JSON, without figures that a run lacks."""
+    """Returns the comparison as JSON, without metrics that a run lacks."""
     differ = settings_that_differ(runs)
     listed = [
         {
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=limit,
         metavar="NAME=LIMIT",
         help="allowed change from the first run: a ratio such as speed=0.95 or step=1.05, or "
-        "for fractions a difference such as stall=+0.05 or top1=-0.01",
+        "for fractions, a difference such as stall=+0.05 or top1=-0.01",
     )
     options = parser.parse_args(argv)
     try:

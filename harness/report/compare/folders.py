@@ -1,4 +1,4 @@
-"""Reads the figures and settings of runs from their folders."""
+"""Reads the metrics and settings of runs from their folders."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...runtime.files import natural, number, read_inside, read_written
 
 
 class Figure(NamedTuple):
-    """A figure of a report, and how to compare two of them.
+    """A metric in a report, and how to compare two values of it.
 
     Attributes:
         name: its name in limits.
         title: its column title, with the unit.
         path: its dotted key in ``report.json``.
-        higher_is_better: otherwise lower is.
-        is_fraction: 0..1 and compared by difference; other figures are compared by ratio.
-        is_clocked: measured by the clock ``stall_basis``, and only compared with figures of the
-            same clock.
+        higher_is_better: whether higher values are better; otherwise, lower values are.
+        is_fraction: whether it is 0..1 and compared by difference; others are compared by ratio.
+        is_clocked: whether it is measured by the clock ``stall_basis`` and compared only with
+            values from the same clock.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Run(NamedTuple):
         run: the folder, relative to the runs' common parent.
         status: completed, interrupted or failed, from the report; unreadable without a report.
         error: why it did not complete, if known.
-        steps: as text.
+        steps: number of steps, as text.
         figures: the ``FIGURES`` in the report, by key.
         verdict: from the report.
         settings: the run's settings by dotted name; ``used.*``, the loader's actual settings;
@@ -80,7 +80,7 @@ class Run(NamedTuple):
     settings: Mapping[str, Any] = {}
 
     def changes(self, first: Run) -> dict[str, float]:
-        """Returns the change of each figure that both runs have; none unless both completed."""
+        """Returns the change in each metric that both runs have; empty unless both completed."""
         found: dict[str, float] = {}
         if not self.status == first.status == "completed":
             return found
@@ -99,10 +99,10 @@ class Run(NamedTuple):
 def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """Returns the runs in ``folders``, in the given order, and a note for each that did not train.
 
-    Runs of one folder are sorted by name.
+    Runs in one folder are sorted by name.
 
     Raises:
-        FileNotFoundError: a folder is missing or holds no run.
+        FileNotFoundError: a folder is missing or does not contain a run.
     """
     places: list[Path] = []
     for folder in folders:
@@ -117,7 +117,7 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
                 "report.json, or its parent"
             )
         places += [Path(os.path.abspath(place)) for place in inside]
-    # a run may be named twice, by itself and by its folder
+    # a run may be specified twice, by itself and by its folder
     places = [*dict.fromkeys(places)]
     runs: list[Run] = []
     passed: list[str] = []
@@ -126,7 +126,7 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
         run = _read(place, os.path.relpath(place, base))
         if run.settings.get("mode") in ("diagnose", "verify", "predict", "export"):
             where = os.path.relpath(place)
-            passed.append(f"{where}: skipped, not a training run")
+            passed.append(f"{where}: skipped; not a training run")
         else:
             runs.append(run)
     if not runs:
@@ -171,7 +171,7 @@ def _read(folder: Path, name: str) -> Run:
         why = "missing; wait for the run to end, or see its train.log"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        why = f"damaged: {reason}; leave the run out"
+        why = f"damaged: {reason}; omit the run"
     error_text = f"{os.path.relpath(path)}: {why}"
     return Run(name, "unreadable", error_text, settings=dict(config.leaves(settings)))
 

@@ -2,5 +2,5 @@
 
 Both render the run's files (``report.json``, ``metrics.jsonl``, ``tuning.json``) with the scripts
 in this folder. ``wellfed page multirun/DATE/TIME`` writes a page for a whole sweep. Only the
-standard library is imported, so as not to slow TensorBoard's start.
+standard library is imported, so as not to slow TensorBoard's startup.
 """

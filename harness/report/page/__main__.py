@@ -13,14 +13,14 @@ from .document import write_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the page and prints its path; returns 0, or 2 without a run or disk space."""
+    """Writes the page and prints its path; returns 0, or 2 if there is no run or disk space."""
     parser = argparse.ArgumentParser(
-        prog="wellfed page", description="Write report.html of a run or a sweep."
+        prog="wellfed page", description="Write report.html for a run or a sweep."
     )
     parser.add_argument(
         "folder",
         type=Path,
-        help="run folder, or one with runs below it, such as multirun/DATE/TIME",
+        help="run folder, or a folder with runs below it, such as multirun/DATE/TIME",
     )
     try:
         path, runs, notes = write_sweep(parser.parse_args(arguments).folder)

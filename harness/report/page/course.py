@@ -1,4 +1,4 @@
-"""Reduces ``metrics.jsonl`` to the points of a chart, and keeps every spike."""
+"""Reduces ``metrics.jsonl`` to chart points, and keeps every spike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...clock.figures import FIGURES, STEP_FIGURES, Metric, Tag
 from ...runtime.files import number, read_lines
 
 SPREAD = ("median", "p95", "max")
-# of a step
+# parts of a step
 PARTS = ("compute", "prepare", "starved", "exposed_copy", "host")
 CHARTED = [figure for figure in FIGURES if figure.chart]
 TYPICAL = "time/step_ms/median"
@@ -23,7 +23,7 @@ LONGEST = "time/step_ms/max"
 
 
 def _drawn(figure: Metric) -> str:
-    """Returns the tag that a figure's chart draws."""
+    """Returns the tag that a metric's chart draws."""
     return f"{figure.tag}/median" if figure.unit == "ms" else figure.tag
 
 
@@ -41,10 +41,10 @@ class Windows:
     """The logged windows of steps.
 
     Attributes:
-        columns: one entry per window, by ``step``, ``epoch`` and tag, the user's last; None if
-            missing.
+        columns: one entry per window, by ``step``, ``epoch`` and tag, with the user's tags last;
+            None if missing.
         last: the last window's line.
-        damaged: unreadable lines, except a last one that is still being written.
+        damaged: number of unreadable lines, except for a last one that is still being written.
     """
 
     columns: dict[str, list[Any]] = field(
@@ -81,11 +81,11 @@ def read_windows(path: Path) -> Windows:
 
 
 def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
-    """Returns the windows in at most ``buckets`` groups of neighbors, for JSON; None without any.
+    """Returns the windows in at most ``buckets`` groups of neighbors, for JSON; None if empty.
 
-    - ``columns``: for every tag the ``mean`` of each group; its ``low`` and ``high`` if groups have
-      more than one window.
-    - ``spikes``: outlier steps, the longest of each group, the longest first, each with its group
+    - ``columns``: for every tag, the ``mean`` of each group; also its ``low`` and ``high`` if
+      groups have more than one window.
+    - ``spikes``: outlier steps, the longest in each group, the longest first, each with its group
       ``at`` and its ``cause``, the part that took more than half of it.
     - ``spike_count``: the number of windows with a spike.
     """
@@ -134,7 +134,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
 
 
 def latest(windows: Windows) -> dict[str, Any]:
-    """Returns the last window under a report's keys, unchecked, for a run without one."""
+    """Returns the last window under a report's keys, unchecked, for a run without a report."""
     last = windows.last
     parts = {part: number(last.get(f"time/{part}_ms/median")) or 0.0 for part in PARTS}
     whole = sum(parts.values())
@@ -151,7 +151,7 @@ def latest(windows: Windows) -> dict[str, Any]:
 
 
 def declared() -> dict[str, Any]:
-    """Returns the charts and rows of the figures on the page."""
+    """Returns the charts and rows for the metrics on the page."""
     charts: dict[str, Any] = {}
     for figure in CHARTED:
         empty = {"title": figure.chart, "unit": figure.unit, "series": []}

@@ -1,4 +1,4 @@
-"""Writes ``report.html`` of a run or a sweep as one self-contained file."""
+"""Writes ``report.html`` for a run or a sweep as one self-contained file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("wellfed")
 
 
 def write_report(folder: Path) -> None:
-    """Writes ``report.html`` of the run in ``folder`` atomically.
+    """Writes ``report.html`` for the run in ``folder`` atomically.
 
     Failures are only logged.
     """
@@ -44,9 +44,9 @@ def write_report(folder: Path) -> None:
 
 
 def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
-    """Writes ``report.html`` of all runs at and below ``root``.
+    """Writes ``report.html`` for all runs at and below ``root``.
 
-    Returns its path, the number of runs, and notes on repeats and omissions.
+    Returns its path, the number of runs, and notes about repeats and omissions.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -55,10 +55,10 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
     folders = find_runs(root)
     if not folders:
         raise FileNotFoundError(
-            f"{root}: contains no run, a folder with report.json or metrics.jsonl; pass a run or "
+            f"{root} contains no run (a folder with report.json or metrics.jsonl); pass a run or "
             "sweep folder"
         )
-    # more runs get fewer points each, so that a sweep's page stays below a megabyte
+    # with more runs, each gets fewer points, so that a sweep's page stays below a megabyte
     buckets = max(60, min(BUCKETS, 3 * BUCKETS // len(folders)))
     notes = repeats(folders)
     runs = map_runs(folders, partial(run_json, buckets=buckets), notes)
@@ -82,14 +82,14 @@ def page(runs: Sequence[str], notes: Sequence[str], name: str) -> str:
         # no other script may run
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=asset(STYLE),
-        # text of a run cannot end its element
+        # a run's text cannot end its element
         data=listed(runs, notes).replace("<", "\\u003c"),
         script=script,
     )
 
 
 def listed(runs: Sequence[str], notes: Sequence[str]) -> str:
-    """Returns the JSON that the page starts from: ``runs``, and ``notes`` on all of them."""
+    """Returns the JSON that the page starts from: ``runs``, and ``notes`` about all of them."""
     head = json.dumps({"notes": notes, "declared": declared()})
     return f'{head[:-1]}, "runs": [{",".join(runs)}]}}'
 

@@ -1,7 +1,7 @@
-"""Serves the tab "Data stalls" in TensorBoard.
+"""Serves the "Data stalls" tab in TensorBoard.
 
 TensorBoard imports this file at startup and would not start if that failed, so the rest of the page
-is imported on request. The tab shows errors of requests.
+is imported on request. The tab shows request errors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         def found(notes: list[str]) -> dict[str, Path]:
             if self._logdir and "://" not in self._logdir:
                 return runs.find_runs(Path(self._logdir))
-            notes.append(f"--logdir={self._logdir}: the page only reads local folders")
+            notes.append(f"--logdir={self._logdir}: the page reads only local folders")
             return {}
 
         # rebuilt if one of the run's files changes

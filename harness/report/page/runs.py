@@ -24,7 +24,7 @@ FILES = (REPORT_JSON, METRICS_JSONL, "tuning.json", "mistakes.json", "first_batc
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Returns the run folders at and below ``root``, by path from there, in natural order.
+    """Returns the run folders at and below ``root``, by relative path, in natural order.
 
     Links are not followed.
     """
@@ -54,7 +54,7 @@ def overrides(report: Mapping[str, Any]) -> list[str]:
 
 
 def repeats(folders: Mapping[str, Path]) -> list[str]:
-    """Returns mean and spread of completed runs that differ only in fold and seed, a line each."""
+    """Returns a line on mean and spread per group of runs that differ only in fold and seed."""
     found: defaultdict[tuple[str, ...], dict[tuple[str, ...], float]] = defaultdict(dict)
     asked: dict[tuple[str, ...], str] = {}
     for folder in folders.values():
@@ -81,7 +81,7 @@ def repeats(folders: Mapping[str, Path]) -> list[str]:
 def map_runs(
     folders: Mapping[str, Path], tell: Callable[[Path, str], str], notes: list[str]
 ) -> list[str]:
-    """Returns ``tell`` of each run in ``folders``; a failure adds a note."""
+    """Returns the result of ``tell`` for each run in ``folders``; a failure adds a note."""
     found = []
     for name, folder in folders.items():
         try:
@@ -98,9 +98,9 @@ def run_json(folder: Path, name: str, buckets: int = BUCKETS) -> str:
 
 
 def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
-    """Returns one run for the page, with ``notes`` on missing and damaged files.
+    """Returns one run for the page, with ``notes`` about missing and damaged files.
 
-    Before there is a report, ``report`` has the ``latest`` window's figures.
+    Before there is a report, ``report`` contains the ``latest`` window's metrics.
     """
     notes: list[str] = []
 
@@ -122,13 +122,13 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
     elif not windows.last:
         notes.append(f"{METRICS_JSONL} has no window of steps yet")
     if windows.damaged:
-        notes.append(f"{METRICS_JSONL} has {windows.damaged} damaged lines, which are skipped")
+        notes.append(f"{METRICS_JSONL} has {windows.damaged} damaged lines, which were skipped")
     unfinished = "the run is unfinished or was killed; the page shows its output so far"
     report = read(REPORT_JSON, read_written, unfinished)
     last_step = windows.last.get("step", 0)
     if report and last_step > (number(report.get("steps")) or math.inf):
         notes.append(
-            f"{REPORT_JSON} is of step {report['steps']}; the run has continued since, to step "
+            f"{REPORT_JSON} is from step {report['steps']}; the run has since continued to step "
             f"{last_step}"
         )
     config = ".hydra/config.yaml"
