@@ -15,7 +15,7 @@ from collections.abc import Collection
 from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,55 +29,27 @@ from .storage import ArraySource, cache_root
 # unpacked size limit of an archive; the real ones have 186 MB
 _MOST_BYTES = 256 << 20
 
-_CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
-_CIFAR100_CLASSES = """
-    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus
-    butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch
-    crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo
-    keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain
-    mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain
-    plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
-    skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
-    television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
-"""
-
-
-class _Published(NamedTuple):
-    """An archive as https://www.cs.toronto.edu/~kriz/cifar.html describes it."""
-
-    archive: str
-    md5: str
-    folder: str
-    train: tuple[str, ...]
-    val: tuple[str, ...]
-    meta: str
-    # of the keys of labels and their names
-    prefix: str
-    classes: tuple[str, ...]
-
-
-_PUBLISHED = {
-    "cifar10": _Published(
-        archive="cifar-10-python.tar.gz",
-        md5="c58f30108f718f92721af3b95e74349a",
-        folder="cifar-10-batches-py",
-        train=tuple(f"data_batch_{i}" for i in range(1, 6)),
-        val=("test_batch",),
-        meta="batches.meta",
-        prefix="",
-        classes=tuple(_CIFAR10_CLASSES.split()),
-    ),
-    "cifar100": _Published(
-        archive="cifar-100-python.tar.gz",
-        md5="eb9058c3a382ffc7106e4002c42a8d85",
-        folder="cifar-100-python",
-        train=("train",),
-        val=("test",),
-        meta="meta",
-        prefix="fine_",
-        classes=tuple(_CIFAR100_CLASSES.split()),
-    ),
+_CLASSES = {
+    "cifar10": "airplane automobile bird cat deer dog frog horse ship truck",
+    "cifar100": """
+        apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus
+        butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch
+        crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo
+        keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain
+        mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain
+        plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+        skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+        television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+    """,
 }
+
+
+def _published(name: str) -> Any:
+    """Returns torchvision's class, which has the facts of the published archive."""
+    # slow to import
+    from torchvision import datasets
+
+    return getattr(datasets, name.upper())
 
 
 def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
@@ -93,13 +65,13 @@ def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
         DataError: the archive is unavailable, or differs from the published one.
         DiskError: ``data.root`` cannot be written.
     """
-    published = _PUBLISHED[data.name]
+    published = _published(data.name)
     root = Path(data.root or cache_root() / data.name).expanduser()
-    archive = root / published.archive
-    md5 = (data.md5 or published.md5).lower()
+    archive = root / published.filename
+    md5 = (data.md5 or published.tgz_md5).lower()
     kept = [place / f"{data.name}-{md5[:16]}" for place in (root, cache_root())]
     # what torchvision unpacked
-    known = kept if archive.exists() else [*kept, root / published.folder]
+    known = kept if archive.exists() else [*kept, root / published.base_folder]
     folder = next(filter(Path.is_dir, known), None)
     if folder is None:
         if not (root.exists() or data.download):
@@ -116,7 +88,7 @@ def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
 
     A downloaded archive is also stored there until its digest is checked.
     """
-    published = _PUBLISHED[data.name]
+    published = _published(data.name)
     found = archive
     if not archive.is_file():
         found = part / archive.name
@@ -134,8 +106,9 @@ def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
             f"{archive}: wrong MD5 digest, expected {md5}, got {digest}; get it from its "
             f"publisher, or set data.md5={digest} to accept this archive"
         )
-    names = published.meta, *published.train, *published.val
-    members = read_members(found, [f"{published.folder}/{name}" for name in names])
+    files = published.train_list + published.test_list
+    names = [published.meta["filename"], *(name for name, _ in files)]
+    members = read_members(found, [f"{published.base_folder}/{name}" for name in names])
     for name, content in members.items():
         (part / os.path.basename(name)).write_bytes(content)
     _sources(data.name, part)
@@ -161,21 +134,23 @@ def _fetch(archive: Path, target: Path, data: DataConfig) -> None:
 
 def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
     """Returns the sets of the published files in ``folder``: images uint8 ``[N, 32, 32, 3]``."""
-    published = _PUBLISHED[name]
+    published = _published(name)
     sources = []
-    part = published.meta
+    part = published.meta["filename"]
+    key = published.meta["key"]
+    classes = _CLASSES[name].split()
     try:
         values = _values(read_regular(folder / part, _MOST_BYTES))
-        begin = values.index(f"{published.prefix}label_names") + 1
-        if values[begin : begin + len(published.classes)] != [*published.classes]:
+        begin = values.index(key) + 1
+        if values[begin : begin + len(classes)] != classes:
             raise ValueError(f"its classes or their order differ from {name}")
-        for split, batches in (("train", published.train), ("val", published.val)):
+        for split, batches in (("train", published.train_list), ("val", published.test_list)):
             images = []
             labels: list[int] = []
-            for part in batches:
+            for part, _ in batches:
                 content = read_regular(folder / part, _MOST_BYTES)
-                pixels, given = _batch(content, f"{published.prefix}labels")
-                if not {*given} <= {*range(len(published.classes))}:
+                pixels, given = _batch(content, key.replace("label_names", "labels"))
+                if not {*given} <= {*range(len(classes))}:
                     raise ValueError("a label is out of range")
                 # a row has a red, a green and a blue plane
                 images.append(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
@@ -186,7 +161,7 @@ def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
             shared = np.memmap(path_of(fd), np.uint8, "r+", shape=shape)
             weakref.finalize(shared, os.close, fd)
             np.concatenate(images, out=shared)
-            source = ArraySource(shared, np.array(labels), published.classes, f"{name} {split}")
+            source = ArraySource(shared, np.array(labels), classes, f"{name} {split}")
             sources.append(source)
     except OSError as error:
         raise DataError(

@@ -66,13 +66,12 @@ def images(kind: str, place: Path) -> Reader:
 
 
 def _batches() -> dict[str, bytes]:
-    published = cifar._PUBLISHED["cifar10"]
     rng = np.random.default_rng(0)
-    members = {published.meta: pickle.dumps({"label_names": [*published.classes]}, 2)}
-    for number, name in enumerate((*published.train, *published.val)):
+    members = {"batches.meta": pickle.dumps({"label_names": cifar._CLASSES["cifar10"].split()}, 2)}
+    for number, name in enumerate((*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")):
         rows = {"data": rng.integers(0, 256, (2, 3072), np.uint8), "labels": [1, 2]}
         members[name] = pickle.dumps(rows, 2 + number % 4)
-    return {f"{published.folder}/{name}": content for name, content in members.items()}
+    return {f"cifar-10-batches-py/{name}": content for name, content in members.items()}
 
 
 def _tar(members: Mapping[str, bytes], mode: Literal["w", "w:gz"]) -> bytes:
