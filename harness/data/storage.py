@@ -7,7 +7,7 @@ import mmap
 import os
 import random
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,10 +29,6 @@ from .folds import Fold, HeldOut, dealt
 _MOST_BYTES = 1 << 30
 # fixed: the run's seed must not move images from training to validation
 SPLIT_SEED = 0
-TEST_KEPT = (
-    "the test set is not used. To evaluate it: mode=evaluate model.weights=RUN data.evaluate=test"
-)
-TEST_USED = "no validation set: the test set is used for validation"
 
 
 class Source(Protocol):
@@ -263,7 +259,8 @@ def split(
     """
     labels = source.labels
     places = by_class(labels, len(source.classes))
-    apart = [len(each if groups is None else np.unique(groups[each])) for each in places]
+    together = np.arange(len(labels)) if groups is None else groups
+    apart = [len(np.unique(together[each])) for each in places]
     for name, members, count in zip(source.classes, places, apart, strict=True):
         if count < 2:
             of = "" if groups is None else " in one group"
@@ -278,13 +275,11 @@ def split(
             count = min(max(1, round(len(members) * held_out)), len(members) - 1)
             chosen[members[rng.sample(range(len(members)), count)]] = True
     else:
-        if groups is None:
-            groups = np.arange(len(labels))
         if isinstance(held_out, float):
-            chosen = dealt(labels, groups, np.array([1 - held_out, held_out]), seed) == 1
+            chosen = dealt(labels, together, np.array([1 - held_out, held_out]), seed) == 1
         else:
             fold, folds = held_out
-            chosen = dealt(labels, groups, np.full(folds, 1 / folds), seed) == fold
+            chosen = dealt(labels, together, np.full(folds, 1 / folds), seed) == fold
     if not 0 < np.count_nonzero(chosen) < len(chosen):
         part = "training" if chosen.any() else "validation"
         raise DataError(
@@ -295,6 +290,9 @@ def split(
     if len(absent):
         names = listed([source.classes[place] for place in absent])
         log.warning("no validation image of class %s: too few images or groups", names)
+    if groups is not None:
+        count, held = (len(np.unique(groups[own])) for own in (~chosen, chosen))
+        say(f"groups: {count} in training, {held} in validation, none in both")
     return Subset(source, np.flatnonzero(~chosen)), Subset(source, np.flatnonzero(chosen))
 
 
@@ -344,8 +342,7 @@ def open_folder_splits(root: str | os.PathLike[str], held_out: HeldOut) -> tuple
     instead = f"hold out a part of {kept.name}: {typed('data.root', kept)} data.split_fraction=0.1"
     if not validates:
         raise DataError(f"{base}: no val folder next to {kept.name}; add one, or {instead}")
-    if "test" in sets:
-        say(TEST_USED if validates == sets["test"] else TEST_KEPT)
+    tell_of_test(sets)
     train = FolderSource(kept)
     try:
         val = FolderSource(validates)
@@ -438,6 +435,17 @@ def check_unsplit(held_out: HeldOut, sets: Iterable[str], where: object) -> None
     if held_out is not None:
         raise ConfigError(
             f"{_setting(held_out)} has no effect: {where} has {' and '.join(sets)}; set it to null"
+        )
+
+
+def tell_of_test(sets: Collection[str]) -> None:
+    """Says whether the test set, if there is one, is used for validation."""
+    if "test" in sets:
+        say(
+            "the test set is not used. To evaluate it: mode=evaluate model.weights=RUN "
+            "data.evaluate=test"
+            if "val" in sets
+            else "no validation set: the test set is used for validation"
         )
 
 

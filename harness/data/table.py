@@ -34,8 +34,6 @@ from .folds import HeldOut
 from .records import records, text
 from .storage import (
     SPLIT_SEED,
-    TEST_KEPT,
-    TEST_USED,
     FileSource,
     Source,
     Subset,
@@ -45,6 +43,7 @@ from .storage import (
     in_classes,
     open_sets,
     split,
+    tell_of_test,
 )
 
 if TYPE_CHECKING:
@@ -150,8 +149,7 @@ def _sets(source: TableSource | ShardSource, held_out: HeldOut) -> dict[str, Sou
     if held_out is not None and "train" in found:
         if "val" in found:
             check_unsplit(held_out, found, source.origin)
-        train, val = split(found["train"], held_out, SPLIT_SEED, source.groups)
-        found["train"], found["val"] = train, val
+        found["train"], found["val"] = split(found["train"], held_out, SPLIT_SEED, source.groups)
     return found
 
 
@@ -172,13 +170,7 @@ def open_table_splits(
             f"{source.origin}: no {'training' if train is None else 'validation'} images; "
             f"{source.advice}"
         )
-    if "test" in sets:
-        say(TEST_USED if val is sets["test"] else TEST_KEPT)
-    groups = source.groups
-    if isinstance(val, Subset) and held_out is not None and groups is not None:
-        assert isinstance(train, Subset)
-        count, held = (len(np.unique(groups[part.indices])) for part in (train, val))
-        say(f"groups: {count} in training, {held} in validation, none in both")
+    tell_of_test(sets)
     untrained = np.bincount(train.labels, minlength=len(train.classes)) == 0
     if untrained.any():
         names = listed([train.classes[label] for label in np.flatnonzero(untrained)])
