@@ -132,21 +132,19 @@ class Ahead:
         return coming.result() if coming else self._fetch(*part)
 
     def _fetch(self, name: str, offset: int, length: int) -> bytes:
-        if not self._scratch:
-            self._count(1, length, 0)
-            return self.store.read(name, offset, length)
-        file, end = self._opened(name)
-        place = end + offset // BLOCK * 8
-        digest = os.pread(file.fd, 8, place)
-        if digest.strip(b"\0"):
-            data = os.pread(file.fd, length, offset)
-            if xxhash.xxh3_64_digest(data) == digest:
-                self._count(0, 0, length)
-                return data
+        if self._scratch:
+            file, end = self._opened(name)
+            place = end + offset // BLOCK * 8
+            digest = os.pread(file.fd, 8, place)
+            if digest.strip(b"\0"):
+                data = os.pread(file.fd, length, offset)
+                if xxhash.xxh3_64_digest(data) == digest:
+                    self._count(0, 0, length)
+                    return data
         self._count(1, length, 0)
         data = self.store.read(name, offset, length)
         try:
-            if self._has_room():
+            if self._scratch and self._has_room():
                 os.pwrite(file.fd, data, offset)
                 os.pwrite(file.fd, xxhash.xxh3_64_digest(data), place)
         except OSError as error:
