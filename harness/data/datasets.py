@@ -94,15 +94,21 @@ class ImageDataset:
         own = () if self.own is None else (self.own.setting,)
         return ("read", "decode", *self.transform.stages, *own)
 
+    @property
+    def ahead(self) -> Ahead | None:
+        """Reads the source's samples before they are needed; None: nothing does."""
+        store = getattr(undivided(self.source), "store", None)
+        return store if isinstance(store, Ahead) else None
+
     def expect(self, indices: np.ndarray) -> int:
         """Announces samples by their indices; returns the bytes that the source reads ahead."""
-        announce = getattr(self.source, "expect", None)
-        if announce is None:
+        if self.ahead is None:
             return 0
         rows = indices % len(self)
         if self.cache is not None:
             rows = rows[[self.cache.get(row) is None for row in rows.tolist()]]
-        wanted: int = announce(rows, self.block_room)
+        source: Any = self.source
+        wanted: int = source.expect(rows, self.block_room)
         return wanted
 
     def fill(
@@ -220,10 +226,8 @@ class Splits:
     @property
     def fetched(self) -> dict[str, int] | None:
         """Requests and bytes from a slow store so far; None: nothing is fetched ahead."""
-        if not isinstance(self.train, ImageDataset):
-            return None
-        store = getattr(undivided(self.train.source), "store", None)
-        return store.counts() if isinstance(store, Ahead) else None
+        ahead = self.train.ahead if isinstance(self.train, ImageDataset) else None
+        return ahead.counts() if ahead else None
 
     @property
     def labels(self) -> np.ndarray | None:

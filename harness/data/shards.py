@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
@@ -84,15 +83,11 @@ class ShardSource:
             raise BadSample(self.where(i), f"cannot be read: {error.strerror or error}") from error
         return data, int(self.labels[i])
 
-    @property
-    def expect(self) -> Callable[[np.ndarray, int], int] | None:
-        """Announces samples and returns their number of bytes; None: nothing is read ahead.
+    def expect(self, rows: np.ndarray, room: int) -> int:
+        """Announces samples to the store, an ``Ahead``; returns their number of bytes.
 
-        If its second argument is not 0, it fetches whole blocks and keeps that many.
+        If ``room`` is not 0, fetches whole blocks and keeps that many.
         """
-        return self._expect if isinstance(self.store, Ahead) else None
-
-    def _expect(self, rows: np.ndarray, room: int) -> int:
         store: Any = self.store
         parts = self.shard, self.offset, self.length
         wanted = rows

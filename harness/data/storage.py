@@ -7,7 +7,7 @@ import mmap
 import os
 import random
 import unicodedata
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -216,11 +216,11 @@ class Subset:
         """Returns the content that ``source`` reads, and the label."""
         return self.source.read(int(self.indices[i]))[0], int(self.labels[i])
 
-    @property
-    def expect(self) -> Callable[[np.ndarray, int], int] | None:
-        """Announces samples to ``source``, if that reads ahead."""
-        expect = getattr(self.source, "expect", None)
-        return expect and (lambda rows, room: expect(self.indices[rows], room))
+    def expect(self, rows: np.ndarray, room: int) -> int:
+        """Announces samples to ``source``, which reads ahead; returns their number of bytes."""
+        source: Any = self.source
+        wanted: int = source.expect(self.indices[rows], room)
+        return wanted
 
     def where(self, i: int) -> str:
         """Returns the location in ``source``."""
