@@ -260,19 +260,19 @@ class Splits:
         """
         weights = optim.class_weights
         classes = len(self.classes)
-        if not self.trains:
+        if weights is None or not self.trains:
             return None
         if weights == "balanced":
             labels = self.labels_for("optim.class_weights=balanced")
             counts = np.bincount(labels, minlength=classes)
             # classes without images do not contribute to the loss
             weights = len(labels) / (np.count_nonzero(counts) * counts.clip(1))
-        elif weights is not None and len(weights) != classes:
+        elif len(weights) != classes:
             raise ConfigError(
                 f"optim.class_weights has {len(weights)} numbers, but {self.name} has {classes} "
                 "classes; give one number per class, in order"
             )
-        return weights if weights is None else [*map(float, weights)]
+        return [*map(float, weights)]
 
     @property
     def reserved_bytes(self) -> int:
@@ -426,9 +426,9 @@ def load(
         return Splits(train, FakeDataset(made.val_images, size), names, FAKE, root)
     # two sources, or two datasets of the user, which need nothing else
     if user_code.is_own(data.name):
-        first, second = open_own(data, seed)
-        if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
-            assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
+        opened: Any = open_own(data, seed)
+        first, second = opened
+        if isinstance(first, OwnDataset):
             if data.fraction < 1:
                 raise ConfigError(
                     f"data.fraction={data.fraction:g}: {data.name} returns a Dataset, no source; "

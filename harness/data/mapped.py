@@ -35,10 +35,11 @@ class MappedFile:
         self.map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _opened, (path_of(self.fd), self.writable)
+        return opened, (path_of(self.fd), self.writable)
 
 
-def _opened(path: str, writable: bool) -> MappedFile:
+def opened(path: str, writable: bool) -> MappedFile:
+    """Maps the file at ``path``; raises OSError."""
     flags = os.O_RDWR if writable else os.O_RDONLY
     return MappedFile(os.open(path, flags | os.O_CLOEXEC), writable)
 

@@ -224,8 +224,8 @@ def open_own(data: DataConfig, seed: int) -> tuple[Source, Source] | tuple[OwnDa
     if len({*are_sources}) > 1:
         raise ConfigError(f"{begin}: return two sources or two Datasets, not one of each")
     with user_code.explained(f"{begin}: its classes cannot be read:"):
-        given = [getattr(part, "classes", None) for part in pair]
-        of_sets = {_names(classes) for classes in given if classes is not None}
+        known = (part for part in pair if getattr(part, "classes", None) is not None)
+        of_sets = {_names(part.classes) for part in known}
     if len(of_sets) > 1:
         raise ConfigError(f"{begin}: the training and validation sets have different classes")
     if all(are_sources):

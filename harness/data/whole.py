@@ -14,7 +14,7 @@ import numpy as np
 
 from ..config import DataConfig
 from .libraries import in_use
-from .mapped import MappedFile, memory, path_of, reserve
+from .mapped import MappedFile, memory, opened, path_of, reserve
 from .shards import ShardSource
 from .storage import FileSource, Source, cache_root, undivided
 
@@ -67,7 +67,7 @@ class Seen(Whole):
 def _seen(path: str) -> Seen:
     """Returns the checksums in a process's file; new ones if that process has ended."""
     try:
-        return Seen(MappedFile(os.open(path, os.O_RDWR | os.O_CLOEXEC), writable=True))
+        return Seen(opened(path, writable=True))
     except OSError:
         return Seen()
 

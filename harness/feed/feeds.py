@@ -382,12 +382,12 @@ class Feeds:
             start_method=loader.start_method.name,
             backend=backend,
         )
-        if isinstance(train, OwnDataset) and settings.backend != PROCESSES:
+        if isinstance(train, OwnDataset) and backend != PROCESSES:
             raise ConfigError(
-                f"loader.backend={settings.backend}: {self.splits.name} returns a Dataset, whose "
+                f"loader.backend={backend}: {self.splits.name} returns a Dataset, whose "
                 "RNGs threads would share; use loader.backend=processes, or return a source"
             )
-        if settings.backend == ARRAYS and isinstance(train, ImageDataset):
+        if backend == ARRAYS and isinstance(train, ImageDataset):
             if not has_fixed_size(train):
                 raise ConfigError(
                     "loader.backend=arrays needs images of one size, but these have no common "

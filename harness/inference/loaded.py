@@ -185,7 +185,7 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
     size = config.data.image_size
     images = torch.randint(0, 256, (_CHECKED, 3, size, size), dtype=torch.uint8)
     facts = {
-        "classes": list(classes),
+        "classes": classes,
         "input": f"uint8 [N, 3, {size}, {size}], 0..255, RGB; normalization is included",
         "output": f"float32 [N, {len(classes)}], logits",
         **{path.removeprefix("data."): attrgetter(path)(config) for path in resume.PIXELS},
@@ -194,10 +194,18 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
     texts = {name: json.dumps(plain(fact)) for name, fact in facts.items()}
     normalized = Transform(config.data, images.device).normalize(images)
     if form is Format.timm:
-        files, run = _timm(model, config, list(classes))
+        files, run = _timm(model, config, classes)
         images = normalized
     else:
-        program = _program(_Whole(model, config.data).eval(), config)
+        whole = _Whole(model, config.data).eval()
+        with user_code.explained(
+            f"model.name={config.model.name}: torch.export cannot export the network with a "
+            "dynamic batch size; its code must not depend on the batch size or branch on image "
+            "content:"
+        ):
+            # traced with one image, the batch size would be fixed to one
+            dynamic = ({0: Dim("batch", min=1)},)
+            program = torch.export.export(whole, (images[:2],), dynamic_shapes=dynamic)
         data, run = (_onnx if form is Format.onnx else _pt2)(program, texts)
         files = {f"model.{form.name}": data}
     with torch.no_grad():
@@ -221,22 +229,6 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
     say(f"checked        on {_CHECKED} noise images: logits differ by at most {error:.1g}")
 
 
-def _program(whole: nn.Module, config: Config) -> ExportedProgram:
-    """Returns ``whole`` as a program for any batch size.
-
-    Raises:
-        ConfigError: torch.export fails.
-    """
-    size = config.data.image_size
-    # traced with one image, the batch size would be fixed to one
-    images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
-    with user_code.explained(
-        f"model.name={config.model.name}: torch.export cannot export the network with a dynamic "
-        "batch size; its code must not depend on the batch size or branch on image content:"
-    ):
-        return torch.export.export(whole, (images,), dynamic_shapes=({0: Dim("batch", min=1)},))
-
-
 def _pt2(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
     """Returns the bytes of a file with ``program`` and ``texts``, and a function to run it."""
     file = io.BytesIO()
@@ -245,7 +237,9 @@ def _pt2(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
     return data, torch.export.load(io.BytesIO(data)).module()
 
 
-def _timm(model: nn.Module, config: Config, classes: list[str]) -> tuple[dict[str, bytes], Any]:
+def _timm(
+    model: nn.Module, config: Config, classes: tuple[str, ...]
+) -> tuple[dict[str, bytes], Any]:
     """Returns the files of a folder that timm reads, by name, and a function to run them.
 
     Raises:
@@ -267,8 +261,8 @@ def _timm(model: nn.Module, config: Config, classes: list[str]) -> tuple[dict[st
         "interpolation": data.interpolation.name,
         "crop_pct": size / resize,
         "crop_mode": "squash" if data.eval_squash else "center",
-        "mean": [*data.mean],
-        "std": [*data.std],
+        "mean": data.mean,
+        "std": data.std,
         "num_classes": len(classes),
     }
     settings = {
