@@ -57,16 +57,16 @@ _USUAL_COLORS = ("Gray", "YCbCr", "RGB")
 # arithmetic coding never warns of a bad code; leftover bytes are pixels
 _ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 
-# by EXIF orientation
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+# names in Image.Transpose by EXIF orientation, from 2
+_TURNS = dict(
+    enumerate(
+        (
+            "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270",
+            "TRANSVERSE", "ROTATE_90",
+        ),
+        2,
+    )
+)  # fmt: skip
 
 
 class _Jpeg(JpegImageFile):
@@ -268,7 +268,7 @@ def _turned(rgb: Image.Image, image: Image.Image, options: DataConfig) -> Image.
     if options.exif_orientation:
         # with a corrupt EXIF block the pixels are still complete
         with suppress(Exception):
-            turn = _TURNS[image.getexif()[ExifTags.Base.Orientation]]
+            turn = Image.Transpose[_TURNS[image.getexif()[ExifTags.Base.Orientation]]]
     return rgb if turn is None else rgb.transpose(turn)
 
 
