@@ -457,7 +457,7 @@ class Feeds:
                 log.warning("loader.%s=%s has no effect with threads", name, shown(asked))
         order = replace(self._train_order(), rest=rest)
         dataset = self._in_blocks(self.splits.train, settings)
-        return self._make(dataset, order, settings, self.config.loader.restart_workers)
+        return self._make(dataset, order, settings)
 
     def sized(
         self, plans: Mapping[int, FeedSettings], rest: EpochRemainder | None, size: int
@@ -473,7 +473,7 @@ class Feeds:
         if dataset is None:
             dataset = self.splits.val
         order = self._whole_order(dataset, settings.batch_size)
-        return self._make(dataset, order, settings, self.config.loader.restart_workers)
+        return self._make(dataset, order, settings)
 
     def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
         """Returns an endless training feed without short batches, over samples unseen by probes.
@@ -561,9 +561,7 @@ class Feeds:
             return replace(dataset, block_room=block_room(self.lanes, self.world.size))
         return dataset
 
-    def _make(
-        self, dataset: AnyDataset, order: AnyOrder, settings: FeedSettings, restarts: bool = False
-    ) -> Backend:
+    def _make(self, dataset: AnyDataset, order: AnyOrder, settings: FeedSettings) -> Backend:
         if isinstance(dataset, FakeDataset):
             batch = self.noise(settings.batch_size)
             return SyntheticFeed(order, settings, batch, self.world.device)
@@ -580,5 +578,5 @@ class Feeds:
                 self._pixels[dataset] = InMemoryImages(dataset, reading, self.world.device)
             return ArrayFeed(dataset, order, settings, self._pixels[dataset])
         feed: Backend = BACKENDS[settings.backend](dataset, order, settings)
-        feed.restarts = restarts
+        feed.restarts = self.config.loader.restart_workers and isinstance(order, Order)
         return feed
