@@ -130,7 +130,6 @@ class ThreadFeed(Backend):
         If the system refuses more threads, logs a warning and sets ``settings`` to the actual
         number.
         """
-        assert self.settings.num_workers and 1 <= threads <= MOST_THREADS
         with self._work:
             self._wanted = threads
             if self._threads:
