@@ -161,8 +161,7 @@ def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
             shared = np.memmap(path_of(fd), np.uint8, "r+", shape=shape)
             weakref.finalize(shared, os.close, fd)
             np.concatenate(images, out=shared)
-            source = ArraySource(shared, np.array(labels), classes, f"{name} {split}")
-            sources.append(source)
+            sources.append(ArraySource(shared, np.array(labels), classes, f"{name} {split}"))
     except OSError as error:
         raise DataError(
             f"{folder / part}: cannot be read ({error}); fix its permissions or delete it"

@@ -539,7 +539,7 @@ def crop_error(images: ImageDataset) -> float:
             for dataset, crop in zip((plain, images), crops, strict=True):
                 dataset.fill(0, i, crop)
             errors.append(np.abs(np.diff(crops.astype(np.int16), axis=0)).mean())
-    return float(sum(errors) / max(1, len(errors)))
+    return float(np.mean(errors or 0.0))
 
 
 def _check_settings(data: DataConfig) -> None:

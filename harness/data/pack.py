@@ -61,17 +61,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("source", type=Path, help="the images; with --unpack, the shards")
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--unpack", action="store_true", help="write the images of shards as files")
-    for name, kind, default, text in (
-        (
-            "shard-mb",
-            shrink.positive,
-            256,
-            "approximate size of a shard in MB (default: %(default)s)",
-        ),
-        ("seed", int, 0, "seed of the order (default: %(default)s)"),
-        ("jobs", shrink.positive, shrink.cores(), "number of threads (default: %(default)s)"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+    parser.add_argument(
+        "--shard-mb",
+        type=shrink.positive,
+        default=256,
+        help="approximate size of a shard in MB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the order (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=shrink.positive,
+        default=shrink.cores(),
+        help="number of threads (default: %(default)s)",
+    )
     return shrink.command(parser, None, arguments, pack)
 
 

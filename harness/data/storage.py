@@ -122,10 +122,8 @@ class FolderSource(FileSource):
         is_file = flat and os.path.isfile(root)
         if not is_file:
             check_folder(root)
-        if flat:
-            index = listing(os.fsencode(root))
-        else:
-            index = open_index(os.fsencode(root), cache_root() / "index")
+        path = os.fsencode(root)
+        index = listing(path) if flat else open_index(path, cache_root() / "index")
         super().__init__(os.path.dirname(root) if is_file else root, index)
         left_out = index.left_out()
         # upper-case reasons are formats

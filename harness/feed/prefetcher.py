@@ -319,7 +319,6 @@ class _Transfer:
             parts = batch[:2] if isinstance(batch, HostBatch) else batch
             tensors, at = self._tensors(parts)
             there = [self.made_there or own.holds(each) for each in tensors]
-            is_there = all(there)
             if self.stream is not None and any(there):
                 for tensor in compress(tensors, there):
                     own.keep_for(self.stream, tensor)
@@ -333,7 +332,7 @@ class _Transfer:
                     each if is_here else own.copy(each)
                     for each, is_here in zip(tensors, there, strict=True)
                 ]
-                if own.has_streams and not is_there:
+                if own.has_streams and not all(there):
                     end = self._mark()
                     self._copying.append((end, batch))
                 if at is not None:

@@ -53,9 +53,8 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
         source = FolderSource(root, flat=True)
     if len({*world.gathered(source.digest())}) > 1:
         raise DataError(f"data.root={data.root}: ranks see different files")
-    transform = as_evaluated(data)
     dataset = ImageDataset(
-        source, transform, data, data.image_size, seed=0, skips=True, blanks=True
+        source, as_evaluated(data), data, data.image_size, seed=0, skips=True, blanks=True
     )
     feeds = Feeds(Splits(dataset, dataset, classes, "", "", trains=False), config, world)
     top_k = min(config.predict.top_k, len(classes))
@@ -93,9 +92,9 @@ def _share(
     """
     config = feeds.config
     device = feeds.world.device
-    model = model.to(device)
+    model.to(device)
     if config.trainer.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)
     autocast = autocast_of(config.trainer.precision, device)
     settings = feeds.val_settings(feeds.settings(limits.measure(feeds.world.local_size)))
     # kept on the device until the end to avoid synchronization
