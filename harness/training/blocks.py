@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -30,7 +29,8 @@ def checkpoint_blocks(network: nn.Module) -> None:
             "trainer.checkpoint_blocks=true: the network has no list of blocks; set it to false"
         )
     for block in blocks:
-        how = partial(_contexts, block)
+        # a copy of the network gets its own
+        how = partial(lambda own: (nullcontext(), _recomputing(own)), block)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=how)
 
 
@@ -43,12 +43,6 @@ def _blocks(network: nn.Module) -> Iterator[nn.Module]:
             yield module
         else:
             yield from _blocks(module)
-
-
-def _contexts(
-    block: nn.Module,
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), _recomputing(block)
 
 
 @contextmanager
