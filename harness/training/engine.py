@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -311,8 +311,7 @@ class Engine:
         if not self._may_hang:
             return
         state = self.state
-        is_full = len(self._updates) == self._updates.maxlen
-        event = self._updates[0][0] if is_full else self._own.event()
+        event = self._own.event()
         event.record(self._own.stream())
         counts = {name: getattr(state, name) for name in checkpoint_read.COUNTS}
         self._updates.append((event, counts, state.schedule.last_epoch))
@@ -344,12 +343,11 @@ class Engine:
         with self.monitor.clock.pause(name), named(name), aside:
             yield
 
-    def _uncompiled(self) -> AbstractContextManager[Any]:
+    def _uncompiled(self) -> Any:
         """Runs a block without torch.compile, whose graph is for full training batches."""
-        block: AbstractContextManager[Any] = nullcontext()
         if self.config.trainer.compile:
-            block = torch.compiler.set_stance("force_eager")
-        return block
+            return torch.compiler.set_stance("force_eager")
+        return nullcontext()
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
