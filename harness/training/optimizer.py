@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from .. import suggestions
 from ..config import ConfigError, OptimConfig, ScheduleConfig, ScheduleName, installed, shown
@@ -53,18 +53,16 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
     with user_code.explained(
         f"optim.name={config.name}: failed with optim.args={shown(config.args)}:"
     ):
-        if config.name == "adamw":
-            given = {"betas": config.betas, "eps": config.eps, "fused": True}
-            return AdamW(groups, **{**given, **config.args})
-        if config.name == "sgd":
-            given = {"momentum": config.momentum, "nesterov": config.nesterov, "fused": True}
-            return SGD(groups, **{**given, **config.args})
         return _named(groups, config)
 
 
 def _named(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
     """Returns an optimizer of torch, timm or the user, by name."""
     name, args = config.name, dict(config.args)
+    if name == "sgd":
+        name, args = "SGD", {"momentum": config.momentum, "nesterov": config.nesterov, **args}
+    elif name == "adamw":
+        name, args = "AdamW", {"betas": config.betas, "eps": config.eps, **args}
     if user_code.is_own(name):
         made = user_code.call("optim.name", name, groups, args=args)
         # the hooks are missing if __init__ does not call super().__init__
