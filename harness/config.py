@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import io
 import operator
 import re
 from bisect import bisect
@@ -972,7 +971,7 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
         yield f"data.repeats={c.data.repeats}: data.balance also repeats images; use one of the two"
     jitter = c.augment.color_jitter
     if jitter[3] > 0.5:
-        yield (f"augment.color_jitter={shown(jitter)}: the last number is the hue; use at most 0.5")
+        yield f"augment.color_jitter={shown(jitter)}: the last number is the hue; use at most 0.5"
     if c.optim.class_weights == "balanced" and c.data.balance > 0:
         yield (
             f"optim.class_weights=balanced: data.balance={c.data.balance:g} already corrects "
@@ -1064,7 +1063,7 @@ def saved(text: bytes) -> dict[str, Any]:
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 raise ConfigError("contains aliases, which Hydra does not write")
-        plain: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
+        plain: Any = OmegaConf.to_container(OmegaConf.create(text.decode()))
     # YAML's own, which has no base that Python has; omegaconf's
     except Exception as error:
         raise ConfigError(suggestions.explain(error) or str(error)) from error
