@@ -12,51 +12,33 @@ from contextlib import suppress
 import yaml  # type: ignore[import-untyped]
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-_LOGGERS = (
-    "a run always writes a TensorBoard event file, metrics.jsonl and report.html; for Weights & "
-    "Biases write watch.wandb=online"
-)
-_FOLDER = "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER"
-_PRECISION = "write trainer.precision=bf16 or trainer.precision=fp16"
-_GPUS = "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N"
 # the dotted names of all settings, by ``config``
 SETTINGS: list[str] = []
-# names in other programs: the name here, or a hint
-_OTHER_NAMES = {
-    "a": "model.name",
-    "arch": "model.name",
-    "b": "loader.batch_size",
-    "bs": "loader.batch_size",
-    "j": "loader.num_workers",
-    "workers": "loader.num_workers",
-    "learning_rate": "optim.lr",
-    "wd": "optim.weight_decay",
-    "smoothing": "optim.label_smoothing",
-    "img_size": "data.image_size",
-    "input_size": "data.image_size",
-    "path": "data.root",
-    "dir": "data.root",
-    "data_dir": "data.root",
-    "data_path": "data.root",
-    "pretrained": (
-        "write model.weights=DEFAULT, with a torchvision network such as model=resnet18"
+# settings and hints: their names in other programs
+_HERE = {
+    "model.name": "a arch",
+    "loader.batch_size": "b bs",
+    "loader.num_workers": "j workers",
+    "optim.lr": "learning_rate",
+    "optim.weight_decay": "wd",
+    "optim.label_smoothing": "smoothing",
+    "data.image_size": "img_size input_size",
+    "data.root": "path dir data_dir data_path",
+    "write model.weights=DEFAULT, with a torchvision network such as model=resnet18": "pretrained",
+    "write trainer.precision=bf16 or trainer.precision=fp16": "amp fp16",
+    "write optim=adamw or optim=sgd": "opt optimizer",
+    "write schedule=cosine, schedule=step or schedule=constant": "scheduler",
+    "write data=NAME, or data=imagefolder data.root=FOLDER for your own images": "dataset",
+    "omit it; the number of classes follows from the data": "num_classes",
+    "a run always writes a TensorBoard event file, metrics.jsonl and report.html; for Weights & "
+    "Biases write watch.wandb=online": "wandb logger",
+    "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER": (
+        "output_dir run.dir checkpoint.dir"
     ),
-    "amp": _PRECISION,
-    "fp16": _PRECISION,
-    "opt": "write optim=adamw or optim=sgd",
-    "optimizer": "write optim=adamw or optim=sgd",
-    "scheduler": "write schedule=cosine, schedule=step or schedule=constant",
-    "dataset": "write data=NAME, or data=imagefolder data.root=FOLDER for your own images",
-    "num_classes": "omit it; the number of classes follows from the data",
-    "wandb": _LOGGERS,
-    "logger": _LOGGERS,
-    "output_dir": _FOLDER,
-    "run.dir": _FOLDER,
-    "checkpoint.dir": _FOLDER,
-    "gpus": _GPUS,
-    "devices": _GPUS,
-    "evaluate": "write mode=evaluate resume=PATH",
+    "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N": "gpus devices",
+    "write mode=evaluate resume=PATH": "evaluate",
 }
+_OTHER_NAMES = {name: here for here, names in _HERE.items() for name in names.split()}
 
 
 def refused_flag(text: str, following: Sequence[str]) -> str:
