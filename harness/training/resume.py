@@ -222,36 +222,34 @@ def take_over(
         CheckpointError: it does not fit, or the epoch cannot be resumed. Training never starts
             from scratch instead.
     """
+    if saved is None:
+        return None
     config = state.config
-    left = None
-    if saved is not None:
-        held = saved.state
-        if saved.classes not in (classes, ()):
-            raise CheckpointError(
-                f"{saved.where}: its classes differ from this dataset's: {listed(saved.classes)}, "
-                f"not {listed(classes)}; choose its dataset with data= and data.root="
-            )
-        if config.mode is Mode.evaluate:
-            models.take_over(state.network, saved, f"model.name={config.model.name}")
-            state.epoch = held.get("epoch", 0)
-            state.step = held.get("step", 0)
-            say(f"evaluating {saved.where}")
-        else:
-            state.load(saved)
-            threads = (held.get("num_threads"), torch.get_num_threads())
-            if threads[0] != threads[1]:
-                log.warning(
-                    "checkpoint used %s torch threads, but this run uses %d: results will not "
-                    "be bitwise identical",
-                    *threads,
-                )
-            say(
-                f"resumed {saved.where} after step {state.step}, {state.epoch} epochs"
-                + f" and {state.samples} images of the next" * bool(state.samples)
-            )
-            if state.samples:
-                left = rest(saved, config, state.world, length, lanes)
-    return left
+    held = saved.state
+    if saved.classes not in (classes, ()):
+        raise CheckpointError(
+            f"{saved.where}: its classes differ from this dataset's: {listed(saved.classes)}, "
+            f"not {listed(classes)}; choose its dataset with data= and data.root="
+        )
+    if config.mode is Mode.evaluate:
+        models.take_over(state.network, saved, f"model.name={config.model.name}")
+        state.epoch = held.get("epoch", 0)
+        state.step = held.get("step", 0)
+        say(f"evaluating {saved.where}")
+        return None
+    state.load(saved)
+    threads = (held.get("num_threads"), torch.get_num_threads())
+    if threads[0] != threads[1]:
+        log.warning(
+            "checkpoint used %s torch threads, but this run uses %d: results will not be bitwise "
+            "identical",
+            *threads,
+        )
+    say(
+        f"resumed {saved.where} after step {state.step}, {state.epoch} epochs"
+        + f" and {state.samples} images of the next" * bool(state.samples)
+    )
+    return rest(saved, config, state.world, length, lanes) if state.samples else None
 
 
 def rest(
