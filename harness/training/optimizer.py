@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import bisect
 import inspect
-import itertools
 import math
 import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from itertools import chain, groupby, product
 from typing import Any
 
 import torch
@@ -115,8 +115,9 @@ def fill_momentum(optimizer: Optimizer) -> None:
     # parameters have one
     for group in optimizer.param_groups if type(optimizer) is SGD else ():
         for parameter in group["params"] if group.get("momentum") else ():
-            if parameter.requires_grad and "momentum_buffer" not in optimizer.state[parameter]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                zeros = torch.zeros_like(parameter)
+                optimizer.state[parameter].setdefault("momentum_buffer", zeros)
 
 
 def adopt(
@@ -150,7 +151,7 @@ def adopt(
             f"{where}: does not match this run: it is from a different optimizer (optim), or "
             "its parameter groups differ (optim.decay_norm_and_bias, layer_decay)"
         )
-    parameters = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    parameters = chain(*(group["params"] for group in optimizer.param_groups))
     names = {name for each in held["state"].values() for name in each}
     # the fused kernels trust shapes and strides, and crash on others
     like = {
@@ -161,7 +162,7 @@ def adopt(
     }
     found = {number: held["state"][number] for number in like}
     models.refuse_misfits(like, found, where, "this run")
-    for number, name in itertools.product(like, names):
+    for number, name in product(like, names):
         given = found[number][name]
         like[number][name] = torch.empty_like(like[number][name], dtype=given.dtype).copy_(given)
     optimizer.load_state_dict({**own, "state": like})
@@ -233,10 +234,10 @@ def skip_nonfinite(optimizer: Optimizer, one: Tensor) -> None:
     The optimizer must support ``found_inf``, as fused torch optimizers do. ``one`` is the number
     1, float ``[]``, on the device.
     """
-    parameters = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    parameters = chain(*(group["params"] for group in optimizer.param_groups))
     gradients = [p.grad for p in parameters if p.grad is not None]
     found = torch.zeros_like(one)
-    for _, alike in itertools.groupby(gradients, lambda gradient: gradient.dtype):
+    for _, alike in groupby(gradients, lambda gradient: gradient.dtype):
         torch._amp_foreach_non_finite_check_and_unscale_([*alike], found, one)
     optimizer.found_inf = found  # type: ignore[attr-defined]
 

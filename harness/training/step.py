@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import statistics
@@ -11,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ class Step:
         self._explained: Callable[[], AbstractContextManager[None]] = nullcontext
         if user_code.is_own(name) or self.config.callbacks:
             begin = f"optim.name={name}: step or one of its hooks failed with"
-            self._explained = functools.partial(user_code.explained, begin)
+            self._explained = partial(user_code.explained, begin)
         self._asks = not (own.skips_updates and skips_on_device(state.optimizer))
         # else the scaler decides before the hook is called
         state.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -273,7 +273,7 @@ def autocast_of(
     """Returns a context-manager factory for forward passes in ``precision``."""
     if precision is Precision.fp32:
         return nullcontext
-    return functools.partial(torch.autocast, device.type, DTYPES[precision])
+    return partial(torch.autocast, device.type, DTYPES[precision])
 
 
 def device_batches(
