@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.utils._pytree import tree_leaves
@@ -69,7 +70,7 @@ class World:
         return self.rank == 0
 
     @_together()
-    def total(self, values: torch.Tensor) -> torch.Tensor:
+    def total(self, values: Tensor) -> Tensor:
         """Returns the sum of ``values`` over all ranks; a new tensor if there are several."""
         if self.size == 1:
             return values
@@ -104,7 +105,7 @@ class World:
         return -self.largest(-value)[0]
 
     @_together()
-    def copy_from(self, source: int, tensors: Iterable[torch.Tensor]) -> None:
+    def copy_from(self, source: int, tensors: Iterable[Tensor]) -> None:
         """Gives every rank the ``tensors`` from the rank ``source``, in place."""
         for tensor in tensors if self.size > 1 else ():
             # in index order, and on a device from which the backend can send it

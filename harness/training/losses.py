@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -59,9 +58,9 @@ def make_loss(config: OptimConfig, weights: Tensor | None) -> Loss:
 def _own(function: Loss, name: str, logits: Tensor, labels: Tensor) -> Tensor:
     with user_code.explained(f"optim.loss={name}: failed with", called=function):
         loss = function(logits, labels)
-    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         kind = type(loss).__name__
-        if isinstance(loss, torch.Tensor):
+        if isinstance(loss, Tensor):
             kind = f"{loss.dtype} {list(loss.shape)}, requires_grad={loss.requires_grad}"
         raise ConfigError(
             f"optim.loss={name}: returned {kind}; it must return one number with a gradient, a "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchvision import models as zoo
 
@@ -117,7 +117,7 @@ def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
         refuse_logits(given, (2, num_classes), where)
     network.train()
     for key, value in network.state_dict().items():
-        kept = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        kept = isinstance(value, Tensor) and value.layout is torch.strided
         if not kept or is_lazy(value) or value.is_meta:
             raise ConfigError(
                 f"{where}: {printable(key)} of its state_dict is not a dense tensor, so it cannot "
@@ -132,7 +132,7 @@ def refuse_logits(given: Any, shape: tuple[int, int], where: str) -> None:
         ConfigError: ``given`` is not a floating-point tensor of ``shape``, or has no gradient.
     """
     found = type(given).__name__
-    if isinstance(given, torch.Tensor):
+    if isinstance(given, Tensor):
         plain = given.is_floating_point() and given.layout is torch.strided
         if plain and given.shape == shape and given.requires_grad is torch.is_grad_enabled():
             return
@@ -206,7 +206,7 @@ def refuse_misfits(
         if like is None:
             found.append(f"{key} is not expected")
         elif (
-            not isinstance(value, torch.Tensor)
+            not isinstance(value, Tensor)
             or value.layout is not torch.strided
             or value.device.type != "cpu"
             # beyond its storage
@@ -281,7 +281,7 @@ class _Residual(nn.Module):
         super().__init__()
         self.branch = nn.Sequential(*_layers(width, width), *_layers(width, width)[:-1])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return nn.functional.relu(x + self.branch(x))
 
 
@@ -338,13 +338,12 @@ def _facts(name: str) -> Any:
         return timm.get_pretrained_cfg(name.removeprefix(TIMM))
 
 
-def _timm(name: str, image_size: int, **how: Any) -> nn.Module:
+def _timm(name: str, image_size: int, **how: Any) -> Any:
     """Returns timm's network ``name`` for images of ``image_size`` pixels."""
     import timm
 
     how = {**size_args(name, image_size), **how}
-    made: nn.Module = timm.create_model(name.removeprefix(TIMM), **how)
-    return made
+    return timm.create_model(name.removeprefix(TIMM), **how)
 
 
 def size_args(name: str, image_size: int) -> dict[str, Any]:
@@ -353,7 +352,7 @@ def size_args(name: str, image_size: int) -> dict[str, Any]:
     return {"img_size": image_size} if _facts(name).fixed_input_size else {}
 
 
-def _published(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:
+def _published(model: ModelConfig, image_size: int) -> dict[str, Tensor]:
     """Returns the pretrained weights under their current keys.
 
     Only torchvision's own builder renames the densenets' keys. timm's loader does so for many
@@ -387,5 +386,5 @@ def _published(model: ModelConfig, image_size: int) -> dict[str, torch.Tensor]:
             network = _timm(name, image_size, **how)
         else:
             network = zoo.get_model(name, weights="DEFAULT")
-    found: dict[str, torch.Tensor] = network.state_dict()
+    found: dict[str, Tensor] = network.state_dict()
     return {key: value for key, value in found.items() if not key.startswith("AuxLogits.")}
