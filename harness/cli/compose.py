@@ -25,16 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from .. import suggestions
-from ..config import (
-    CONF,
-    MAPPINGS,
-    Config,
-    ConfigError,
-    choices,
-    shown,
-    typed_settings,
-    walk,
-)
+from ..config import CONF, MAPPINGS, Config, ConfigError, choices, shown, typed_settings, walk
 
 # settings that are paths
 _PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
@@ -116,10 +107,9 @@ def args_parser() -> ArgumentParser:
     # Python 3.14 rejects one of Hydra's help texts, which is rendered lazily
     kind._check_help = lambda *_: None
     try:
-        found: ArgumentParser = get_args_parser()
+        return get_args_parser()
     finally:
         del kind._check_help
-    return found
 
 
 def prepared(arguments: list[str]) -> Namespace:

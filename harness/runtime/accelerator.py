@@ -8,14 +8,13 @@ emulated device.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import gc
 import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +137,7 @@ class Accelerator:
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A block that uses ``stream``; None means the current stream."""
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def delay(self, seconds: float) -> None:
         """Keeps the current stream busy for about ``seconds`` without blocking the host."""
@@ -213,7 +212,7 @@ class Generic(Accelerator):
         # needs a priority; otherwise, the stream might share a queue with other work
         return _stream(self.new_stream, self.device, -1)
 
-    @contextlib.contextmanager
+    @contextmanager
     def on(self, stream: Any) -> Any:
         # as a context manager, a stream stores the previous one in itself, and threads share it
         before = self.stream()
@@ -317,7 +316,7 @@ class Cuda(Generic):
             torch.cuda.set_rng_state(state, self.device)
 
 
-@functools.cache
+@cache
 def _stream(new: Callable[..., Any], device: torch.device, priority: int) -> Any:
     # created on first use, because it initializes CUDA
     return new(device, priority=priority)
@@ -341,12 +340,12 @@ def get(device: torch.device | str | Accelerator) -> Accelerator:
     return kinds.get(device.type, tried)(device)
 
 
-@functools.cache
+@cache
 def tried(device: torch.device) -> Accelerator:
     """Returns a ``Generic`` if a trial batch shows that its events measure time."""
     own = Generic(device)
     # this torch has no such device, or lacks a feature
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         side = own.side_stream()
         start = own.event(timed=True)
         end = own.event(timed=True)
@@ -365,12 +364,12 @@ def tried(device: torch.device) -> Accelerator:
     return unknown
 
 
-@functools.cache
+@cache
 def use() -> list[gpus.Use | None]:
     """Returns other processes' use of each visible GPU, measured before this process uses any."""
     found: list[gpus.Use | None] = [None] * count()
     # no such package or driver, or an unsupported query
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         nvml = gpus.start_nvml()
         for i in range(count()):
             handle, _ = gpus.handle_of(nvml, str(get(torch.device("cuda", i)).uuid))
@@ -381,7 +380,7 @@ def use() -> list[gpus.Use | None]:
 def taking_over() -> Callable[[], None]:
     """Returns a function that makes this thread's GPU current in the calling thread."""
     if torch.cuda.is_available():
-        return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+        return partial(torch.cuda.set_device, torch.cuda.current_device())
     return lambda: None
 
 

@@ -82,10 +82,9 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[tuple[floa
         yield node / ranks, False
     for folder in groups:
         # cgroup v2 has the quota and the period in one file
-        quota = words(folder / "cpu.max") or [
-            *words(folder / "cpu.cfs_quota_us"),
-            *words(folder / "cpu.cfs_period_us"),
-        ]
+        quota = words(folder / "cpu.max") or (
+            words(folder / "cpu.cfs_quota_us") + words(folder / "cpu.cfs_period_us")
+        )
         if len(quota) == 2 and quota[0] not in ("max", "-1"):
             yield int(quota[0]) / int(quota[1]) / ranks, True
 
