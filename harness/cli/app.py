@@ -113,7 +113,7 @@ def cli() -> int:
 
 def _composing(error: BaseException) -> BaseException:
     """Returns the exception to report for an ``error`` of Hydra or its callees before any job."""
-    if described(error) is not None:
+    if described(error):
         return error
     if isinstance(error, OSError) and error.filename:
         # the folder of hydra.run.dir

@@ -152,7 +152,7 @@ def main_worker(local_rank: int, job: Job) -> None:
         # before any use of the settings, and identical on every rank
         config = resume.settings(config, None, job.overridden)
         saved = resume.find(config, job.folder, world)
-        if saved is not None:
+        if saved:
             config = resume.settings(config, saved, job.overridden, world.size)
         seeding.seed_everything(config.seed, config.trainer.deterministic)
         work = _apply if config.mode in (Mode.predict, Mode.export) else _wire
@@ -165,7 +165,7 @@ def _feeds(config: Config, saved: Saved | None, world: World) -> Feeds:
     from ..feed.feeds import Feeds
 
     # storage -> decode -> augment
-    if config.mode is Mode.evaluate and saved is not None:
+    if config.mode is Mode.evaluate and saved:
         splits = datasets.load_evaluated(config.data, config.seed, saved.classes)
     else:
         splits = datasets.load(config.data, config.augment, config.seed, world.gathered)

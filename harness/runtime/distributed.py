@@ -292,9 +292,9 @@ def _prepared(
         limits.bind([accelerator.get(f"cuda:{near[i]}").pci for i in range(local_size)], local_rank)
     # results are bitwise equal only for a fixed number of threads
     threads = config.trainer.num_threads
-    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+    if not threads and "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, int(limits.measure(local_size).cores))
-    if threads is not None:
+    if threads:
         torch.set_num_threads(threads)
     return device
 

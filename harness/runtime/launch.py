@@ -97,7 +97,7 @@ def run_processes(
             process.join(max(0.0, deadline_s - time.monotonic()))
             process.kill()
             process.join()
-    if failure is not None:
+    if failure:
         raise failure
 
 
@@ -131,16 +131,16 @@ def _watch(started: Mapping[SpawnProcess, Connection], grace_s: float) -> Proces
         ended = [process for process in running if not process.is_alive()]
         running = [process for process in running if process not in ended]
         for process in ended:
-            if (found := _failure(process, started[process])) is None:
+            if not (found := _failure(process, started[process])):
                 continue
             if signals.received():
                 # others also fail after one has ended
                 if not 1 < found.exit_code < 128 or found.exit_code == LOST_RANK:
                     found = ProcessError(*message(signals.interrupted()))
                 # a failure is more informative than the signal
-                if failure is None or failure.exit_code > 128 > found.exit_code:
+                if not failure or failure.exit_code > 128 > found.exit_code:
                     failure = found
-            elif failure is None or failure.exit_code == LOST_RANK:
+            elif not failure or failure.exit_code == LOST_RANK:
                 failure = found
                 # with these exit codes, the first rank saves
                 rest_s = max(_GRACE_S, grace_s) if found.exit_code in (3, 6) else _GRACE_S

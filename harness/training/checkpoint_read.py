@@ -130,7 +130,7 @@ def pointed(past: list[Record]) -> dict[str, Record]:
 def order(path: Path) -> tuple[int, int]:
     """Returns the step and the serial number in a checkpoint's name; else ``UNNAMED``."""
     match = re.fullmatch(r"step-(\d{1,18})(?:\.(\d{1,9}))?", path.stem)
-    if match is None:
+    if not match:
         return UNNAMED
     return int(match[1]), int(match[2] or 1)
 
@@ -242,14 +242,14 @@ def _load(path: Path, record: Record | None = None) -> Saved:
     name = printable(str(path))
     try:
         with open(open_regular(path), "rb") as file:
-            if record is not None:
+            if record:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
                 if found != record.sha256:
                     raise CheckpointError(
                         f"{name}: damaged: its digest is {found[:12]}..., recorded "
                         f"{record.sha256[:12]}..."
                     )
-            state = weights.load(file, name, others=record is None)
+            state = weights.load(file, name, others=not record)
     except (CheckpointError, MemoryError):
         raise
     except OSError as error:
@@ -260,7 +260,7 @@ def _load(path: Path, record: Record | None = None) -> Saved:
             f"{name}: refused, because it contains more than tensors and plain containers, or "
             "is damaged; save weights with torch.save(network.state_dict(), PATH)"
         ) from error
-    if not isinstance(state, dict) or (record is None and "settings" not in state):
+    if not isinstance(state, dict) or (not record and "settings" not in state):
         # same keys have other meanings in other trainers
         state = {"": state}
     places = Path(os.path.realpath(path)).parents[:2]

@@ -389,7 +389,7 @@ class Engine:
         count = left = len(self.feed)
         self._bounds = [self.order.taken(epoch, 0)]
         steps = math.ceil(count / config.accumulate_steps)
-        if config.max_steps is not None:
+        if config.max_steps:
             steps = min(steps, config.max_steps - state.step)
         # the run ends in this epoch
         last = epoch + 1 == config.epochs or state.step + steps == config.max_steps
@@ -451,13 +451,12 @@ class Engine:
             clock.step(images_seen)
         if self._starting:
             self._starting = False
-            writer = self.monitor.writer
-            if writer is not None:
+            if writer := self.monitor.writer:
                 # once, between steps: the host waits for the device
                 with self._untimed("pictures"):
                     classes = self.classes
                     pictures.show_batch(images[:16], labels[:16], self.config.data, classes, writer)
-            if self.monitor.sampler is not None:
+            if self.monitor.sampler:
                 self.monitor.sampler.restart()
 
     def _close_window(self, epoch: int) -> None:
@@ -485,7 +484,7 @@ class Engine:
         shown = [f"lr {lr:.3g}"]
         if figures.loss is not None:
             shown.append(f"loss {figures.loss:.3f}")
-        if window is not None:
+        if window:
             if window.images_per_s:
                 self._step_s = window.elapsed_s / window.steps
                 rate = window.images_per_s * self.world.size
@@ -517,7 +516,7 @@ class Engine:
     def _worked(self) -> dict[str, Value]:
         """Returns the work of the training feed's workers since the last call, by tag."""
         meter = self.feed.meter
-        if meter is None:
+        if not meter:
             return {}
         workers = self.feed.settings.num_workers
         before, before_s = self._looked
@@ -534,7 +533,7 @@ class Engine:
             "steps": [self.state.step - steps + 1, self.state.step],
             "batches": [order[a:b].tolist() for a, b in itertools.pairwise(self._bounds)],
         }
-        if self.monitor.writer is not None:
+        if self.monitor.writer:
             self.monitor.writer.write("nonfinite.json", json.dumps(noted))
 
     def _list_replaced(self) -> None:
@@ -556,7 +555,7 @@ class Engine:
             if not self.replaced:
                 log.warning("%s: %s; replaced by another image", failure.where, failure.reason)
             self.replaced.add((name, failure.sample))
-            if writer is not None and (name, failure.where) not in self._listed:
+            if writer and (name, failure.where) not in self._listed:
                 self._listed.add((name, failure.where))
                 writer.bad_sample(name, failure.sample, failure.where, failure.reason)
         for name, feed in feeds.items():
@@ -570,8 +569,8 @@ class Engine:
                 )
 
     def _write(self, epoch: int, figures: Mapping[str, Value]) -> None:
-        if self.monitor.writer is not None:
-            sampled = self.monitor.sampler.read() if self.monitor.sampler is not None else {}
+        if self.monitor.writer:
+            sampled = self.monitor.sampler.read() if self.monitor.sampler else {}
             whole = {**figures, **self._run.logged, **sampled}
             self.monitor.writer.scalars(self.state.step, whole, epoch=epoch + 1)
         self._run.logged.clear()

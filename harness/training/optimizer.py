@@ -33,7 +33,7 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
         ConfigError: the optimizer is unknown or rejects its arguments.
     """
     depth = {p: 0 for p in network.parameters() if p.requires_grad}
-    if config.layer_decay is not None:
+    if config.layer_decay:
         depth = {p: number for p, number in depths(network).items() if p in depth}
     share = config.layer_decay or 1.0
     # empty if the network has nothing to train, which the first step rejects
@@ -294,9 +294,7 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
     """
     epoch = step // steps_per_epoch
     total = epochs * steps_per_epoch
-    warmup: float = config.warmup_epochs * steps_per_epoch
-    if config.warmup_steps is not None:
-        warmup = config.warmup_steps
+    warmup: float = config.warmup_steps or config.warmup_epochs * steps_per_epoch
     if config.per_epoch:
         step, total, warmup, steps_per_epoch = epoch, epochs, warmup / steps_per_epoch, 1
     if config.name is ScheduleName.onecycle:

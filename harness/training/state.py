@@ -65,11 +65,11 @@ class TrainState:
     @property
     def evaluated(self) -> nn.Module:
         """The network to evaluate: the average, if there is one."""
-        return self.network if self.average is None else self.average.module
+        return self.average.module if self.average else self.network
 
     def to_dict(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Returns the state as tensors and plain containers, with ``facts`` about the run."""
-        averaged = {} if self.average is None else {"ema": self.average.state_dict()}
+        averaged = {"ema": self.average.state_dict()} if self.average else {}
         return {
             **facts,
             **averaged,
@@ -96,7 +96,7 @@ class TrainState:
         with user_code.explained(f"{saved.where}: cannot be used:", kind=CheckpointError):
             modules: dict[str, nn.Module] = {"model": self.network}
             weights = {"model": held["model"]}
-            if self.average is not None:
+            if self.average:
                 modules["ema"] = self.average
                 # a new average starts from the weights
                 first = {f"module.{key}": value for key, value in held["model"].items()}
@@ -189,7 +189,7 @@ def make_state(
     name = config.model.name
     if network is None:
         network = _placed_network(config, num_classes, world, filled)
-    if (per := optim.lr_per) is not None:
+    if per := optim.lr_per:
         optim = replace(optim, lr=optim.lr * images / per)
         say(f"learning rate {optim.lr:.4g}: effective batch size {images}, optim.lr is for {per}")
     optimizer = make_optimizer(network, optim)
@@ -202,7 +202,7 @@ def make_state(
     state = TrainState(
         config, world, network, optimizer, schedule, scaler, steps_per_epoch=steps_per_epoch
     )
-    if optim.ema_decay is not None and config.mode is Mode.train:
+    if optim.ema_decay and config.mode is Mode.train:
         steps = min(trainer.epochs * steps_per_epoch, trainer.max_steps or sys.maxsize)
         if (first := optim.ema_decay**steps) > 0.1:
             say(

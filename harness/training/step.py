@@ -182,13 +182,13 @@ class Step:
             state.scaler.unscale_(state.optimizer)
             if not state.scaler.is_enabled():
                 skip_nonfinite(state.optimizer, self._one)
-            if self.config.optim.clip_norm is not None:
+            if self.config.optim.clip_norm:
                 nn.utils.clip_grad_norm_(state.network.parameters(), self.config.optim.clip_norm)
             # fused optimizers skip the update on the device if a gradient is not finite
             with self._explained():
                 state.scaler.step(state.optimizer)
             state.scaler.update()
-            if state.average is not None:
+            if state.average:
                 state.average.update(state.network, self._found_inf[-1])
             state.optimizer.zero_grad(set_to_none=True)
             state.schedule.step()
@@ -256,7 +256,7 @@ class Step:
             skipped += bool(found)
             self._streak = (self._streak + 1) * bool(found)
             worst = max(worst, self._streak)
-        if self.state.average is not None:
+        if self.state.average:
             self.state.average.has_begun |= skipped < len(values) - count
         return StepFigures(statistics.fmean(finite) if finite else None, skipped, worst)
 
