@@ -1026,11 +1026,11 @@ def typed_settings(composed: DictConfig) -> Config:
         group = operator.attrgetter(place)(config) if place else config
         if isinstance(value, list):
             # OmegaConf makes lists of tuples
-            setattr(group, name, tuple(value))
+            value = tuple(value)
         elif isinstance(value, str) and "${" in str(written.get(path)):
-            given = Interpolated(value)
-            given.written = written[path]
-            setattr(group, name, given)
+            value = Interpolated(value)
+            value.written = written[path]
+        setattr(group, name, value)
     return config
 
 
