@@ -94,6 +94,11 @@ def setting(default: Any, text: str, limits: Mapping[str, float] = _ANY, **more:
     return field(default=default, metadata=metadata)
 
 
+def section(kind: type) -> Any:
+    """A dataclass field with the settings of the dataclass ``kind``."""
+    return field(default_factory=kind)
+
+
 @dataclass(slots=True)
 class RunConfig:
     """The run's folder."""
@@ -296,8 +301,8 @@ class DataConfig:
     scratch_gb: float = setting(
         100.0, "Maximum size of scratch in GB.", _POSITIVE, no_effect_with="data.scratch=null"
     )
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    columns: ColumnsConfig = section(ColumnsConfig)
+    generate: GenerateConfig = section(GenerateConfig)
 
 
 @dataclass(slots=True)
@@ -488,7 +493,7 @@ class LoaderConfig:
     device_prefetch: bool = setting(
         True, "Copy and normalize one batch ahead on a separate CUDA stream."
     )
-    val: ValLoaderConfig = field(default_factory=ValLoaderConfig)
+    val: ValLoaderConfig = section(ValLoaderConfig)
 
 
 @dataclass(slots=True)
@@ -853,21 +858,21 @@ class Config:
         "Your own classes, called at the start and end of training and at each step, window "
         "and epoch, such as [my_callbacks:GradientNoise].",
     )
-    run: RunConfig = field(default_factory=RunConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    loader: LoaderConfig = field(default_factory=LoaderConfig)
-    tuner: TunerConfig = field(default_factory=TunerConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    watch: WatchConfig = field(default_factory=WatchConfig)
-    dist: DistConfig = field(default_factory=DistConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    predict: PredictConfig = field(default_factory=PredictConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
+    run: RunConfig = section(RunConfig)
+    data: DataConfig = section(DataConfig)
+    augment: AugmentConfig = section(AugmentConfig)
+    loader: LoaderConfig = section(LoaderConfig)
+    tuner: TunerConfig = section(TunerConfig)
+    model: ModelConfig = section(ModelConfig)
+    optim: OptimConfig = section(OptimConfig)
+    schedule: ScheduleConfig = section(ScheduleConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    watch: WatchConfig = section(WatchConfig)
+    dist: DistConfig = section(DistConfig)
+    profile: ProfileConfig = section(ProfileConfig)
+    predict: PredictConfig = section(PredictConfig)
+    export: ExportConfig = section(ExportConfig)
 
 
 _NAMELESS = "published weights name no classes; name a run's folder or one of its checkpoints"
