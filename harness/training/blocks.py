@@ -36,10 +36,10 @@ def checkpoint_blocks(network: nn.Module) -> None:
 
 def _blocks(network: nn.Module) -> Iterator[nn.Module]:
     """Yields the outermost list items that contain modules and are not lists themselves."""
+    lists = nn.Sequential | nn.ModuleList
     for module in network.children():
-        lists = isinstance(network, nn.Sequential | nn.ModuleList)
-        is_list = isinstance(module, nn.Sequential | nn.ModuleList)
-        if lists and not is_list and any(True for _ in module.children()):
+        is_item = isinstance(network, lists) and not isinstance(module, lists)
+        if is_item and [*module.children()]:
             yield module
         else:
             yield from _blocks(module)
