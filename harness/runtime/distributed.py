@@ -187,7 +187,7 @@ def spawn_size(config: Config) -> int:
     """Returns how many processes ``dist=spawn`` starts on this node."""
     gpus = accelerator.count() if config.device in ("auto", "cuda") else 0
     nprocs = config.dist.nprocs or gpus
-    if nprocs == 0:
+    if not nprocs:
         raise ConfigError(
             "dist.nprocs=null: there are no GPUs to count; set the number of processes, such as "
             "dist.nprocs=2"
@@ -312,8 +312,9 @@ def joined(local_rank: int, config: Config, place: Path = Path()) -> Iterator[Wo
     rank = local_rank
     size = local_size = spawn_size(config) if kind is DistName.spawn else 1
     if kind is DistName.torchrun:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        rank, size, local_size = (int(os.environ[name]) for name in names)
+        rank, size, local_size = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        )
     chooses = config.device in ("auto", "cuda")
     if size == 1:
         device = _prepared(config, local_rank, 1, gpus_for(1) if chooses else [])

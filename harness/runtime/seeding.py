@@ -81,9 +81,8 @@ def instead_of(index: int, length: int) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def _start(seed: int, epoch: int, stream: int) -> int:
-    start: int = _mixed((_mixed(stream) + (seed << 32 | epoch)) & _MASK)
-    return start
+def _start(seed: int, epoch: int, stream: int) -> Any:
+    return _mixed((_mixed(stream) + (seed << 32 | epoch)) & _MASK)
 
 
 def _mixed(z: Any) -> Any:

@@ -162,8 +162,7 @@ class Engine:
                     top1 = self.evaluate(epoch).top1
                 else:
                     say(f"epoch {epoch + 1}: training: {self._shown}")
-                every = self.config.checkpoint.every_epochs
-                if due or self._ends() or (epoch + 1) % every == 0:
+                if due or self._ends() or (epoch + 1) % self.config.checkpoint.every_epochs == 0:
                     self._save(top1)
             self._call("on_end")
             if not self.is_done:

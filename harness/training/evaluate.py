@@ -62,8 +62,7 @@ def evaluate(
             kept.append((labels.clone(), answers[:, 0], scores.softmax(1).amax(1)))
         if signals.received():
             break
-    signum = int(world.largest(signals.received())[0])
-    if signum:
+    if signum := int(world.largest(signals.received())[0]):
         raise Interrupted(signum)
     sums[0] = images_seen
     # the host waits for the device

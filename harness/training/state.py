@@ -133,11 +133,10 @@ class TrainState:
 def _placed_network(config: Config, num_classes: int, world: World, filled: bool) -> nn.Module:
     """Returns the network that ``config`` names on this rank's device, as the trainer runs it."""
     trainer = config.trainer
-    size = config.data.image_size
     network = models.build(
         config.model,
         num_classes,
-        image_size=size,
+        image_size=config.data.image_size,
         filled=filled,
         train_sizes=train_sizes(config.data),
     )

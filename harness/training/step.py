@@ -94,9 +94,9 @@ class Step:
         # reads found_inf, 0.0 or 1.0, set by the scaler or else by ``skip_nonfinite``
         state.optimizer.register_step_pre_hook(self._before_update)
         # report errors of user code in an update in one line
-        name = self.config.optim.name
+        name = config.optim.name
         self._explained: Callable[[], AbstractContextManager[None]] = nullcontext
-        if user_code.is_own(name) or self.config.callbacks:
+        if user_code.is_own(name) or config.callbacks:
             begin = f"optim.name={name}: step or one of its hooks failed with"
             self._explained = partial(user_code.explained, begin)
         self._asks = not (own.skips_updates and skips_on_device(state.optimizer))
