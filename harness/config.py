@@ -1214,8 +1214,8 @@ def check_model(model: ModelConfig) -> None:
     else:
         known = [*OURS, *(classifiers() or [name])]
     if not is_own and name not in known:
-        hint = suggestions.nearest(model.name, known)
-        hint = hint or "; a network of your own is named module:function"
+        own = "; a network of your own is named module:function"
+        hint = suggestions.nearest(model.name, known) or own
         raise ConfigError(f"model.name={model.name}: unknown{hint}")
     if (is_own or name in OURS) and model.weights == "DEFAULT":
         raise ConfigError(

@@ -73,8 +73,7 @@ def _meant(name: str) -> list[str]:
         return [other]
     if f"{name}.name" in SETTINGS:
         return [f"{name}.name"]
-    same = [path for path in SETTINGS if path.rpartition(".")[2] == last]
-    if same:
+    if same := [path for path in SETTINGS if path.rpartition(".")[2] == last]:
         depth = min(path.count(".") for path in same)
         return [path for path in same if path.count(".") == depth][:3]
     neighbors = [path for path in SETTINGS if path.rpartition(".")[0] == group]

@@ -336,8 +336,7 @@ def get(device: torch.device | str | Accelerator) -> Accelerator:
     # the available one, if any
     if device.type != "cpu" and own and device == own.current_accelerator(True):
         device = torch.device(device.type, own.current_device_index())
-    kinds = {"cpu": Accelerator, "mps": Mps}
-    return kinds.get(device.type, tried)(device)
+    return {"cpu": Accelerator, "mps": Mps}.get(device.type, tried)(device)
 
 
 @cache

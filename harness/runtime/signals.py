@@ -64,7 +64,7 @@ def late() -> bool:
 
 def interrupted() -> Interrupted:
     """Returns the error for the received signal."""
-    return Interrupted(_received[0][0])
+    return Interrupted(received())
 
 
 def received() -> int:

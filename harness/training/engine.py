@@ -171,8 +171,9 @@ class Engine:
                 self.stopped = f"top-1 has not improved for {state.stale} epochs"
             if self.world.size > 1:
                 # differs between ranks
-                total = self.monitor.clock.total()
-                own = RankFigures.of(self.world.rank, total, self.step.forward_ms)
+                own = RankFigures.of(
+                    self.world.rank, self.monitor.clock.total(), self.step.forward_ms
+                )
                 self.ranks = tuple(self.world.gathered(own))
             self.status = "completed"
 

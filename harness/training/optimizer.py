@@ -136,7 +136,7 @@ def adopt(
     )
     if not skips_on_device(optimizer):
         # groups may hold counters; only the class knows the contents of its state
-        counts = [len(names) for _, names in ours], [len(names) for _, names in theirs]
+        counts = [[len(names) for _, names in groups] for groups in (ours, theirs)]
         if counts[0] == counts[1]:
             typed = {"params", "lr", "initial_lr", "weight_decay", *args}
             groups = [

@@ -89,8 +89,8 @@ def show_batch(
         shares = sorted(zip(mixed, names, strict=True), reverse=True)[:2]
         texts.append(" + ".join(f"{share:.0%} {name}" for share, name in shares if share))
     writer.images("train/first_batch", tiles, texts)
-    rows = zip(texts, map(coded, tiles), strict=True)
-    found = [{"label": text, "picture": picture} for text, picture in rows]
+    rows = zip(texts, tiles, strict=True)
+    found = [{"label": text, "picture": coded(tile)} for text, tile in rows]
     writer.write("first_batch.json", json.dumps(found))
 
 
