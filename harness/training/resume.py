@@ -103,16 +103,16 @@ def settings(
         ConfigError: there are no pretrained weights, or a typed setting conflicts with them.
     """
     model = config.model
+    kept = set(map(launch.setting, typed))
     if saved is None:
         # an evaluated checkpoint has its own settings
         if (config.resume and config.mode is not Mode.train) or not models.are_published(model):
             return config
-        kept = set(map(launch.setting, typed))
         size = config.data.image_size if "data.image_size" in kept else None
         theirs = models.expected(model.name, size)
         return adopted(config, theirs, kept, f"the weights of {model.name}", tell)
     if config.mode in _APPLIES:
-        return _applied(config, saved, typed, tell)
+        return _applied(config, saved, kept, tell)
     trained = saved.trained
     if trained is None:
         return config
@@ -142,10 +142,8 @@ def settings(
     return used
 
 
-def _applied(
-    config: Config, saved: Saved, typed: tuple[str, ...], tell: Callable[[str], None]
-) -> Config:
-    """Returns ``config`` with the pixel and network settings of ``saved``.
+def _applied(config: Config, saved: Saved, kept: set[str], tell: Callable[[str], None]) -> Config:
+    """Returns ``config`` with the pixel and network settings of ``saved``, except those ``kept``.
 
     In a run's folder, the checkpoint also decides which images are evaluated: these are read, but
     neither downloaded nor generated.
@@ -162,8 +160,7 @@ def _applied(
     compared = (*PIXELS, *_NETWORK, *(_IMAGES if reads else ()))
     theirs = {path: value for path, value, _ in walk(trained) if f"{path} ".startswith(compared)}
 
-    # chosen on the command line, directly or through a group
-    kept = set(map(launch.setting, typed))
+    # chosen on the command line through a group
     if kept & {"model", "experiment"}:
         kept.add("model.name")
     if kept & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
