@@ -982,7 +982,7 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
             f"optim.class_weights=balanced: data.balance={c.data.balance:g} already corrects "
             "the imbalance; use one of the two, or a list of weights"
         )
-    if c.data.fold is not None and c.data.fold >= c.data.folds:
+    if (c.data.fold or 0) >= c.data.folds:
         yield f"data.fold={c.data.fold}: there are {c.data.folds} folds, from 0; raise data.folds"
     if c.schedule.warmup_epochs > c.trainer.epochs:
         yield (
