@@ -311,7 +311,8 @@ class Engine:
         if not self._may_hang:
             return
         state = self.state
-        event = self._own.event()
+        is_full = len(self._updates) == self._updates.maxlen
+        event = self._updates[0][0] if is_full else self._own.event()
         event.record(self._own.stream())
         counts = {name: getattr(state, name) for name in checkpoint_read.COUNTS}
         self._updates.append((event, counts, state.schedule.last_epoch))
